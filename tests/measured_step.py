@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +50,18 @@ def measure_step(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> I
     """
     recorder = LiveRecorder(device_of(model))
     modes = (recorder, LiveFunctions(recorder))
-    handles = [*recorder.watch(model), *_optimizer_hooks(recorder)]
-    recorder.names.clear()
-    handles += recorder.weigh(model)
-    recorder.mark_inputs(inputs or {})
-    recorder.turn_to("forward")
-    put_under(*modes)
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(recorder.forget)
+        hooks.enter_context(recorder.watch(model))
+        for hook in _optimizer_hooks(recorder):
+            hooks.enter_context(hook)
+        recorder.names.clear()
+        hooks.enter_context(recorder.weigh(model))
+        recorder.mark_inputs(inputs or {})
+        recorder.turn_to("forward")
+        put_under(*modes)
+        hooks.callback(take_out, *modes)
         yield Measured(recorder)
-    finally:
-        take_out(*modes)
-        for handle in handles:
-            handle.remove()
-        recorder.forget()
     if recorder.fault:
         raise RuntimeError(f"the step could not be measured to its end: {recorder.fault}")
 

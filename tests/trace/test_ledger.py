@@ -41,9 +41,9 @@ def test_a_storage_counts_once_and_until_its_last_tensor_is_gone() -> None:
     book = Ledger()
     book.begin("forward")
     made = torch.zeros(10)
-    book.seen(made)
+    book.count(made)
     view = made[2:]
-    book.seen(view)
+    book.count(view)
     assert book.total == 40
     del made
     gc.collect(2)
@@ -55,15 +55,15 @@ def test_a_storage_counts_once_and_until_its_last_tensor_is_gone() -> None:
 def test_peaks_by_phase_and_kind() -> None:
     book = Ledger()
     weight = torch.zeros(4)
-    book.seen(weight, "weights")
+    book.count(weight, "weights")
     book.begin("forward")
     first = torch.zeros(6)
-    book.seen(first)
+    book.count(first)
     second = torch.zeros(2)
-    book.seen(second)
+    book.count(second)
     del first
     book.begin("backward")
-    book.seen(torch.zeros(1), "gradients")
+    book.count(torch.zeros(1), "gradients")
     memory = book.record()
     assert memory.phases["forward"] == {"weights": 16, "activations": 32}
     assert memory.phases["backward"] == {"weights": 16, "activations": 8, "gradients": 4}
@@ -74,8 +74,8 @@ def test_a_storage_is_of_the_last_kind_it_was_said_to_be() -> None:
     book = Ledger()
     book.begin("backward")
     gradient = torch.zeros(4)
-    book.seen(gradient)
-    book.seen(gradient, "gradients")
+    book.count(gradient)
+    book.count(gradient, "gradients")
     book.begin("optimizer")
     assert {kind: size for kind, size in book.record().phases["optimizer"].items() if size} == {
         "gradients": 16
@@ -85,7 +85,7 @@ def test_a_storage_is_of_the_last_kind_it_was_said_to_be() -> None:
 def test_repeats() -> None:
     book = Ledger()
     weight = torch.zeros(4)
-    book.seen(weight, "weights", repeats=5)
+    book.count(weight, "weights", repeats=5)
     assert book.total == 80
     del weight
     assert book.total == 0
@@ -96,9 +96,9 @@ def test_the_surplus_of_a_folded_module_goes_when_the_backward_has_left_it() -> 
     book.begin("forward")
     entered = book.mark()
     kept = torch.zeros(10)
-    book.seen(kept)
+    book.count(kept)
     on_ctx = torch.zeros(1)
-    book.seen(on_ctx)
+    book.count(on_ctx)
     book.multiply("layers.1", entered, 4)
     assert book.total == 176
     book.begin("backward")
@@ -128,7 +128,7 @@ class _Real(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.book.seen(leaf)
+                self.book.count(leaf)
         return result
 
 
@@ -136,15 +136,15 @@ def real_memory(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: An
     """Two such steps on real tensors, in the same book."""
     book = Ledger()
     for parameter in model.parameters():
-        book.seen(parameter, "weights")
+        book.count(parameter, "weights")
     for buffer in model.buffers():
-        book.seen(buffer, "buffers")
+        book.count(buffer, "buffers")
     for value in inputs.values():
-        book.seen(value, "inputs")
+        book.count(value, "inputs")
 
     def count(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        book.seen(parameter.grad, "gradients")
+        book.count(parameter.grad, "gradients")
 
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -270,9 +270,9 @@ def test_the_timeline_keeps_the_worst_moment_of_every_stretch() -> None:
     book.begin("forward")
     alive = [torch.empty(100, dtype=torch.uint8) for _ in range(2_000)]
     for tensor in alive:
-        book.seen(tensor)
+        book.count(tensor)
     spike = torch.empty(10**6, dtype=torch.uint8)
-    book.seen(spike)
+    book.count(spike)
     del spike
     book.begin("backward")
     while alive:
@@ -296,13 +296,13 @@ def test_a_later_step_begins_with_the_optimizers_states_and_a_later_micro_batch_
     book.begin("forward")
     activations = [torch.empty(40, dtype=torch.uint8), torch.empty(10, dtype=torch.uint8)]
     for tensor in activations:
-        book.seen(tensor)
+        book.count(tensor)
     book.begin("backward")
     gradients = torch.empty(15, dtype=torch.uint8)
     del activations[1:], tensor
-    book.seen(gradients, "gradients")
+    book.count(gradients, "gradients")
     book.begin("optimizer")
-    book.seen(torch.empty(5, dtype=torch.uint8), "optimizer")
+    book.count(torch.empty(5, dtype=torch.uint8), "optimizer")
     first, later, accumulated = book.record(), book.record(states=30), book.record(30, gradients=15)
     assert (first.peak, first.peak_phase) == (60, "optimizer")
     assert later.phases["backward"] == {"activations": 40, "gradients": 15, "optimizer": 30}

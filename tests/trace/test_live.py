@@ -324,7 +324,7 @@ def test_a_fault_of_the_bookkeeping_does_not_reach_the_script(
         raise KeyError("a bug of ours")
 
     plain = _train(_block(), 3)
-    monkeypatch.setattr("isotype.trace.ledger.Ledger.seen", broken)
+    monkeypatch.setattr("isotype.trace.ledger.Ledger.count", broken)
     watch = Watch()
     watches.append(watch)
     watch.attach()
@@ -463,7 +463,7 @@ def test_a_measurement_with_a_fault_is_no_measurement(monkeypatch: pytest.Monkey
 
     def step() -> None:
         with measure_step(model):
-            monkeypatch.setattr("isotype.trace.ledger.Ledger.seen", lambda *_: 1 / 0)
+            monkeypatch.setattr("isotype.trace.ledger.Ledger.count", lambda *_: 1 / 0)
             model(torch.ones(4, 8))
 
     with pytest.raises(

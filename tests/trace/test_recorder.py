@@ -214,10 +214,8 @@ def test_a_layer_whose_hooks_do_not_run_again_is_known_in_recomputation() -> Non
 def test_a_layer_has_its_own_checkpointing_again_afterwards() -> None:
     model = checkpointed()
     before = model[1]._gradient_checkpointing_func  # type: ignore[index]
-    handles = Recorder().watch(model)
-    assert model[1]._gradient_checkpointing_func is not before  # type: ignore[index]
-    for handle in handles:
-        handle.remove()
+    with Recorder().watch(model):
+        assert model[1]._gradient_checkpointing_func is not before  # type: ignore[index]
     assert model[1]._gradient_checkpointing_func is before  # type: ignore[index]
 
 

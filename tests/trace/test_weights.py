@@ -126,7 +126,7 @@ def test_values_that_are_not_numbers(values: torch.Tensor) -> None:
 
 
 def test_no_weight_is_too_large_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.trace.weights._LOOKED_AT", 8)
+    monkeypatch.setattr("isotype.trace.weights._MOST_ELEMENTS", 8)
     values = torch.ones(4, 4)
     assert (_linear(values).largest, _linear(values).median_magnitude) == (1.0, None)
     values[3, 3] = float("nan")

@@ -27,11 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from isotype.compat.replaced import Replacements
 from isotype.compat.wrappers import ORIGINAL as ORIGINAL

@@ -1,4 +1,4 @@
-"""FLOPs of matmul-like operators: PyTorch's formulas, and those of operators it does not count."""
+"""FLOPs of operators that multiply matrices, by PyTorch's formulas, and by our own where PyTorch has none."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from isotype.compat.torch import VARLEN_ATTENTION, FakeTensor, operator_packet
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of one call (two per multiply-add); 0 for operators that are no matmul."""
-    own, packet = _known(func)
-    if own is not None:
-        return own(args, result)
+    """Return the FLOPs of one call, two for each multiply-add; 0 for operators that multiply no matrices."""
+    ours, packet = _known(func)
+    if ours is not None:
+        return ours(args, result)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 @functools.cache
 def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
-    """Return the formula here of an operator (None: torch's), and the key of torch's formulas."""
+    """Return our formula for an operator, or None if there is none, and the operator's key in torch's formulas."""
     packet = operator_packet(func)
-    return _OWN.get(str(func).removesuffix(".default")), _IN_PLACE.get(packet, packet)
+    return _OURS.get(str(func).removesuffix(".default")), _IN_PLACE.get(packet, packet)
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Return 2 m k n for rows [m, k] in groups with a [k, n] each, or for [k, m] by [m, n] split into groups."""
+    """Return 2 m k n for rows [m, k] in groups with one matrix [k, n] per group, or for groups of [k, m] by [m, n]."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 
@@ -40,25 +40,28 @@ def _attention(args: Any, result: Any) -> int:
 
 
 def _attention_backward(args: Any, result: Any) -> int:
-    """Return the FLOPs for operands (gradient, query, key, value)."""
+    """Return the FLOPs for the operands (gradient, query, key, value)."""
     gradient, *operands = args[:4]
     shapes = (tuple(gradient.shape), *_with_all_heads(operands))
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _by_lengths(args: Any, result: Any) -> int:
-    """Return the FLOPs for query, key, value `[tokens, heads, width]`, sequences' ends, the longest's tokens."""
+    """Return the FLOPs for query, key, value `[tokens, heads, width]`, the sequences' ends (3) and the longest (6)."""
     return 2 * _scores(args[0], args[3], args[6]) * int(args[0].shape[-1])
 
 
 def _by_lengths_backward(args: Any, result: Any) -> int:
-    """Return the FLOPs for gradient, query, key, value, result, statistics, sequences' ends, longest's tokens."""
+    """Return the FLOPs for the gradient (0), query (1), the sequences' ends (6) and the longest sequence (9)."""
     query, ends, longest = args[1], args[6], args[9]
     return 5 * _scores(query, ends, longest) * int(query.shape[-1])
 
 
 def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
-    """Return twice the scores of all heads; ends are only read on a CPU, else all sequences count as the longest."""
+    """Return twice the number of attention scores of all heads.
+
+    `ends` are read only on a CPU. On other devices, every sequence counts as `longest` tokens.
+    """
     tokens, heads = query.shape[:2]
     if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
         return 2 * heads * int(ends.diff().square().sum())
@@ -66,15 +69,13 @@ def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
 
 
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of query, key and value `[batch, heads, length, width]`, with keys repeated for their
-    heads.
+    """Return the shapes `[batch, heads, length, width]` of query, key and value, all with the query's heads.
 
-    The kernels compute so. torch's formulas before 2.12 refuse fewer key heads than query heads; once the
-    oldest supported torch counts them (`tests/trace/test_flops.py`), this and the names of the kernels can
-    go.
+    The kernels repeat the key heads. torch's formulas before 2.12 raise for fewer key heads than query heads; this
+    function and `_ATTENTIONS` can go once the oldest supported torch counts them (`tests/trace/test_flops.py`).
     """
     heads = operands[0].shape[1]
-    return tuple((shape[0], heads, *shape[2:]) for shape in (tuple(each.shape) for each in operands))
+    return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)
 
 
 def _gemm_4bit(args: Any, result: Any) -> int:
@@ -88,13 +89,13 @@ _ATTENTIONS = tuple(
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 )
 
-# torch's formulas are for the out-of-place forms.
+# torch has formulas only for the operators that do not work in place.
 _IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
 
-_OWN: dict[str, Callable[[Any, Any], int]] = {
+_OURS: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
     **dict.fromkeys(_ATTENTIONS, _attention),
     **dict.fromkeys((f"{name}_backward" for name in _ATTENTIONS), _attention_backward),

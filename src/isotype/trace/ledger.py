@@ -1,4 +1,4 @@
-"""Bytes of live tensors during a step, by kind, for fake and real tensors."""
+"""The bytes of all live tensors during a step, by kind of memory, for fake and real tensors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from isotype.compat.torch import storage_key, storage_of
 from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
-_MOST_STEPS = 64  # steps in which memory of represented modules comes and goes
-_MOST_POINTS = 512  # of the timeline; beyond, two neighbours are merged
+_MOST_STEPS = 64  # parts in which the memory of represented modules is allocated and freed
+_MOST_POINTS = 512  # points of the timeline; of more points, every two neighbours are merged
 
 
 class Ledger:
-    """Counts every storage once, from its first use until its last tensor is gone.
+    """Counts every storage once, from its first use until its last tensor is freed.
 
-    A module that represents several (`multiply`) counts the activations saved by its forward as often. The
-    surplus of a storage ends with the storage; while the backward is in the module, it is kept until the
-    backward has left it, since the other modules' backwards follow. Tensors kept by a function (`ctx.x = x`)
-    end later, with the graph.
+    For a module that represents several modules of the whole model (`multiply`), the activations that its forward
+    saves are counted once for each of them: the surplus. The surplus of a storage is freed with the storage. If the
+    backward of the module frees the storage, the surplus stays until that backward has ended, because the backwards of
+    the represented modules follow. Tensors that a function keeps (`ctx.x = x`) are freed later, with the graph.
 
     Attributes:
-        total: bytes alive now.
-        kind: of new storages without a given kind.
-        share: part of every new storage that this process holds (below 1 if sharded).
+        total: bytes of all live storages.
+        kind: kind of memory of new storages that are counted without a kind.
+        share: the part of every new storage that this process holds, below 1 if the model is sharded.
     """
 
     def __init__(self) -> None:
@@ -37,26 +37,26 @@ class Ledger:
         self._now: dict[MemoryKind, int] = {}
         # Storage address -> its reference, bytes, kind and sequence number.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
-        self._made = 0
-        # (phase, whether gradients are left out) -> bytes and kinds at the peak.
+        self._created = 0
+        # (phase, whether gradients are left out) -> bytes at the peak, in total and by kind.
         self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int]]] = {}
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
         self._phase: Phase = "load"
-        # Representing module -> storage address -> bytes saved by the other modules.
+        # Representing module -> storage address -> bytes that the represented modules save.
         self._surplus: dict[str, dict[int, int]] = {}
-        # The same for storages freed before the backward has left the module.
+        # Representing module -> surplus of the storages that its backward has freed.
         self._waiting: dict[str, int] = {}
         self._left: set[str] = set()
         self._times: dict[str, int] = {}
-        # Gradients of the others, which come as their activations go; and the backward's peak in the module.
+        # Representing module -> bytes of the represented modules' gradients, and peaks during its own backward.
         self._gradients: dict[str, int] = {}
         self._highest: dict[tuple[str, bool], tuple[int, dict[MemoryKind, int]]] = {}
         self._in_backward = ""
 
     def begin(self, phase: Phase) -> None:
-        """Start a phase: memory alive from now on counts towards its peak."""
+        """Start a phase; the phase's peak includes the memory that is alive now."""
         for module in self._surplus.keys() - self._left:
             if self._waiting.get(module) or self._gradients.get(module):
                 self._leave(module)
@@ -64,20 +64,16 @@ class Ledger:
         self._phase = phase
         self._note_peak()
 
-    def seen(
-        self,
-        tensor: torch.Tensor,
-        kind: MemoryKind | None = None,
-        repeats: int = 1,
-        held: int | None = None,
+    def count(
+        self, tensor: torch.Tensor, kind: MemoryKind | None = None, repeats: int = 1, held: int | None = None
     ) -> None:
-        """Count a tensor's storage if it is new, or again with a given kind.
+        """Add the storage of `tensor` to the ledger; if the ledger has it already, change only its kind and size.
 
         Args:
             tensor: the tensor.
-            kind: its kind from now on; None: unchanged, or the ledger's `kind` if new.
-            repeats: number of storages of the whole model it represents.
-            held: bytes that this process holds; None: its `share`.
+            kind: kind of memory of the storage; None for the ledger's `kind`, or for no change of a counted storage.
+            repeats: number of storages of the whole model that this storage represents.
+            held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -87,13 +83,13 @@ class Ledger:
                 self._book_again(key, kind, size)
             return
         kind = kind or self.kind
-        self._made += 1
-        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, kind, self._made)
+        self._created += 1
+        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, kind, self._created)
         self._change(kind, size)
 
     def mark(self) -> int:
-        """Return the current moment, for `multiply`."""
-        return self._made
+        """Return the number of the last counted storage, the argument `since` of `multiply`."""
+        return self._created
 
     def multiply(
         self,
@@ -103,31 +99,31 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Count storages made in `module`'s forward since the mark `since`, and still alive, `times` times.
+        """Count the live activations of the forward of `module` `times` times: those newer than the mark `since`.
 
-        An output is the input of the next such module, which may or may not save it: assumed to be as for
-        this one's input. Memory freed since the mark (a weight moved to other memory) is not subtracted.
+        An output of `module` is the input of the next represented module. That module is assumed to save its input if
+        `module` has saved its own. Memory freed since the mark (a weight moved to other memory) is not subtracted.
         """
-        kept = {
+        saved = {
             key
             for key, (_, _, kind, number) in self._live.items()
             if number > since and kind == "activations"
         }
-        passed_on = [tensor for tensor in inputs if storage_of(tensor) in self._live]
+        alive = [tensor for tensor in inputs if storage_of(tensor) in self._live]
         for output in outputs:
-            before = next((each for each in passed_on if _alike(each, output)), None)
-            if before is not None:
-                passed_on = [each for each in passed_on if each is not before]
-                kept -= {storage_of(output)}
-                kept |= {storage_of(before)}
-        surplus = self._surplus[module] = {key: self._live[key][1] * (times - 1) for key in kept}
+            same = (x for x in alive if (x.shape, x.dtype) == (output.shape, output.dtype))
+            if (before := next(same, None)) is not None:
+                alive = [tensor for tensor in alive if tensor is not before]
+                saved -= {storage_of(output)}
+                saved |= {storage_of(before)}
+        surplus = self._surplus[module] = {key: self._live[key][1] * (times - 1) for key in saved}
         self._left.discard(module)
         self._times[module] = times
         for size in _steps(sum(surplus.values()), times - 1):
             self._change("activations", size)
 
     def backward_in(self, module: str) -> None:
-        """Set the module of the backward; frees the surplus of modules that it has left."""
+        """Record that the backward runs in `module`, and free the surplus of modules whose backward has ended."""
         if module == self._in_backward or not self._surplus:
             return
         before, self._in_backward = self._in_backward, module
@@ -136,9 +132,10 @@ class Ledger:
                 self._leave(name)
 
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
-        """Add bytes without a tensor here (states of folded layers, collectives); negative ones are freed.
+        """Add `size` bytes that have no tensor (states of folded layers, collectives); free them if negative.
 
-        Gradients of a `module` in its backward are added when those of the modules it represents are.
+        Gradients of `module` that arrive during its backward are added when the backwards of the represented modules
+        are counted.
         """
         if not size:
             return
@@ -151,7 +148,7 @@ class Ledger:
             self._gradients[standing] = self._gradients.get(standing, 0) + size
 
     def resize(self, tensor: torch.Tensor, size: int) -> None:
-        """Set the held bytes of a counted tensor."""
+        """Set the bytes of a counted tensor that this process holds."""
         key = storage_of(tensor)
         if key in self._live:
             self._book_again(key, self._live[key][2], size)
@@ -161,12 +158,11 @@ class Ledger:
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return the peaks and the timeline; of a later step if its initial bytes are given.
+        """Return the peaks by phase and the timeline, as they are in a step after the first one.
 
         Args:
-            states: bytes of the optimizer, which stay after the first step.
-            gradients: bytes at the start of all micro-batches but the first of a step; 0 for one
-                micro-batch.
+            states: bytes of the optimizer state that the first step creates.
+            gradients: bytes of gradients at the start of every micro-batch except the first one of a step.
         """
         phases: dict[Phase, Mapping[MemoryKind, int]] = {}
         for (phase, bare), (_, kinds) in self._peaks.items():
@@ -176,7 +172,7 @@ class Ledger:
         return Memory(phases, tuple(_later(point, states, gradients) for point in self._points))
 
     def _leave(self, module: str) -> None:
-        """Count the other modules' backwards: the last one has all their gradients and none of their activations."""
+        """Count the backwards of the represented modules; their activations are freed, and their gradients added."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
         for bare in (False, True):
@@ -219,7 +215,7 @@ class Ledger:
         self._note_point()
 
     def _note_point(self) -> None:
-        """Record the peak of every `_stride` changes as a point of the timeline."""
+        """Add the peak of every `_stride` changes as a point to the timeline."""
         self._changes += 1
         if self._changes >= self._stride:
             self._close_point()
@@ -247,7 +243,7 @@ class Ledger:
 
 
 def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
-    """Return the same moment of a later step, before its optimizer's."""
+    """Return a point of the timeline as it is in a step after the first one, or in a later micro-batch."""
     least: dict[MemoryKind, int] = {}
     if states and point.phase in ("forward", "backward", "unscale"):
         least["optimizer"] = states
@@ -258,7 +254,7 @@ def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
 
 
 def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
-    """Return the higher of every two neighbours within a phase."""
+    """Return the higher point of every two neighbours in the same phase."""
     kept: list[MemoryPoint] = []
     paired = False
     for point in points:
@@ -271,13 +267,9 @@ def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
 
 
 def _steps(size: int, count: int) -> list[int]:
-    """Split `size` into as many parts as modules add or free it, up to the resolution of a picture."""
+    """Split `size` bytes into a part for each of `count` modules, at most `_MOST_STEPS` parts."""
     parts = max(1, min(count, _MOST_STEPS))
     return [size // parts + (part < size % parts) for part in range(parts)]
-
-
-def _alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 
 def _inside(module: str, name: str) -> bool:

@@ -1,16 +1,17 @@
-"""The recorder: a dispatch mode that records every operator of a step, with the dtype paths of its operands.
+"""A dispatch mode that records every operator of a training step, and the origin of each operand's dtype.
 
-It sees operators below autograd, so forward, backward and optimizer look alike; a backward operator is
-matched to its forward call by autograd's sequence number. `trace.fake.recorder` runs a step on fake tensors,
-`trace.live` watches a real one.
+A dispatch mode runs below autograd, so it records forward, backward and optimizer alike. A backward operator is
+matched to its forward operator by autograd's sequence number. `trace.fake.recorder` records a step on fake tensors,
+`trace.live` a real step.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,27 +38,27 @@ from isotype.trace.taken import DtypeReads
 aten = torch.ops.aten
 
 ORIGIN = "_isotype_origin"
-"""Attribute of a tensor with the origin of its dtype."""
+"""The attribute in which a tensor stores the origin of its dtype."""
 
-# Node class of a `torch.autograd.Function`.
-_WRITTEN: Any = torch.autograd.function.BackwardCFunction
-
+_FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph, a `torch.autograd.Function`
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
-# Python names of casts such as `.to(dtype)`; a cast in any other function is autocast's.
+# Python names of casts such as `.to(dtype)`. Autocast makes the casts inside of all other functions.
 _CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-# These create a real tensor first, which the dispatcher then lifts to a fake.
+# These functions create a real tensor first, which the dispatcher then converts to a fake tensor.
 _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
-# Functions that take the dtype of another tensor -> its argument position.
+# Functions whose result has the dtype of another tensor -> the argument position of that tensor.
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
+_CHECKPOINTS = "_gradient_checkpointing_func"
+"""The attribute of a transformers layer that holds its gradient checkpointing function."""
 
 
 @dataclass(slots=True)
 class Place:
-    """The place of an operator: module, source, and the number of calls of the real step it represents."""
+    """The place of an operator: its module and source line, and how many operators of the real step it represents."""
 
     module: str
     source: Any
@@ -66,9 +67,9 @@ class Place:
     backward: dict[Any, Place] = field(default_factory=dict)
 
     def written_at(self, source: Any) -> Place:
-        """Return the place of a line in a written backward (`torch.autograd.Function`)."""
+        """Return the place of the line `source` in the backward of a `torch.autograd.Function`."""
         if source is None:
-            return self  # called by torch's own code (checkpointing)
+            return self  # torch's own code runs the operator (gradient checkpointing)
         return self.backward.setdefault(source, Place(self.module, source, self.repeats))
 
 
@@ -82,38 +83,8 @@ class _Frame:
     returns: Origin | None = None
 
 
-_CHECKPOINTS = "_gradient_checkpointing_func"
-"""Attribute of transformers' layers with their checkpointing function."""
-
-
-class _Recomputed:
-    """Tracks a checkpointed transformers (5.23) layer, whose hooks do not run in recomputation."""
-
-    def __init__(
-        self, recorder: Recorder, module: nn.Module, checkpoint: Any, name: str, repeats: int
-    ) -> None:
-        self._module, self._checkpoint = module, checkpoint
-
-        def following(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def followed(*args: Any, **kwargs: Any) -> Any:
-                if recorder.phase != "backward" or recorder.module == name:
-                    return function(*args, **kwargs)
-                recorder.enter(name, repeats)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    recorder.leave()
-
-            return checkpoint(followed, *args, **kwargs)
-
-        setattr(module, _CHECKPOINTS, following)
-
-    def remove(self) -> None:
-        setattr(self._module, _CHECKPOINTS, self._checkpoint)
-
-
 class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
-    """State of a running step for any kind of tensors; subclasses implement `__torch_dispatch__`."""
+    """The recorded calls and the state of a running step; subclasses implement `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,15 +92,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.ledger = Ledger()
         self.function = ""
-        # Autocast's dtype where Python called the function: inside autocast's kernels it is off.
+        # Autocast's dtype where Python calls the function: inside of autocast's kernels autocast is off.
         self.autocast: torch.dtype | None = None
         self.reads = DtypeReads()
-        # Origin of the function's dtype argument, if it is another tensor's.
+        # The origin of the function's dtype argument if the code reads the dtype from another tensor.
         self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
         # Float dtypes of the step's inputs.
         self.inputs: set[torch.dtype] = set()
-        # Module name -> its own parameters and buffers, as the ledger has them.
+        # Module name -> the arguments of `Ledger.count` for the module's own parameters and buffers.
         self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
@@ -138,50 +109,75 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     # -------------------------------------------------------------------------------------------------- modules
 
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Add hooks to the modules of `model` and register its parameters and buffers; return the handles."""
-        handles: list[Any] = []
+    def watch(self, model: nn.Module) -> ExitStack:
+        """Add hooks to the modules of `model`, and register its parameters and buffers.
+
+        Returns:
+            The hooks; closing the stack removes them.
+        """
+        hooks = ExitStack()
         # By name: a recomputation may enter a module without its parents.
-        standing = repeats_of(model)
+        repeats = repeats_of(model)
         for name, module in model.named_modules(remove_duplicate=True):
-            repeats = standing[name]
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it takes no hooks; its operators are its caller's
+                continue  # a script module takes no hooks: its operators are recorded in the calling module
             # bitsandbytes' layers cast their output to their input's dtype.
             casts_back = type(module).__module__.startswith("bitsandbytes.")
-            enter = self._entering(name, repeats, casts_back)
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True))
-            if (recomputing := module.__dict__.get(_CHECKPOINTS)) is not None:
-                handles.append(_Recomputed(self, module, recomputing, name, repeats))
+            enter = self._entering(name, repeats[name], casts_back)
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(
+                module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True)
+            )
+            if (checkpoint := module.__dict__.get(_CHECKPOINTS)) is not None:
+                setattr(module, _CHECKPOINTS, self._recomputing_in(name, repeats[name], checkpoint))
+                hooks.callback(setattr, module, _CHECKPOINTS, checkpoint)
         for name, parameter in model.named_parameters():
-            self._own(parameter, Origin("parameter", parameter.dtype, name))
+            self._register(parameter, Origin("parameter", parameter.dtype, name))
         for name, buffer in model.named_buffers():
-            self._own(buffer, Origin("buffer", buffer.dtype, name))
-        return handles
+            self._register(buffer, Origin("buffer", buffer.dtype, name))
+        return hooks
 
-    def _own(self, tensor: torch.Tensor, origin: Origin) -> None:
+    def _register(self, tensor: torch.Tensor, origin: Origin) -> None:
         self.names[id(tensor)] = origin
         self._alive.append(tensor)
 
-    def _own_plain_tensors(self, model: nn.Module, prefix: str = "") -> None:
-        """Register the tensors that modules have as plain attributes, unless known as something else."""
+    def _register_plain_tensors(self, model: nn.Module, prefix: str = "") -> None:
+        """Register the tensors that are plain attributes of modules, unless they are registered already."""
         for module_name, module in model.named_modules():
             for name, tensor in plain_tensors(module):
                 if id(tensor) not in self.names:
                     full = f"{module_name}.{name}" if module_name else name
-                    self._own(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
+                    self._register(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
 
     def _entering(self, name: str, repeats: int, casts_back: bool) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any) -> None:
             first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            known = self.origin(first) if casts_back and first is not None else None
-            self.enter(name, repeats, known)
+            self.enter(name, repeats, self.origin(first) if casts_back and first is not None else None)
 
         return listening(enter)
 
+    def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
+        """Return `checkpoint` of a transformers (5.23) layer, whose hooks do not run when it is recomputed."""
+
+        def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                if self.phase != "backward" or self.module == name:
+                    return function(*args, **kwargs)
+                self.enter(name, repeats)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.leave()
+
+            return checkpoint(inside, *args, **kwargs)
+
+        return checkpointed
+
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
-        """Enter a module's forward, which represents `repeats`; casts to the dtype of `returns` have that origin."""
+        """Enter the forward of a module that represents `repeats` modules of the real step.
+
+        Casts inside of the module to the dtype of `returns` get the origin `returns`.
+        """
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
 
     @listening
@@ -189,30 +185,30 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.leave((args, kwargs), output)
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
-        """Leave the innermost module, called with `arguments` and returning `output`."""
+        """Leave the innermost module, which was called with `arguments` and returned `output`."""
         if not self._frames:
             return
         frame = self._frames.pop()
-        # Hooks also run during an exception; the first one knows its origin.
+        # Hooks also run during an exception: the first module that is left then is the one that raised.
         self._raised_in = (self._raised_in or frame) if sys.exc_info()[1] is not None else None
-        for tensor, kind, repeats, held in self.held.get(frame.name, ()):
-            self.ledger.seen(tensor, kind, repeats, held)  # its memory may have changed (`weight.data = …`)
+        for row in self.held.get(frame.name, ()):
+            self.ledger.count(*row)  # the tensor's memory may have changed (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
         if frame.repeats != outer and self.phase == "forward" and torch.is_grad_enabled():
             inputs, outputs = (
-                [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+                [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
                 for tree in (arguments, output)
             )
             self.ledger.multiply(frame.name, frame.entered, frame.repeats // outer, inputs, outputs)
 
     @property
     def module(self) -> str:
-        """The innermost module with a running forward."""
+        """Name of the innermost module whose forward is running; "" outside of all modules."""
         return self._frames[-1].name if self._frames else ""
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Set the phase of operators inside."""
+        """Run a block in a phase of the step."""
         before, self.phase = self.phase, phase
         self._frames.clear()
         self.ledger.begin(phase)
@@ -225,19 +221,19 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """Return the origin of `tensor`'s dtype."""
-        known = self.names.get(id(tensor))
-        if known is None or known.dtype != tensor.dtype:  # a parameter cast by the forward itself
-            known = getattr(tensor, ORIGIN, known)
-        if known is None:
-            known = self._unknown(tensor)
-            self.mark(tensor, known)
-        return known
+        origin = self.names.get(id(tensor))
+        if origin is None or origin.dtype != tensor.dtype:  # the forward has cast the parameter itself
+            origin = getattr(tensor, ORIGIN, origin)
+        if origin is None:
+            origin = self._unknown(tensor)
+            self.mark(tensor, origin)
+        return origin
 
     def _unknown(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a tensor that was not made in the step: a number, or one kept by the code."""
+        """Return the origin of a tensor that no operator of the step has returned: a number, or one kept by the code."""
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
-            function, like = self._function_name("a tensor"), self._like(tensor.dtype)
+            function, like = self.function or "a tensor", self._like(tensor.dtype)
             return Origin("constant", tensor.dtype, function, self.module, source, like=like)
         if _is_borrowed(tensor):
             return Origin("constant", tensor.dtype, "NumPy", self.module, source)
@@ -250,23 +246,23 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin of the dtype of a cast or new tensor if it is read from another tensor; None if
-        the code names it.
+        """Return the origin of the dtype that function `name` casts to or creates a tensor in.
 
-        Call it where Python calls the function.
+        None if the code names the dtype instead of reading it from another tensor. Call this method where Python
+        calls the function.
         """
         if name in _TAKE_FROM:
             like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
             if isinstance(like, torch.Tensor) and kwargs.get("dtype") is None:
                 return self.origin(like)
-        dtype = kwargs.get("dtype") or next((each for each in args if isinstance(each, torch.dtype)), None)
+        dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
         return self.reads.taken_by(dtype) if isinstance(dtype, torch.dtype) else self.like
 
     def _like(self, dtype: torch.dtype) -> Origin | None:
         return self.like if self.like is not None and self.like.dtype == dtype else None
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
-        """Return tensors with roles as operands, with the origins of their dtypes."""
+        """Return the operands for tensors by argument name, with the origins of their dtypes."""
         return tuple(
             Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
         )
@@ -276,7 +272,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self.phase == "backward" and bool(self._frames)
 
     def note(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach) -> None:
-        """Record a function that was or would be refused before any operator."""
+        """Record a function that raised, or would raise on the device, before it ran any operator."""
         self._append(name, self._place(), self.operands(tensors), breach)
 
     def _append(
@@ -324,10 +320,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 origin = self._origin_of(name, tensor, operands, kwargs, place, breach)
                 self.mark(tensor, origin)
             elif name == "aten.copy_.default" and _is_anothers_scratch(operands, place):
-                made_by = operands[0].origin
-                self.mark(tensor, Origin("scratch", tensor.dtype, made_by.module, source=made_by.source))
-            self.ledger.seen(tensor)
-        if name == "aten._safe_softmax.default":  # it saves for every score, in a byte, whether it is -inf
+                memory = operands[0].origin
+                self.mark(tensor, Origin("scratch", tensor.dtype, memory.module, source=memory.source))
+            self.ledger.count(tensor)
+        if name == "aten._safe_softmax.default":  # its kernel allocates a mask with one byte for each score
             for size in (outputs[0].numel(), -outputs[0].numel()):
                 self.ledger.add("activations", size)
         if breach is not None:
@@ -346,9 +342,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         place: Place,
         breach: Breach | None,
     ) -> Origin:
-        dtype, source = tensor.dtype, place.source
+        dtype, module, source = tensor.dtype, place.module, shown(place.source)
+        function = self.function or name
         if breach is not None:
-            return Origin("conversion", dtype, name, place.module, shown(source))
+            return Origin("conversion", dtype, name, module, source)
         if name in CASTS or kwargs.get("dtype") is not None:
             if operands and operands[-1].dtype == dtype and name in CASTS:
                 return operands[-1].origin
@@ -357,26 +354,23 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 return returns
             before = operands[0].origin if operands else None
             if before is not None and before.kind == "gradient":
-                before = before.before  # a gradient is cast in every layer: keep one step
+                before = before.before  # a gradient is cast in every layer: keep only the last cast
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
-            return Origin(kind, dtype, self._function_name(name), place.module, shown(source), before, like)
+            return Origin(kind, dtype, function, module, source, before, like)
         if "dequantize" in name and operands and operands[0].origin.kind == "parameter":
             layer = operands[0].origin.name.rpartition(".")[0]
-            return Origin("state", dtype, layer, place.module, shown(source))
+            return Origin("state", dtype, layer, module, source)
         alike = [operand for operand in operands if operand.dtype == dtype]
-        # A 0-dim tensor takes no part in promotion, unless there are only such.
-        winner = min([operand for operand in alike if operand.shape] or alike, key=_tells, default=None)
+        # 0-dim tensors do not count in dtype promotion, unless all operands are 0-dim.
+        winner = min([operand for operand in alike if operand.shape] or alike, key=_rank, default=None)
         if winner is None:
             before = operands[0].origin if operands else None
-            kind = "operator" if operands else "constant"
-            return Origin(kind, dtype, self._function_name(name), place.module, shown(source), before)
+            return Origin("operator" if operands else "constant", dtype, function, module, source, before)
         floats = {operand.dtype for operand in operands if operand.dtype in FLOATS and operand.shape}
-        promoted = len(floats) > 1 and dtype == max(floats, key=width)
+        promoted = len(floats) > 1 and dtype == max(floats, key=attrgetter("itemsize"))
         if promoted and dtype in FLOATS and winner.origin.kind != "promotion":
-            return Origin(
-                "promotion", dtype, self._function_name(name), place.module, shown(source), winner.origin
-            )
+            return Origin("promotion", dtype, function, module, source, winner.origin)
         return winner.origin
 
     def _cast_kind(self) -> Any:
@@ -385,20 +379,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         by_autocast = self.autocast is not None and self.function not in _CAST_FUNCTIONS
         return "autocast" if by_autocast else "cast"
 
-    def _function_name(self, name: str) -> str:
-        return self.function or name
-
-    # ---------------------------------------------------------------------------------------------------- place
-
     def _place(self) -> Place:
-        """Return the place of the current operator; in a backward, of its forward call."""
+        """Return the place of the running operator; in the backward, the place of its forward operator."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
-            known = self._places.get(node_number(node))
-            if known is not None:
-                self.ledger.backward_in(known.module)
-                return known.written_at(asking_line()) if isinstance(node, _WRITTEN) else known
-            return Place("", asking_line(), 1)
+            place = self._places.get(node_number(node))
+            if place is None:
+                return Place("", asking_line(), 1)
+            self.ledger.backward_in(place.module)
+            return place.written_at(asking_line()) if isinstance(node, _FUNCTION_NODE) else place
         frame = self._frames[-1] if self._frames else None
         place = Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
         if self.phase == "forward" or (self.phase == "backward" and torch.is_grad_enabled()):
@@ -406,34 +395,27 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return place
 
 
-# ------------------------------------------------------------------------------------------------------- helpers
-
-
 def _is_borrowed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory was not allocated by torch, as with `torch.from_numpy`."""
+    """Return whether another library has allocated a tensor's memory, as with `torch.from_numpy`."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     return plain and not tensor.untyped_storage().resizable()
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
-    """Return whether a copy changes the dtype in uninitialized memory allocated by another module."""
-    into, value = operands[:2]
-    made_by = into.origin
-    unset = made_by.kind == "constant" and made_by.name in _UNSET
-    return unset and into.dtype != value.dtype and bool(made_by.module) and made_by.module != place.module
+    """Return whether a copy to another dtype writes into uninitialized memory that another module has allocated."""
+    target, value = operands[:2]
+    memory = target.origin
+    unset = memory.kind == "constant" and memory.name in _UNSET
+    return unset and target.dtype != value.dtype and bool(memory.module) and memory.module != place.module
 
 
-def _tells(operand: Operand) -> int:
-    """Return the rank of an operand as the source of a dtype; lower is more informative.
+def _rank(operand: Operand) -> int:
+    """Return the rank of an operand among those that may have given a result its dtype; the lowest rank wins.
 
-    An empty or filled tensor has its dtype from Python code, a gradient that of the forward's value, so other
-    operands rank above them. An input of the step ranks below a weight of the same dtype, since it needs that
-    dtype there.
+    An empty or filled tensor has its dtype from Python code, and a gradient has the dtype of the forward's value,
+    so both lose to other operands. An input of the step loses to a weight of the same dtype: the weight requires
+    that dtype.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind
     return 3 if cause == "constant" else 2 if "gradient" in kinds else 1 if cause == "input" else 0
-
-
-def width(dtype: torch.dtype) -> int:
-    return dtype.itemsize

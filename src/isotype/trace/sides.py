@@ -1,4 +1,4 @@
-"""The dtype of a part of a model: of two dtypes in one operator, the one with fewer modules is out of place."""
+"""The dtype of a part of a model: if one operator gets two dtypes, the dtype of fewer modules is out of place."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from isotype.records.trace import FLOATS, Origin, Setup, Weight
 
 _HALVES = (torch.bfloat16, torch.float16)
 _HELD = ("parameter", "buffer", "attribute")
-# Origins outside of the modules: the destination tells the part of the model.
+# Origins outside of the modules: such a tensor belongs to no part of the model.
 _FROM_OUTSIDE = ("input", "data", "outside", "scratch")
 
-# Whole words of a name. PEFT's tuner layers are known by class; these are adapters written by hand or by
-# other libraries (`lora_A`, `attn_lora`, `adapter`), and PEFT's parameters outside of tuner layers: its
-# prompts.
+# Whole words of a weight's name. PEFT's tuner layers are recognized by their class. These words find adapters
+# written by hand or by other libraries (`lora_A`, `attn_lora`, `adapter`), and the prompts of PEFT, which are
+# parameters outside of tuner layers.
 _ADAPTER_NAMES = re.compile(
     r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
     r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
@@ -29,19 +29,19 @@ _ADAPTER_NAMES = re.compile(
 
 
 def is_adapter(name: str, weight: Weight | None) -> bool:
-    """Return whether a weight, or one of this name, belongs to an adapter, by class or name."""
+    """Return whether a weight belongs to an adapter, by its name or the class of its module."""
     return bool(_ADAPTER_NAMES.search(name)) or (weight is not None and weight.adapter)
 
 
 @dataclass
 class Tally:
-    """Computing modules of one part of a model, and their elements, by dtype."""
+    """For each dtype, the number of modules of one part of a model that compute in it, and of their elements."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)
 
     def leaders(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of most modules: several in a tie, none without computing modules."""
+        """Return the dtype of most modules: several dtypes in a tie, an empty tuple if no module computes."""
         most = max(self.modules.values(), default=0)
         return tuple(dtype for dtype, count in self.modules.items() if count == most)
 
@@ -50,10 +50,10 @@ Tallies = Mapping[str, Tally]
 
 
 def tallies(weights: Iterable[Weight]) -> Tallies:
-    """Return the tallies of every module with its children, by fully qualified name; "" for the whole model.
+    """Return the tally of every module, children included, by fully qualified name; "" is the whole model.
 
-    A module has one vote, for the dtype of its largest weight. Norms, adapters and pinned weights differ from
-    their neighbours on purpose and have none.
+    Every module counts once, in the dtype of its largest weight. Norms, adapters and pinned weights do not count:
+    their dtype differs from their neighbours' on purpose.
     """
     held = [weight for weight in weights if not weight.buffer]
     voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
@@ -69,7 +69,7 @@ def tallies(weights: Iterable[Weight]) -> Tallies:
 
 
 def _largest(weights: Iterable[Weight]) -> list[Weight]:
-    """Return the largest weight of each module in a compute dtype (float8 is for storage)."""
+    """Return the largest weight of each module among the weights with a compute dtype (float8 is for storage)."""
     largest: dict[str, Weight] = {}
     for weight in weights:
         known = largest.get(weight.module)
@@ -100,12 +100,12 @@ def _around(module: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sides:
-    """Decides which of several meeting dtypes is out of place.
+    """Decides which dtype is out of place if the operands of an operator have several.
 
     Attributes:
-        compute: the dtype of the whole step.
-        decided: whether a policy or autocast has set `compute`, for all parts.
-        parts: tally of every module.
+        compute: the compute dtype of the whole step.
+        decided: True if a policy or autocast sets `compute` for all parts of the model.
+        parts: tally of every module, by name.
         input_dtypes: float dtypes of the step's inputs.
     """
 
@@ -115,12 +115,12 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """Return the dtype of the part that holds all `causes` of a call of `module`; `compute` if it has no
-        weights.
+        """Return the dtype of the smallest part of the model that decides for a call in `module`.
 
-        The part is the smallest one with all origins of the dtypes, including all layers of its list; if an
-        origin is outside of modules (an input), the smallest with modules in both dtypes. A single module
-        decides nothing, and in a tie the enclosing part decides; for the whole model see `whole`.
+        A part contains all `causes`, the origins of the operands' dtypes, and all layers of their list. If an origin is
+        outside of the modules (an input), the part must contain modules of both dtypes. A single module decides
+        nothing, and in a tie the enclosing part decides. `whole` decides for the whole model, and `compute` is returned
+        for a model without weights.
         """
         if self.decided:
             return self.compute
@@ -137,16 +137,16 @@ class Sides:
 
 
 def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[torch.dtype] = ()) -> Sides:
-    """Return the sides of a step."""
+    """Return the sides of a step with these settings, weights and dtypes of float inputs."""
     decided = setup.policy is not None or setup.autocast is not None
     return Sides(setup.compute, decided, tallies(weights), input_dtypes)
 
 
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
-    """Return the dtype of most modules of a model.
+    """Return the dtype of most modules of a model; None for a model without weights.
 
-    A 16-bit input counts as one more module in its dtype, since it was chosen, and decides a tie; otherwise
-    the elements do.
+    A 16-bit input counts as one more module, since its dtype was chosen, and decides a tie. The number of elements
+    decides every other tie.
     """
     tally = parts.get("", Tally())
     chosen = [dtype for dtype in _HALVES if dtype in input_dtypes and dtype in tally.modules]
@@ -156,7 +156,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
 
 
 def _home(cause: Origin) -> str | None:
-    """Return the module that made a dtype; None for one from outside of the modules."""
+    """Return the name of the module that a dtype comes from; None if it comes from outside of the modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "state":
@@ -165,7 +165,7 @@ def _home(cause: Origin) -> str | None:
 
 
 def _list_of(module: str) -> str:
-    """Return the innermost list of layers that contains a module; the module itself without one."""
+    """Return the innermost list of layers that contains a module; the module itself if there is no list."""
     parts = module.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1]]) if numbers else module

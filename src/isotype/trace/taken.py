@@ -1,8 +1,8 @@
-"""Origin of a dtype in code: `y.to(x.dtype)` takes x's, `y.to(torch.float32)` chooses its own.
+"""The tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-A dtype is one object for all tensors, so the reads of `Tensor.dtype` are recorded: the instruction in every
-frame up to the module's. A cast looks for reads in its own arguments, or in values stored under their names
-(`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+All tensors of a dtype share one dtype object, so every read of `Tensor.dtype` is recorded, with the running instruction
+of each frame up to the module's. For a cast, the read is searched in the cast's arguments, and in the variables and
+attributes that the arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import dis
 import linecache
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -25,21 +25,20 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""The `__self__` of the function that function modes get for reads of `tensor.dtype`."""
+"""The `__self__` of the function that a function mode gets for a read of `tensor.dtype`."""
 
-_MODULE_CALL = MODULE_CALL
 _MOST_FRAMES = 8
-# Number of callers through which a dtype argument is followed.
+# Number of callers in which the value of a function's parameter is searched.
 _MOST_CALLERS = 4
 
-Span = tuple[int, int, int, int]  # first line, its column, last line, its column: byte columns, as in Python
+Span = tuple[int, int, int, int]  # first line, its column, last line, its column; columns count bytes
 
 
 class _Call:
-    """Marks one function call, as the frame's `f_trace`.
+    """Marks one function call, as the `f_trace` of its frame.
 
-    Frames have no weak references, their addresses are reused, and a reference to a frame would keep all its
-    tensors alive.
+    Frames allow no weak references, their addresses are reused, and a reference to a frame would keep all tensors of
+    the frame alive.
     """
 
     __slots__ = ("__weakref__", "_tracer")
@@ -67,7 +66,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument of a call in the source: its position, dtypes and names."""
+    """An argument of a call in the source: its position, and the dtypes and variables that it names."""
 
     keyword: str | None
     span: Span
@@ -83,7 +82,7 @@ class DtypeReads:
         self._count = 0
 
     def note(self, origin: Origin) -> None:
-        """Record that the running code has read the dtype made by `origin`."""
+        """Record that the running code reads a dtype with this origin."""
         self._count += 1
         for frame in _frames(frame_above(1)):
             read = _Read(
@@ -92,77 +91,81 @@ class DtypeReads:
             self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Return the origin of the `dtype` in the innermost call of the model's code; None if the code chose it."""
-        if not self._reads:
+        """Return the origin of the `dtype` in the arguments of the call that the model's code makes now.
+
+        None if the code names the dtype itself instead of reading it from a tensor.
+        """
+        frame = next(_frames(frame_above(1)), None) if self._reads else None
+        if frame is None:
             return None
-        frame = next(_frames(frame_above(1)), None)
-        arguments = () if frame is None else _arguments(frame.f_code, frame.f_lasti)
-        named = [each for each in arguments if each.keyword == "dtype"]
-        read = None if frame is None else self._in(frame, named or arguments, dtype, _MOST_CALLERS)
+        arguments = _arguments(frame.f_code, frame.f_lasti)
+        named = [argument for argument in arguments if argument.keyword == "dtype"]
+        read = self._in(frame, named or arguments, dtype, _MOST_CALLERS)
         return None if read is None else read.origin
 
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the read from which the arguments of the call in `frame` have `dtype`."""
+        """Return the read of `dtype` that the arguments of the call in `frame` contain or name."""
         call: Any = frame.f_trace
-        here = [
+        in_call = [
             read
             for read in self._reads.get(frame.f_code, {}).values()
             if isinstance(call, _Call) and read.call() is call and read.dtype == dtype
         ]
         reads = [
             read
-            for read in here
-            if any(_lies_in(_position(read.code, read.at), each.span) for each in arguments)
+            for read in in_call
+            if any(_is_inside(_position(read.code, read.at), argument.span) for argument in arguments)
         ]
         if reads:
             return max(reads, key=lambda read: read.number)
-        if any(dtype in each.literals for each in arguments):
+        if any(dtype in argument.literals for argument in arguments):
             return None
-        for name in (name for each in arguments for name in each.names):
-            read = self._stored(frame, here, name, dtype)
+        for name in (name for argument in arguments for name in argument.names):
+            read = self._stored(frame, in_call, name, dtype)
             if read is None and callers and name in _parameters(frame.f_code):
                 read = self._of_parameter(frame, name, dtype, callers)
             if read is not None:
                 return read
         return None
 
-    def _stored(self, frame: FrameType, here: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read stored under `name`: in this call, for attributes and outer variables in the file."""
-        local = name in frame.f_code.co_varnames or name in frame.f_code.co_cellvars
-        reads = here if local else self._of_file(frame.f_code.co_filename, dtype)
-        into = [read for read in reads if _is_stored(read.code, read.at, name)]
-        return max(into, key=lambda read: read.number, default=None)
+    def _stored(
+        self, frame: FrameType, in_call: Sequence[_Read], name: str, dtype: torch.dtype
+    ) -> _Read | None:
+        """Return the last read whose value the code stores under `name`.
 
-    def _of_file(self, filename: str, dtype: torch.dtype) -> list[_Read]:
-        return [
-            read
-            for code, reads in self._reads.items()
-            if code.co_filename == filename
-            for read in reads.values()
-            if read.dtype == dtype
-        ]
+        For a local variable, only reads of this call count. For an attribute or a variable of an outer function, all
+        reads in the file count.
+        """
+        reads: Iterable[_Read] = in_call
+        if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
+            reads = (
+                read
+                for code, by_byte in self._reads.items()
+                if code.co_filename == frame.f_code.co_filename
+                for read in by_byte.values()
+                if read.dtype == dtype
+            )
+        stored = (read for read in reads if _is_stored(read.code, read.at, name))
+        return max(stored, key=lambda read: read.number, default=None)
 
     def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
-        """Return the read from which a parameter got its dtype."""
+        """Return the read of `dtype` that the caller of `frame` passes as the parameter `name`."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
             return None
         arguments = _arguments(caller.f_code, caller.f_lasti)
-        by_name = [each for each in arguments if each.keyword == name]
+        by_name = [argument for argument in arguments if argument.keyword == name]
         parameters = _parameters(frame.f_code)
         position = parameters.index(name) - (parameters[0] in ("self", "cls"))
-        plain = [each for each in arguments if each.keyword is None]
+        plain = [argument for argument in arguments if argument.keyword is None]
         sources = by_name or plain[position : position + 1]
         return self._in(caller, sources, dtype, callers - 1) if sources else None
 
 
-# ------------------------------------------------------------------------------------------------------ frames
-
-
 def call_of(frame: FrameType) -> _Call:
-    """Return the mark of the call in `frame`, made on first use."""
+    """Return the mark of the call in `frame`; the first use of the frame sets it."""
     if not isinstance(frame.f_trace, _Call):
         frame.f_trace = _Call(frame.f_trace)
     call: Any = frame.f_trace
@@ -171,10 +174,10 @@ def call_of(frame: FrameType) -> _Call:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of the model's code from `frame` outwards, up to the running module's."""
+    """Yield the frames of the model's code from `frame` outwards, up to the frame of the running module."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
-        if frame.f_code is _MODULE_CALL and count:
+        if frame.f_code is MODULE_CALL and count:
             return
         if not is_library(frame.f_code.co_filename):
             count += 1
@@ -182,24 +185,21 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-# -------------------------------------------------------------------------------------------------- source code
-
-
 @lru_cache(maxsize=4096)
 def _position(code: CodeType, at: int) -> Span | None:
-    """Return the source span of the instruction at byte `at`; None if unknown."""
+    """Return the source span of the instruction at byte `at`; None if it is unknown."""
     span = list(code.co_positions())[at // 2]
     line, last, column, end = span
     return None if None in span else (line, column, last, end)  # type: ignore[return-value]
 
 
-def _lies_in(span: Span | None, outer: Span) -> bool:
+def _is_inside(span: Span | None, outer: Span) -> bool:
     return span is not None and outer[:2] <= span[:2] and span[2:] <= outer[2:]
 
 
 @lru_cache(maxsize=4096)
 def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
-    """Return the arguments of the call at byte `at`; none if it is no call or without source."""
+    """Return the arguments of the call at byte `at`; empty if the instruction is no call or has no source."""
     span = _position(code, at)
     if span is None:
         return ()
@@ -216,7 +216,9 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     call = tree.body
     if not isinstance(call, ast.Call):
         return ()
-    passed = [(None, each) for each in call.args] + [(each.arg, each.value) for each in call.keywords]
+    passed = [(None, node) for node in call.args] + [
+        (keyword.arg, keyword.value) for keyword in call.keywords
+    ]
     return tuple(
         _Argument(keyword, _span_of(node, line, column), frozenset(_literals(node)), tuple(_names(node)))
         for keyword, node in passed
@@ -224,7 +226,7 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
 
 
 def _span_of(node: ast.expr, line: int, column: int) -> Span:
-    """Return the span in the file of a node in an expression that begins at `line` and `column`."""
+    """Return the source span of a node in an expression that begins at `line` and `column` of the file."""
 
     def moved(row: int, offset: int) -> tuple[int, int]:
         return line + row - 1, offset + (column - 1 if row == 1 else 0)
@@ -235,16 +237,16 @@ def _span_of(node: ast.expr, line: int, column: int) -> Span:
 
 
 def _literals(node: ast.expr) -> Iterator[torch.dtype]:
-    """Yield the dtypes written in an expression: `torch.float32`."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "torch":
-            dtype = getattr(torch, each.attr, None)
+    """Yield the dtypes that an expression names, such as `torch.float32`."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "torch":
+            dtype = getattr(torch, part.attr, None)
             if isinstance(dtype, torch.dtype):
                 yield dtype
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield the variables in an expression, and attributes of variables (`ctx.dtype`)."""
+    """Yield the variables (`dtype`) and the attributes of variables (`ctx.dtype`) in an expression."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -260,23 +262,24 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
-    """Return (byte, line, name) of every storing instruction; an attribute's name includes its variable."""
+    """Return (byte, line, name) of every storing instruction; the name of an attribute is `variable.attribute`."""
     stores: list[tuple[int, int, str]] = []
     before: Any = None
-    for each in dis.get_instructions(code):
-        line = each.positions.lineno if each.positions is not None else None
-        if line is not None and each.opname == "STORE_ATTR":
-            stores.append((each.offset, line, f"{getattr(before, 'argval', '')}.{each.argval}"))
-        elif line is not None and each.opname.startswith("STORE_") and each.argval is not None:
+    for instruction in dis.get_instructions(code):
+        at, name, value = instruction.offset, instruction.opname, instruction.argval
+        line = instruction.positions.lineno if instruction.positions is not None else None
+        if line is not None and name == "STORE_ATTR":
+            stores.append((at, line, f"{getattr(before, 'argval', '')}.{value}"))
+        elif line is not None and name.startswith("STORE_") and value is not None:
             # Python 3.13 merges two stores into one instruction.
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            stores += [(each.offset, line, str(name)) for name in names]
-        before = each
+            names = value if isinstance(value, tuple) else (value,)
+            stores += [(at, line, str(variable)) for variable in names]
+        before = instruction
     return tuple(stores)
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Return whether the instruction at byte `at` reads a part of the value stored under `name`."""
+    """Return whether the code stores the value that the instruction at byte `at` reads under `name`."""
     span = _position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

@@ -1,4 +1,4 @@
-"""Operator arguments and results: out-of-range numbers, casts, leaves."""
+"""Operators' arguments and results: numbers that overflow a dtype, casts, and a map of nested values."""
 
 from __future__ import annotations
 
@@ -13,23 +13,18 @@ from isotype.compat.torch import FakeTensor, tree_map, unset_fake_temporarily
 from isotype.core.operators import leaves, schema_of
 from isotype.records.trace import FLOATS, Breach
 
-# Operators that write a number into a tensor -> its arguments: it has to fit the tensor's dtype
-# (`Scalar::to`, c10/core/Scalar.h).
+# Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
+# not fit into the tensor's dtype (`Scalar::to`, c10/core/Scalar.h).
 _FILLS: Mapping[str, tuple[str, ...]] = {
-    "aten.masked_fill.Scalar": ("value",),
-    "aten.masked_fill_.Scalar": ("value",),
-    "aten.fill.Scalar": ("value",),
-    "aten.fill_.Scalar": ("value",),
-    "aten.full.default": ("fill_value",),
-    "aten.full_like.default": ("fill_value",),
-    "aten.new_full.default": ("fill_value",),
-    "aten.constant_pad_nd.default": ("value",),
-    "aten.index_fill.int_Scalar": ("value",),
-    "aten.index_fill_.int_Scalar": ("value",),
-    "aten.scatter.value": ("value",),
-    "aten.scatter_.value": ("value",),
+    **dict.fromkeys(("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"), ("value",)),
+    **dict.fromkeys(("aten.fill.Scalar", "aten.fill_.Scalar", "aten.constant_pad_nd.default"), ("value",)),
+    **dict.fromkeys(
+        ("aten.full.default", "aten.full_like.default", "aten.new_full.default"), ("fill_value",)
+    ),
+    **dict.fromkeys(("aten.index_fill.int_Scalar", "aten.index_fill_.int_Scalar"), ("value",)),
+    **dict.fromkeys(("aten.scatter.value", "aten.scatter_.value"), ("value",)),
 }
-# CUDA's kernels compare in float32 here, the CPU's in the tensor's dtype.
+# Operators that compare with a number: CUDA's kernels compare in float32, the CPU's in the tensor's dtype.
 _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
     "aten.clamp.default": ("min", "max"),
     "aten.clamp_.default": ("min", "max"),
@@ -39,12 +34,12 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """Return an operator's arguments on a device kind whose numbers have to fit the tensor's dtype."""
+    """Return the names of an operator's number arguments that have to fit into the tensor's dtype on a device kind."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
 def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
-    """Return the breach of writing a number that the tensor's dtype cannot represent."""
+    """Return the breach of a call with a number that is too large for the tensor's dtype; None if all numbers fit."""
     arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
@@ -59,7 +54,7 @@ def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breac
 
 
 def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """Return the arguments with zero for every number."""
+    """Return the arguments of a call with zero instead of each argument in `numbers`."""
     roles = schema_of(func).roles
 
     def zero(role: str, value: Any) -> Any:
@@ -78,12 +73,12 @@ def converted(value: Any, target: torch.dtype) -> Any:
         wrong = value.dtype in FLOATS and value.dtype != target
         return aten._to_copy.default(value, dtype=target) if wrong else value
     if isinstance(value, (list, tuple)):
-        return type(value)(converted(each, target) for each in value)
+        return type(value)(converted(item, target) for item in value)
     return value
 
 
-def made_in(dtype: torch.dtype, result: Any) -> Any:
-    """Return the result of an operator without float operands, in another float dtype."""
+def cast_result(dtype: torch.dtype, result: Any) -> Any:
+    """Return a float result, fake or real, in another float dtype; every other result is returned as it is."""
     if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
@@ -91,29 +86,29 @@ def made_in(dtype: torch.dtype, result: Any) -> Any:
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Return an operator's results in the measured dtypes, if their number matches."""
+    """Return an operator's results in the measured dtypes; unchanged if there are more or fewer of them."""
     outputs = list(leaves(result))
-    if len(outputs) != len(dtypes) or all(
-        not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype
-        for leaf, dtype in zip(outputs, dtypes, strict=True)
-    ):
+    if len(outputs) != len(dtypes):
+        return result
+    pairs = list(zip(outputs, dtypes, strict=True))
+    if all(not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype for leaf, dtype in pairs):
         return result
     cast = [
         aten._to_copy.default(leaf, dtype=dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, dtype in zip(outputs, dtypes, strict=True)
+        for leaf, dtype in pairs
     ]
     return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """Map like `tree_map`, ten times faster for tuples, lists, dicts and leaves."""
+    """Apply `function` to the leaves of nested values, like `tree_map`, ten times faster for tuples, lists and dicts."""
     kind = type(values)
     if kind in _LEAVES or isinstance(values, torch.Tensor):
         return function(values)
     if kind is tuple or kind is list:
-        return kind([map_leaves(function, each) for each in values])
+        return kind([map_leaves(function, value) for value in values])
     if kind is dict:
-        return {key: map_leaves(function, each) for key, each in values.items()}
+        return {key: map_leaves(function, value) for key, value in values.items()}
     return tree_map(function, values)
 
 

@@ -1,4 +1,4 @@
-"""The code of a step: the model, its inputs or loss, the optimizer, generation."""
+"""The code that runs in a step: the model, its inputs or its loss, the optimizer, generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def loss_function(inputs: Any) -> LossFunction:
-    """Return (model, inputs) -> loss for the inputs of a step."""
+    """Return the function (model, inputs) -> loss of a step with these inputs, see `StepCode.inputs`."""
     if isinstance(inputs, LossOf):
         return inputs.function
     if callable(inputs):
@@ -43,12 +43,12 @@ class StepCode:
     Attributes:
         model: any module, real or on the meta device; it is not changed.
         inputs: keyword arguments of the model, a callable model -> loss, or a `LossOf`.
-        optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the setup's.
+        optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the setup's optimizer.
         generate: code of the phase `generate`; None for one forward without labels and gradients.
-        folded: trace equal layers once, see `isotype.model.fold`.
-        weights: `weights_of(model)` if known: reading all values takes a while.
+        folded: True to trace only one of several equal layers, see `isotype.model.fold`.
+        weights: `weights_of(model)` if they were read before, which takes a while; None to read them.
         evaluation: inputs of the phase `evaluate`; None for no evaluation.
-        reference: whether a frozen copy of the model's weights is in memory.
+        reference: kind of memory of the frozen copy of the model's weights; None if there is no copy.
     """
 
     model: nn.Module
@@ -62,21 +62,16 @@ class StepCode:
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:
-        """The inputs faked with the model, by name; none if a callable has its own."""
+        """The inputs by name; empty if `inputs` is a callable that brings its own."""
         return named_inputs(self.inputs)
 
     @property
     def loss(self) -> Any:
-        """The loss function; the inputs if that is the model."""
+        """The loss function; `inputs` themselves if the model computes the loss."""
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
-    @property
-    def loss_function(self) -> LossFunction:
-        """(model, inputs) -> loss."""
-        return loss_function(self.inputs)
-
     def reached(self) -> Untouched:
-        """Return the saved state that this code reaches outside of the twin."""
+        """Save the state outside of the twin that this code can reach."""
         return Untouched(
             [
                 ("the loss", self.loss),
@@ -91,7 +86,7 @@ class StepCode:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """Isolate the step: random states, no compilation, no inherited gradient mode or autocast."""
+    """Run the step isolated: without compilation, and without the caller's random states, autocast and gradient mode."""
     with (
         fake_errors_unlogged(),
         random_states_kept(),
@@ -107,10 +102,10 @@ def surroundings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Disable autocast as the outermost region: leaving a nested one would not clear its cached casts.
+    """Disable autocast, and make the step's autocast region the outermost one: only that clears the cached casts.
 
-    In the real step autocast ends with the forward, and its cached casts of weights with it: a recomputation
-    in the backward makes them again in its current dtype, and they take no memory there.
+    In the real step, the cached casts of weights are freed when autocast ends with the forward. A recomputation in the
+    backward casts the weights again.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):
@@ -126,12 +121,12 @@ def _no_autocast() -> Iterator[None]:
 
 _DEPTH = 4
 _LONG = 256
-# Attributes of wrapper modules with the wrapped module, whose forward has the names.
+# Attributes in which wrapper modules store the wrapped module, whose forward names the arguments.
 _WRAPPED = (ORIGINAL, "module", "base_model", "model")
 
 
 def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in `value` with Python expressions: `batch['x']`, `masks[0]`, `teacher.head.weight`."""
+    """Yield the tensors in `value` with their Python expressions: `batch['x']`, `masks[0]`, `teacher.head.weight`."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -142,17 +137,17 @@ def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[
     if depth == 0 or isinstance(value, (type, types.ModuleType)):
         return
     if isinstance(value, Mapping):
-        parts = [(f"{name}[{key!r}]", held) for key, held in value.items()] if len(value) <= _LONG else []
+        parts = [(f"{name}[{key!r}]", item) for key, item in value.items()] if len(value) <= _LONG else []
     elif isinstance(value, (list, tuple)):
-        parts = [(f"{name}[{index}]", held) for index, held in enumerate(value[:_LONG])]
+        parts = [(f"{name}[{index}]", item) for index, item in enumerate(value[:_LONG])]
     else:
-        parts = [(f"{name}.{key}", held) for key, held in _attributes(value)]
-    for part, held in parts:
-        yield from named_tensors(held, part, depth - 1)
+        parts = [(f"{name}.{key}", item) for key, item in _attributes(value)]
+    for expression, item in parts:
+        yield from named_tensors(item, expression, depth - 1)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, in its dict and slots."""
+    """Yield the attributes of an object, from its `__dict__` and its slots."""
     if hasattr(value, "__dict__"):
         yield from list(vars(value).items())[:_LONG]
     for kind in type(value).__mro__:
@@ -160,10 +155,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         for slot in (slots,) if isinstance(slots, str) else tuple(slots):
             member = vars(kind).get(slot)
             if isinstance(member, types.MemberDescriptorType):
-                try:
+                with contextlib.suppress(AttributeError):  # a slot without a value
                     yield slot, member.__get__(value)
-                except AttributeError:
-                    continue  # nothing has been assigned so far
 
 
 def named_arguments(
@@ -171,9 +164,8 @@ def named_arguments(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in a call of `module`, by the argument names of its forward."""
     names = _positional(module)
-    for index, value in enumerate(args):
-        yield from named_tensors(value, names[index] if index < len(names) else f"args[{index}]")
-    for name, value in kwargs.items():
+    positional = [(f"args[{at}]" if at >= len(names) else names[at], value) for at, value in enumerate(args)]
+    for name, value in (*positional, *kwargs.items()):
         yield from named_tensors(value, name)
 
 
@@ -182,26 +174,25 @@ def _positional(module: nn.Module) -> tuple[str, ...]:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return ()  # a forward that is not written in Python
-    names = tuple(
-        each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    )
-    passes_on = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    held = (getattr(module, name, None) for name in _WRAPPED) if passes_on and not names else ()
-    # A transformers model without a base model is its own.
-    inner = next((each for each in held if isinstance(each, nn.Module) and each is not module), None)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    wrapped = (getattr(module, name, None) for name in _WRAPPED) if passes_on and not names else ()
+    # The `base_model` of a transformers model without a base model is the model itself.
+    inner = next((part for part in wrapped if isinstance(part, nn.Module) and part is not module), None)
     return names if inner is None else _positional(inner)
 
 
-def brought_by(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a loss: its closure, defaults and used globals."""
+def tensors_of_loss(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, by name, that a loss function reaches: in its closure, defaults and used globals."""
     for name, value in _named_by(loss):
         yield from named_tensors(value, name)
 
 
 def switches_of(loss: Any) -> list[Any]:
-    """Return the objects that a loss names and that hold only flags and numbers, such as `net.active`.
+    """Return the objects that a loss function names and that hold only flags and numbers, such as `net.active`.
 
-    The loss may set what a module of the model reads: a copy of such an object would not be set.
+    The loss may set a flag that a module of the model reads: the twin must share such an object, not copy it.
     """
     return [value for _, value in _named_by(loss) if _is_switch(value)]
 
@@ -209,17 +200,16 @@ def switches_of(loss: Any) -> list[Any]:
 def _is_switch(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, nn.Module, type, types.ModuleType, *_CODE)):
         return False
-    held = getattr(value, "__dict__", None)
-    return type(held) is dict and all(
-        isinstance(each, (bool, int, float, str, type(None))) for each in held.values()
-    )
+    attributes = getattr(value, "__dict__", None)
+    simple = (bool, int, float, str, type(None))
+    return type(attributes) is dict and all(isinstance(item, simple) for item in attributes.values())
 
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 def _named_by(loss: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that a function names: arguments of partials, `self`, closure, defaults, used globals."""
+    """Yield the objects that a function reaches: arguments of partials, `self`, closure, defaults, used globals."""
     while isinstance(loss, functools.partial):
         yield "args", loss.args
         yield from loss.keywords.items()
@@ -232,11 +222,9 @@ def _named_by(loss: Any) -> Iterator[tuple[str, Any]]:
             yield "self", loss
         return
     for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
-        try:
+        with contextlib.suppress(ValueError):  # a variable without a value
             yield name, cell.cell_contents
-        except ValueError:
-            continue  # nothing has been assigned so far
-    for each in inspect.signature(loss).parameters.values():
-        yield each.name, each.default
+    for parameter in inspect.signature(loss).parameters.values():
+        yield parameter.name, parameter.default
     for name in loss.__code__.co_names:
         yield name, loss.__globals__.get(name)

@@ -1,9 +1,9 @@
-"""Effects above the dispatcher: another device's autocast, and errors of composite functions.
+"""Simulation of what happens above the dispatcher: another device's autocast, and errors of composite functions.
 
-Autocast acts where Python calls a torch function, so that autograd records its casts. On a machine without a
-GPU `torch.autocast("cuda")` disables itself, and the function lists differ between devices. The CPU's
-autocast covers what all devices share (matmuls and convolutions); this mode adds the simulated device's casts
-and undoes those of a CPU only.
+Autocast acts where Python calls a torch function, so that autograd records its casts. On a machine without a GPU,
+`torch.autocast("cuda")` disables itself, and every device has its own lists of functions. The CPU's autocast covers the
+functions that all devices cast (matmuls and convolutions). This mode adds the casts of the simulated device, and
+undoes the casts that only a CPU makes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from isotype.compat.torch import cudnn_is_on
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
+from isotype.contracts.contract import autocast_lists
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
+from isotype.core.operators import given_tensors
 from isotype.precision.devices.attention import (
     AttentionCall,
     attention_kernel,
@@ -34,7 +36,7 @@ from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.values import HALVES
 from isotype.trace.taken import DTYPE
 
-# Python functions that call a listed one.
+# Python functions -> the function that they call, whose name the autocast lists contain.
 _ALIASES = {
     "cross_entropy": "nll_loss",
     "normalize": "norm",
@@ -46,15 +48,15 @@ _FROM_LISTS = (torch.tensor, torch.as_tensor)
 
 
 class Functions(TorchFunctionMode):
-    """Passes the running function to the recorder, applies a device's autocast lists, catches errors.
+    """A function mode that sets the recorder's running function, and applies a device's autocast lists.
 
     Args:
-        recorder: of the step.
+        recorder: recorder of the step.
         kind: kind of the simulated device (`cpu`, `cuda`, …).
-        profile: of the device, for queries of its properties.
+        profile: profile of the simulated device; None if the code must not see a device's properties.
 
     Attributes:
-        attention: runs the device's attention kernel; None without a profile.
+        attention: runs attention as the device does; None without a profile.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -65,8 +67,6 @@ class Functions(TorchFunctionMode):
         self._stand_in = contextlib.ExitStack()
         self.attention = None if profile is None else Attention(profile)
         if self._foreign:
-            from isotype.contracts.contract import autocast_lists
-
             self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
 
     def __enter__(self) -> Functions:
@@ -88,7 +88,7 @@ class Functions(TorchFunctionMode):
         if func is torch.Tensor.tolist:
             return self._recorder.listed(args[0])
         if func is torch.Tensor.__format__ and args[0].dim() == 0:
-            return format(args[0].item(), *args[1:])  # only a plain tensor is formatted as its number
+            return format(args[0].item(), *args[1:])  # torch formats only a plain tensor as its number
         if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor):
             args = (args[0], self._within(args[0], args[1]))
         if self._foreign:
@@ -108,51 +108,47 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return an index inside `tensor`: of experts assumed to be hit, the last may be out of range."""
-        known = self._recorder.values.of(index)
-        if known is None or known.dim() or known.dtype in (torch.bool, torch.uint8) or not tensor.dim():
+        """Return an index inside of `tensor`: the assumed number of the last expert may be out of range."""
+        value = self._recorder.values.of(index)
+        if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
-        number, rows = int(known), tensor.shape[0]
+        number, rows = int(value), tensor.shape[0]
         return index if -rows <= number < rows else number % rows
 
     def _numbers(self, value: Any) -> Any:
-        """Return a list with numbers for tensors, since `torch.tensor` would read their memory."""
-        if isinstance(value, (list, tuple)):
-            return [
-                self._recorder.listed(v) if isinstance(v, torch.Tensor) else self._numbers(v) for v in value
-            ]
-        return value
+        """Return nested lists with numbers instead of tensors: `torch.tensor` would read the tensors' memory."""
+        if not isinstance(value, (list, tuple)):
+            return value
+        listed = self._recorder.listed
+        return [listed(item) if isinstance(item, torch.Tensor) else self._numbers(item) for item in value]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.attention is None:
-            return self._converted_if_refused(func, args, kwargs)
-        with self.attention.as_on_device(func, args, kwargs, self._recorder.autocast):
-            return self._converted_if_refused(func, args, kwargs)
-
-    def _converted_if_refused(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except (RuntimeError, ValueError, TypeError) as error:
-            if name_of(func) in ("backward", "grad"):
-                raise  # a graph cannot be traversed twice
-            # The recorder has converted operands that operators refuse; this error was raised above them.
-            target = self._recorder.composite(func, args, kwargs, error)
-            if target is None:
-                raise
-            return func(*_cast(args, target, True), **_cast(kwargs, target, True))
+        """Call a function as the device would; if it raises for its operands' dtypes, convert them and call it again."""
+        recorder, device = self._recorder, self.attention
+        as_on_device = device and device.as_on_device(func, args, kwargs, recorder.autocast)
+        with as_on_device or contextlib.nullcontext():
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                if name_of(func) in ("backward", "grad"):
+                    raise  # a graph cannot be traversed twice
+                # The recorder converts the operands of operators: a function above the operators raised this error.
+                target = recorder.composite(func, args, kwargs, error)
+                if target is None:
+                    raise
+                return func(*_cast(args, target, True), **_cast(kwargs, target, True))
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         lists = self._lists
         if name in lists.banned:
             self._recorder.banned(name, args, kwargs)
+        optional = name in lists.float32_opt and kwargs.get("dtype") is None
+        if name in lists.banned or name in lists.float32 or optional:
             with torch.autocast("cpu", enabled=False):
                 return self._call(func, _widen(args, torch.float32), _widen(kwargs, torch.float32))
-        if name in lists.float32 or (name in lists.float32_opt and kwargs.get("dtype") is None):
-            args, kwargs = _widen(args, torch.float32), _widen(kwargs, torch.float32)
-            with torch.autocast("cpu", enabled=False):
-                return self._call(func, args, kwargs)
         if name in lists.promote:
-            widest = _widest((args, kwargs))
+            floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
+            widest = floats.pop() if len(floats) == 1 else torch.float32
             return self._call(func, _widen(args, widest), _widen(kwargs, widest))
         if name in lists.lower and name not in self._cpu.lower:
             low = torch.get_autocast_dtype("cpu")
@@ -164,12 +160,12 @@ class Functions(TorchFunctionMode):
 
 
 def name_of(func: Any) -> str:
-    """Return Python's name of a function."""
+    """Return the Python name of a function, "" if it has none."""
     return str(getattr(func, "__name__", ""))
 
 
 def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
-    """Return floats in `dtype`; float64 ones only with `doubles`: autocast skips them."""
+    """Return `values` with floats cast to `dtype`; float64, which autocast leaves alone, only if `doubles` is True."""
 
     def cast(leaf: Any) -> Any:
         floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -186,25 +182,12 @@ def _widen(values: Any, dtype: torch.dtype) -> Any:
     return map_leaves(widen, values)
 
 
-def _widest(values: Any) -> torch.dtype:
-    floats: list[torch.dtype] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            floats.append(leaf.dtype)
-        return leaf
-
-    map_leaves(note, values)
-    wide = any(dtype == torch.float32 for dtype in floats) or len(set(floats)) > 1
-    return torch.float32 if wide else (floats[0] if floats else torch.float32)
-
-
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""Minimum scores of a layer for a note: a share of the step's peak, and bytes."""
+"""Scores of a layer below this share of the step's peak, or below this number of bytes, get no note."""
 
 
 class Attention:
-    """Runs attention by plain operators if the device has no fused kernel for a call, and records its scores."""
+    """Runs attention with plain operators if the device has no fused kernel for a call, and counts the scores' bytes."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile, self._cudnn = profile, cudnn_is_on()
@@ -214,7 +197,7 @@ class Attention:
     def as_on_device(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
     ) -> Iterator[None]:
-        """Wrap a call of a torch function; changes only attention."""
+        """Call a torch function inside of this block as the device would; only attention differs."""
         call = None if func is not scaled_dot_product_attention else _call_of(args, kwargs, autocast)
         if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
             yield
@@ -226,7 +209,7 @@ class Attention:
             yield
 
     def notes(self, peak: int) -> Iterator[str]:
-        """A line for each kind of calls that no fused kernel of the device takes and whose scores count beside the step's peak in bytes."""
+        """Yield a note for each kind of attention without a fused kernel on the device, for a step with this peak in bytes."""
         for (dtype, grouped), scores in self._scores.items():
             if scores < max(_LEAST, _LEAST_SHARE * peak):
                 continue
@@ -241,12 +224,10 @@ class Attention:
 def _call_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
 ) -> tuple[AttentionCall, int] | None:
-    """Return (call, bytes of its scores in plain operators); None for shapes that torch refuses."""
-    named: dict[str, Any] = {
-        **dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)),
-        **kwargs,
-    }
-    query, key, value = (named.get(name) for name in ("query", "key", "value"))
+    """Return the call, and the bytes of its scores in plain operators; None if torch raises for the shapes."""
+    names = ("query", "key", "value", "attn_mask")
+    named: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = map(named.get, names[:3])
     if query is None or key is None or value is None or {query.dim(), key.dim(), value.dim()} != {4}:
         return None
     dtype: torch.dtype = query.dtype if autocast is None or query.dtype == torch.float64 else autocast

@@ -1,4 +1,4 @@
-"""Trainable parameters reached by a step's gradients, and those used only with gradients off."""
+"""The trainable parameters of a step: those that get a gradient, and those that are used only with gradients off."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from isotype.trace.recorder import Place
 
 aten = torch.ops.aten
 
-# Operators that only pass on a tensor without history: no use of its values.
+# Operators that do not use a tensor's values: they return the tensor without its graph.
 _CUTS = frozenset({aten.detach.default, aten.alias.default})
-# Autocast always casts weights with gradients on: the use is that of the result.
+# Autocast casts weights with gradients on even under `torch.no_grad()`: only the use of the cast counts.
 _CAST = aten._to_copy.default
 
 _PARAMETER = "_isotype_parameter"
-"""Attribute of a parameter's cast with the parameter's id."""
+"""The attribute in which the cast of a parameter stores the parameter's id."""
 
 
 class Gradients:
-    """Tracks the trainable parameters of one step.
+    """Records which trainable parameters a step uses, and which of them get a gradient.
 
     Attributes:
-        reached: ids of those with an accumulated gradient.
-        behind: modules that returned with gradients on, in order.
+        reached: ids of the parameters with an accumulated gradient.
+        behind: names of the modules that have returned with gradients on, in order.
     """
 
     def __init__(self) -> None:
@@ -46,40 +46,39 @@ class Gradients:
         names: Mapping[int, Origin],
         place: Place,
     ) -> None:
-        """Record an operator of the forward with operands `tensors`; `names` has the parameters by id."""
+        """Record the parameters among the operands `tensors` of a forward operator; `names` are origins by tensor id."""
         if func in _CUTS:
             return
         for _, tensor in tensors:
-            cast_of = getattr(tensor, _PARAMETER, None)  # with a history or, in torch 2.10, without
+            cast_of = getattr(tensor, _PARAMETER, None)  # in torch 2.10, the cast may require no gradient
             key = id(tensor) if cast_of is None else cast_of
-            known = names.get(key)
+            origin = names.get(key)
             trainable = cast_of is not None or tensor.requires_grad
-            if known is None or known.kind != "parameter" or not trainable:
+            if origin is None or origin.kind != "parameter" or not trainable:
                 continue
             if func is _CAST:
                 setattr(result, _PARAMETER, key)
                 continue
             function = None if torch.is_grad_enabled() else _function()
-            taken = self._used if function is None else self._off
-            if key not in taken:
-                where = (place.module, shown(place.source))
-                taken[key] = Unreached(
-                    known.name, *where, function or "", tuple(self.behind), function is None
+            uses = self._used if function is None else self._off
+            if key not in uses:
+                module, source, behind = place.module, shown(place.source), tuple(self.behind)
+                uses[key] = Unreached(
+                    origin.name, module, source, function or "", behind, ignored=function is None
                 )
 
     def unreached(self) -> Iterator[Unreached]:
-        """Yield the parameters that were used and got no gradient, after the backward."""
+        """Yield the parameters that the forward has used and that have no gradient after the backward."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 yield unreached
 
 
 def _function() -> str | None:
-    """Return the name of the `torch.autograd.Function` running its forward without gradients; "" under
-    `torch.no_grad()`.
+    """Return the name of the running `torch.autograd.Function` that turns gradients off; "" under `torch.no_grad()`.
 
-    Reentrant gradient checkpointing is such a function if no input requires a gradient. None inside a
-    function that computes its inputs' gradients itself, such as a fused layer, unless under
+    Reentrant gradient checkpointing is such a function if none of its inputs requires a gradient. None inside a
+    function that computes its inputs' gradients itself, such as a fused layer, unless it runs under
     `torch.no_grad()`.
     """
     frame: Any = frame_above(2)

@@ -1,8 +1,8 @@
-"""Fake kernels, run once per kind of operands: their results are cached as shapes, strides and dtypes.
+"""A cache of fake kernels' results: shapes, strides and dtypes, for operands of the same shapes, strides and dtypes.
 
-`FakeTensorMode` has a cache too, but a look-up takes a third of a millisecond; a step has thousands of
-operators, and is traced again for every fix. Cached is what torch allows (`_validate_cache_key` in
-torch/_subclasses/fake_tensor.py, 2.13), and views by the storage they share.
+A look-up in the cache of `FakeTensorMode` takes a third of a millisecond, a step has thousands of operators, and it is
+traced again for every fix. The cache contains the results that torch would cache (`_validate_cache_key` in
+torch/_subclasses/fake_tensor.py, 2.13), and views, with the storage that they share.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from isotype.compat.torch import (
     operator_schema,
     storage_key,
     storage_of,
-    tree_flatten,
-    tree_unflatten,
+    tree_leaves,
     without_dispatch,
     without_modes,
 )
 from isotype.core.errors import first_line
+from isotype.trace.fake.arguments import map_leaves
 
 _CPU = torch.device("cpu")
 _BUILT_IN = ("aten", "prims")
@@ -36,28 +36,18 @@ _UNSTEADY = frozenset(
         torch.Tag.inplace_view,
     }
 )
-# They change a tensor's metadata without the tag for it.
+# Operators that change a tensor's metadata without the tag `inplace_view`.
 _RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"})
 _PLAIN = frozenset(
-    {
-        int,
-        float,
-        bool,
-        str,
-        type(None),
-        torch.dtype,
-        torch.layout,
-        torch.memory_format,
-        torch.device,
-    }
+    {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device}
 )
 _MOST = 1 << 16
-# Shapes and strides select their kernel (`bmm_out_or_baddbmm_` in aten/src/ATen/native/LinearAlgebra.cpp),
-# and each kernel has its own error for mixed dtypes.
+# Operators whose kernel is selected by shapes and strides (`bmm_out_or_baddbmm_` in
+# aten/src/ATen/native/LinearAlgebra.cpp); each kernel has its own error for mixed dtypes.
 _REFUSES_BY_SHAPE = frozenset(f"aten::{name}" for name in ("bmm", "baddbmm", "baddbmm_"))
 _LARGEST = 1 << 24
 
-# Entries have numbers only, no tensors: they outlive their traces.
+# Entries contain numbers and no tensors, because they are kept after their trace.
 _KNOWN: dict[Any, Any] = {}
 _STEADY: dict[Any, bool] = {}
 
@@ -78,23 +68,18 @@ class Kernels:
         if key is None:
             return func(*args, **kwargs)
         entry = _KNOWN.get(key)
+        if entry:
+            structure, recipes = entry
+            return structure(self._recreated(recipe, tensors) for recipe in recipes)
+        result = func(*args, **kwargs)
         if entry is None:
-            result = func(*args, **kwargs)
             if len(_KNOWN) >= _MOST:
                 _KNOWN.clear()
             _KNOWN[key] = self._entry(result, tensors)
-            return result
-        kind, entry = entry
-        if kind is None:
-            return func(*args, **kwargs)
-        return (
-            kind(self._made(each, tensors) for each in entry)
-            if kind is not _One
-            else self._made(entry, tensors)
-        )
+        return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return all that determines a fake kernel's result; None if it must not be cached."""
+        """Return all that determines a fake kernel's result, and add its operands to `tensors`; None for no caching."""
         steady = _STEADY.get(func)
         if steady is None:
             steady = _STEADY[func] = _is_steady(func)
@@ -127,7 +112,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a tensor has only shape, strides and dtype: no known value, on the CPU, of this mode."""
+        """Return whether a shape, strides and a dtype describe a tensor: no constant, on the CPU, and of this mode."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
@@ -137,24 +122,21 @@ class Kernels:
             and not tensor.is_neg()
         )
 
-    # ------------------------------------------------------------------------------------------- what is remembered
-
     def _entry(self, result: Any, tensors: list[FakeTensor]) -> Any:
-        """Return how to recreate `result`: (its type, recipe of each part); (None, None) if impossible."""
-        parts = result if isinstance(result, (tuple, list)) else (result,)
-        if type(result) not in (tuple, list) and parts is result:
-            return None, None  # another structure
+        """Return how to recreate `result`: a structure, and a recipe for each part; () if it cannot be recreated.
+
+        The structure is a function of the recreated parts: `tuple`, `list`, or `next` for a result of one part.
+        """
+        structure: Any = type(result) if type(result) in (tuple, list) else next
+        if structure is next and isinstance(result, (tuple, list)):
+            return ()  # a named tuple
         storages = {storage_of(tensor): at for at, tensor in enumerate(tensors)}
         seen: set[int] = set()
-        pieces = []
-        for part in parts:
-            piece = self._part(part, tensors, storages, seen)
-            if piece is None:
-                return None, None
-            pieces.append(piece)
-        return (type(result), tuple(pieces)) if parts is result else (_One, pieces[0])
+        parts = (result,) if structure is next else result
+        recipes = [self._recipe(part, tensors, storages, seen) for part in parts]
+        return () if None in recipes else (structure, recipes)
 
-    def _part(self, part: Any, tensors: list[FakeTensor], storages: dict[int, int], seen: set[int]) -> Any:
+    def _recipe(self, part: Any, tensors: list[FakeTensor], storages: dict[int, int], seen: set[int]) -> Any:
         if part is None:
             return ("none",)
         if not isinstance(part, FakeTensor) or not self._is_plain(part):
@@ -166,33 +148,24 @@ class Kernels:
             return None
         storage = part.untyped_storage()
         shared = storages.get(storage_key(storage))
-        how = (
-            "view" if shared is not None else "new",
-            shared,
-            tuple(part.shape),
-            part.stride(),
-            part.dtype,
-            part.storage_offset(),
-        )
-        copy = self._made(how, tensors)
+        shape, stride, offset = tuple(part.shape), part.stride(), part.storage_offset()
+        recipe = ("new", shared, shape, stride, part.dtype, offset)
+        copy = self._recreated(recipe, tensors)
         alike = dispatch_keys(copy) == dispatch_keys(part)
         if shared is None:
-            # Larger memory than its shape needs, or shared with another result.
-            alike = (
-                alike
-                and storage.nbytes() == copy.untyped_storage().nbytes()
-                and storage_key(storage) not in seen
-            )
+            # The memory must not be larger than the shape needs, nor shared with another result.
+            same_size = storage.nbytes() == copy.untyped_storage().nbytes()
+            alike = alike and same_size and storage_key(storage) not in seen
             seen.add(storage_key(storage))
-        return how if alike else None
+        return recipe if alike else None
 
-    def _made(self, how: Any, tensors: list[FakeTensor]) -> Any:
-        kind = how[0]
+    def _recreated(self, recipe: Any, tensors: list[FakeTensor]) -> Any:
+        kind = recipe[0]
         if kind == "same":
-            return tensors[how[1]]
+            return tensors[recipe[1]]
         if kind == "none":
             return None
-        _, shared, shape, stride, dtype, offset = how
+        _, shared, shape, stride, dtype, offset = recipe
         with without_dispatch():
             memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if shared is not None:
@@ -202,12 +175,8 @@ class Kernels:
         return fake
 
 
-class _One:
-    """Marks a result of one tensor instead of several."""
-
-
 def _is_steady(func: Any) -> bool:
-    """Return whether an operator's results have the same kind for operands of the same kind."""
+    """Return whether the shapes, strides and dtypes of an operator's results depend only on those of its operands."""
     return (
         isinstance(func, OpOverload)
         and func.namespace in _BUILT_IN
@@ -217,28 +186,23 @@ def _is_steady(func: Any) -> bool:
 
 
 def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
-    """Return this machine's error for a call with mixed dtypes if that depends on shapes and strides; else
-    None.
+    """Return this machine's error for a call with mixed dtypes; None if the error does not depend on shapes.
 
-    The call is real, on uninitialized memory: a kernel raises before it reads. None if an operand has more
-    than `_LARGEST` elements.
+    The call is real, with uninitialized tensors: a kernel raises before it reads values. None also if an operand has
+    more than `_LARGEST` elements.
     """
-    operands, spec = tree_flatten((args, kwargs))
-    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
-    if operator_schema(func).name not in _REFUSES_BY_SHAPE or any(
-        each.numel() > _LARGEST for each in tensors
-    ):
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    large = any(tensor.numel() > _LARGEST for tensor in tensors)
+    if operator_schema(func).name not in _REFUSES_BY_SHAPE or large:
         return None
+
+    def real(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if is_tensor else leaf
+
     with without_modes():
-        real = [
-            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
-            if isinstance(each, torch.Tensor)
-            else each
-            for each in operands
-        ]
-        args, kwargs = tree_unflatten(real, spec)
         try:
-            func(*args, **kwargs)
+            func(*map_leaves(real, args), **map_leaves(real, kwargs))
         except RuntimeError as error:
             return first_line(error)
     return None

@@ -1,7 +1,7 @@
-"""The inputs of a step that may reach its loss, by structure: every operator passes its operands' inputs on to its results.
+"""The inputs of a step on which its loss may depend: the results of an operator may depend on all that its operands do.
 
-An input that may reach the loss need not change it; one that does not reach it cannot. The measurement on a small copy
-(`trace/reach`) decides the first kind; this one holds for models of every size.
+An input that may reach the loss need not change the loss: the measurement on a small copy (`trace/reach`) decides that.
+An input that cannot reach the loss cannot change it, in a model of any size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isotype.trace.fake.values import is_data_dependent
 
 
 class InputReach:
-    """The inputs that each tensor of a forward may depend on, by the memory that holds it."""
+    """The inputs on which the content of each storage may depend during a forward."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -25,17 +25,17 @@ class InputReach:
         self._read = 0
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
-        """Follow an input."""
+        """Record that `tensor` is the input `name`."""
         self._masks[storage_of(tensor)] = self._mask(tensor) | 1 << len(self._names)
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Pass the inputs of an operator's operands on to its results, and to the operands that it writes."""
+        """Record that an operator's results, and the operands that it writes, depend on the inputs of its operands."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:
             mask |= self._masks.get(storage, 0)
-        if is_data_dependent(func):  # the code branches on values: they decide what runs
+        if is_data_dependent(func):  # the code may branch on these values
             self._read |= mask
         for tensor in leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -47,7 +47,7 @@ class InputReach:
                 self._masks[storage_of(tensor)] = self._mask(tensor) | mask
 
     def without_effect(self, loss: torch.Tensor) -> tuple[str, ...]:
-        """Return the inputs that no operator passes on to the loss, and whose values no code reads."""
+        """Return the names of the inputs on which the loss cannot depend, and on whose values no code branches."""
         reached = self._read | self._mask(loss)
         return tuple(name for at, name in enumerate(self._names) if not reached >> at & 1)
 

@@ -1,7 +1,7 @@
-"""The recorder of a step on fake tensors: judges every operator, and continues after a broken contract.
+"""The recorder of a step on fake tensors: it judges every operator, and continues after a broken contract.
 
-It is above `FakeTensorMode`. Values that code branches on get stand-ins; operands that a device would refuse
-are recorded, converted as the policy would, and passed on.
+The recorder is a dispatch mode above `FakeTensorMode`. Values that the code branches on get stand-ins. If a device would
+raise for the dtypes of an operator's operands, the recorder records a breach, converts the operands and continues.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,8 +43,8 @@ from isotype.core.source import condition_at, raising_line, shown, tensors_at_ha
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.arguments import (
     as_measured,
+    cast_result,
     converted,
-    made_in,
     map_leaves,
     numbers_of,
     overflow,
@@ -54,44 +56,43 @@ from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.reach import InputReach
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
-from isotype.trace.recorder import Place, Recorder, width
+from isotype.trace.recorder import Place, Recorder
 from isotype.trace.sides import Sides
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-# Functions that support float16 on a GPU (in sizes of a power of two) and no 16 bits on a CPU
+# Functions that support float16 on a GPU (in sizes of a power of two), and no 16-bit dtype on a CPU
 # (`promote_type_fft` in aten/src/ATen/native/SpectralOps.cpp).
 _CPU_LACKS_HALF = "fft_"
-# Operators of an angle: its absolute error counts, however large it is.
+# Operators of an angle: the absolute error of an angle matters, however large the angle is.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
-# Final operators of `torch.tensor`: the mode would keep the number as a constant, and compute with it itself.
+# The last operators of `torch.tensor`: `FakeTensorMode` would keep the number as a constant and compute with it.
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
-# Operators of `Module.to`, whose results replace the parameters.
+# Operators that `Module.to` calls, and whose results replace the parameters.
 _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
 _NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class TimeSpentError(RuntimeError):
-    """The deadline of the trace has passed."""
+    """The deadline of the trace has passed before the step ended."""
 
 
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """Records one step on fakes.
+    """Records one step on fake tensors.
 
     Args:
-        contracts: of the device.
-        compute: dtype to which breached operands are converted if nothing else decides.
-        fake: the mode of its tensors.
-        lines: `file:line` -> dtype for casts and new tensors of this line, and for operands of its mixed
-            calls: a code change to try.
+        contracts: contracts of the simulated device.
+        compute: dtype to which the operands of a breach are converted if nothing else decides.
+        fake: mode of the step's fake tensors.
+        lines: a code change to try, `file:line` -> dtype: the dtype of casts and new tensors in this line, and of
+            operands that have several dtypes there.
 
     Attributes:
-        sides: decides to which of several dtypes operands are converted; `compute` until weights are
-            known.
-        deadline: of the step, in seconds of `time.monotonic`; the next operator after it ends the step.
-        gradients: the trainable parameters that they reach.
+        sides: decides to which of several dtypes operands are converted; `compute` until `sides` is set.
+        deadline: end of the step, in seconds of `time.monotonic`; the first operator after it raises TimeSpentError.
+        gradients: the trainable parameters that gradients reach.
         reach: the inputs that may reach the loss.
     """
 
@@ -114,44 +115,48 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.gradients = Gradients()
         self.reach = InputReach()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._brings: dict[int, tuple[torch.Tensor, str]] = {}
+        self._of_loss: dict[int, tuple[torch.Tensor, str]] = {}
 
-    # ----------------------------------------------------------------------------------------------- what is given
+    # -------------------------------------------------------------------------------------- tensors from outside
 
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Add hooks as any recorder, and register real tensors that the model is called with as inputs.
+    def watch(self, model: nn.Module) -> ExitStack:
+        """Add hooks as any recorder does, and a hook that registers the tensors in a call of `model` as inputs.
 
-        Plain tensors of modules get names too: the model's `.to()` does not move them.
+        Tensors that are plain attributes of modules are registered by name, too: the model's `.to()` does not move them.
         """
-        handles = super().watch(model)
+        hooks = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):
-            handles.append(model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True))
-        self._own_plain_tensors(model)
-        return handles
+            hooks.enter_context(
+                model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
+            )
+        self._register_plain_tensors(model)
+        return hooks
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
-        """Leave a module as any recorder; its output may require a gradient if gradients are on."""
+        """Leave a module as any recorder does, and record its name if its output may require a gradient."""
         if self.phase == "forward" and torch.is_grad_enabled() and self._frames:
             self.gradients.behind.append(self._frames[-1].name)
         super().leave(arguments, output)
 
-    def knows(self, model: nn.Module, twin: nn.Module, brought: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Register before the step the fakes of the real model's weights, and tensors of the loss.
+    def register_real(
+        self, model: nn.Module, twin: nn.Module, of_loss: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Register the real tensors that the step's code may use, before the step.
 
         Args:
-            model: the real one.
-            twin: its weights have the same names.
-            brought: tensors of the loss, by name.
+            model: the real model; each of its weights is replaced by the fake of the same name.
+            twin: the copy of `model` on fake tensors.
+            of_loss: tensors that the loss function holds, by name.
         """
-        self._brings = {id(tensor): (tensor, name) for name, tensor in brought}
+        self._of_loss = {id(tensor): (tensor, name) for name, tensor in of_loss}
         fakes = dict(_tensors(twin))
         for name, tensor in _tensors(model):
             if name in fakes and _is_real(tensor):
                 self._outside[id(tensor)] = (tensor, fakes[name])
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Register real tensors in a call of the model (by the caller's loss) as its inputs."""
-        # Reading a tensor's dtype is a function call too, which would swap it before it has its name.
+        """Register the real tensors with which the caller's loss calls the model as inputs."""
+        # Reading a tensor's dtype is a function call, too: it would swap the tensor before the tensor has its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
                 if _is_real(value):
@@ -159,55 +164,48 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.swapped(args), self.swapped(kwargs)
 
     def swapped(self, values: Any) -> Any:
-        """Return values with every real tensor replaced by its fake, which takes the step's writes."""
+        """Return `values` with every real tensor replaced by its fake, so that the step writes into the fake."""
         flat = values.values() if isinstance(values, dict) else values
         if isinstance(values, (tuple, list, dict)) and all(isinstance(value, _NOT_REAL) for value in flat):
             return values  # most calls, ten times faster
-
-        def swap(leaf: Any) -> Any:
-            return self.stand_for(leaf) if _is_real(leaf) else leaf
-
-        return map_leaves(swap, values)
+        return map_leaves(lambda leaf: self.stand_for(leaf) if _is_real(leaf) else leaf, values)
 
     def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
-        """Return the fake of a real tensor from outside of the twin, always the same."""
-        known = self._outside.get(id(tensor))
-        if known is None:
+        """Return the fake of a real tensor from outside of the twin: the same fake in every call."""
+        if id(tensor) not in self._outside:
             with without_modes():
                 fake = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
                 if tensor.numel() <= LIMIT and not tensor.is_meta:
                     self.values.give(fake, tensor.detach().cpu().clone())
-            self._outside[id(tensor)] = known = (tensor, fake)
-            self.mark(fake, origin or self._brought(tensor))
-        return known[1]
+            self._outside[id(tensor)] = (tensor, fake)
+            self.mark(fake, origin or self._origin_outside(tensor))
+        return self._outside[id(tensor)][1]
 
-    def _brought(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a real tensor: data of the loss, or in a module, kept by its code."""
-        if id(tensor) in self._brings:
-            return Origin("data", tensor.dtype, self._brings[id(tensor)][1])
-        unknown = self._unknown(tensor)
-        return (
-            unknown if self._frames or unknown.kind != "outside" else replace(unknown, kind="data", name="")
-        )
+    def _origin_outside(self, tensor: torch.Tensor) -> Origin:
+        """Return the origin of a real tensor: data of the loss or, inside of a module, kept by the module's code."""
+        if id(tensor) in self._of_loss:
+            return Origin("data", tensor.dtype, self._of_loss[id(tensor)][1])
+        origin = self._unknown(tensor)
+        return origin if self._frames or origin.kind != "outside" else replace(origin, kind="data", name="")
 
     # ------------------------------------------------------------------------------------------------- dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
-            # The operator of `tensor.device`; FakeTensor's implementation takes two more dispatches.
+            # The operator of `tensor.device`: FakeTensor's implementation would dispatch two more operators.
             if func is _DEVICE and isinstance(args[0], FakeTensor) and not self.fake.in_kernel_invocation:
                 return args[0].fake_device
             return func(*args, **(kwargs or {}))
         if time.monotonic() > self.deadline:
             raise TimeSpentError("the time for the trace was spent")
-        # Function modes see the model's calls, not those of this recorder and the fake kernels.
+        # Function modes must get the model's calls, not the calls of this recorder and the fake kernels.
         with without_functions():
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         place = self._place()
         edited = self._edited(place)
-        # A cast without a function in the backward is autograd's, fitting a gradient to its value.
+        # In the backward, autograd casts a gradient to its value's dtype without a Python function.
         by_autograd = self.phase == "backward" and not self.function and not self._frames
         if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
             kwargs = {**kwargs, "dtype": edited}
@@ -221,10 +219,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         else:
             result, breach = self._judged(func, args, kwargs, tensors, edited)
             if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
-                result, value = made_in(edited, result), made_in(edited, value)
+                result, value = cast_result(edited, result), cast_result(edited, value)
             self._keep(func, tensors, result, value)
         if breach is not None and not tensors:
-            tensors = [("result", result)]  # it creates a tensor from numbers, which do not fit it
+            tensors = [
+                ("result", result)
+            ]  # the operator creates a tensor whose dtype is too small for its numbers
         self._write(func, args, kwargs, tensors, result, place, breach)
         if self.phase == "forward":
             self.gradients.used(func, tensors, result, self.names, place)
@@ -260,8 +260,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             if name in BFLOAT16_WITHOUT_MEMORY:
                 return self._as_bfloat16(func, args, kwargs, tensors), None
             result, breach = self._run(func, args, kwargs, tensors, edited)
-            # If a fake kernel returns another dtype than measured, the measured one counts (mixed norms, some
-            # losses).
+            # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
         if verdict.message == CORRUPTS:
@@ -274,12 +273,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self._run_converted(func, args, kwargs, target), breach
 
     def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Run a fake kernel limited to bfloat16 for an operator with more dtypes; return the original dtype."""
+        """Run an operator whose fake kernel takes only bfloat16; the result has the operands' dtype."""
         dtype = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
         return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=dtype)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Store the results' values if known; forget values overwritten by unknown ones."""
+        """Store the results' values if they are known; else drop the values of tensors that the operator writes."""
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
@@ -294,13 +293,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _run(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
     ) -> tuple[Any, Breach | None]:
-        """Run an operator; if the fake kernel refuses mixed dtypes, record the breach and convert."""
+        """Run an operator; if its fake kernel raises for mixed dtypes, convert the operands and return the breach."""
         try:
             other = self.values.stand_in(func, args, kwargs)
             return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs), None
         except Exception as error:
             floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
-            if len(floats) < 2 or not says_dtypes(error):
+            if len(floats) < 2 or not is_about_dtypes(error):
                 raise
             target, fixed = self._target(func, tensors, edited)
             breach = None if fixed else Breach(first_line(error), False, target)
@@ -309,10 +308,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """Return the dtype to convert to, and whether the edited line does it itself.
+        """Return the dtype to which operands are converted, and whether the edited line itself converts to it.
 
-        That of a written operand, which no cast changes; else the edit's; else that of operands not shared
-        with other code; else that of the part of the model; else the widest.
+        The first that applies: the dtype of a written operand, because no cast changes it; the dtype of the code change
+        to try; the one dtype of the operands that belong to the model; the dtype of the part of the model; the widest.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
@@ -323,18 +322,18 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         alike = tuple(side if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(operator_name(func), alike)
         if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
-            return torch.float32, False  # no kernel for this dtype; float32 has one
-        own = {
+            return torch.float32, False  # the operator has a kernel for float32, and none for this dtype
+        of_model = {
             tensor.dtype
             for _, tensor in tensors
             if tensor.dtype in FLOATS and self.origin(tensor).cause.kind not in SHARED
         }
-        if len(own) == 1:
-            return own.pop(), False  # the model's dtype, not that of a shared tensor
-        return side if side in floats else max(floats, key=width, default=side), False
+        if len(of_model) == 1:
+            return of_model.pop(), False
+        return side if side in floats else max(floats, key=attrgetter("itemsize"), default=side), False
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """Return the dtype of the part of the model where the float tensors meet."""
+        """Return the dtype of the part of the model that the float tensors come from."""
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
@@ -343,7 +342,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if schema_of(func).mutates and isinstance(args[0], torch.Tensor) and args[0].dtype != target:
             return args[0]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
-            return None  # a list of tensors written in place: only the old values flow on
+            return None  # the operator writes a list of tensors in place: the list keeps its old values
         other = self.values.stand_in(func, args, kwargs)
         return (other or func)(
             *(converted(value, target) for value in args),
@@ -353,59 +352,57 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """Record a function that refused its operands before any operator; return the dtype to go on with."""
+        """Record a function that raised `error` before any operator; return the dtype to convert its operands to.
+
+        None if the error does not concern dtypes, or if the simulated device would not raise it.
+        """
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
-        # Autocast refuses another 16-bit dtype than its own when promoting (at::autocast::prioritize).
+        # When autocast promotes, it raises for the other 16-bit dtype (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(floats) + (cast is not None) < 2
-        # For a 16-bit dtype that a function does not support (`torch.fft`, `torch.quantile`) use float32's
-        # kernel.
-        if not floats or not says_dtypes(error) or (alone and not self._lacks(func, floats)):
+        # A function that does not support the 16-bit dtype (`torch.fft`, `torch.quantile`) runs in float32.
+        if not floats or not is_about_dtypes(error) or (alone and not self._lacks(func, floats)):
             return None
         edited = self._edited(self._place())
         if edited is not None:
             return edited
-        widest, side = max(floats, key=width), self._side(tensors)
+        widest, side = max(floats, key=attrgetter("itemsize")), self._side(tensors)
         target = cast or (torch.float32 if alone else side if side in floats else widest)
-        self.note(
-            f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, target)
-        )
+        breach = Breach(first_line(error), False, target)
+        self.note(f"torch.{getattr(func, '__name__', func)}", tensors, breach)
         return target
 
     def _lacks(self, func: Any, floats: set[torch.dtype]) -> bool:
-        """Return whether the simulated device also lacks a function refused here for its only dtype."""
-        here_alone = self.contracts.kind != "cpu" and getattr(func, "__name__", "").startswith(
-            _CPU_LACKS_HALF
-        )
-        return max(map(width, floats)) < 4 and not (here_alone and torch.float16 in floats)
+        """Return whether a function that this CPU does not support for a dtype is missing on the simulated device, too."""
+        name = getattr(func, "__name__", "")
+        only_on_cpu = self.contracts.kind != "cpu" and name.startswith(_CPU_LACKS_HALF)
+        return all(dtype.itemsize < 4 for dtype in floats) and not (only_on_cpu and torch.float16 in floats)
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a function that autocast refuses, unless an edit of the calling line disables autocast."""
+        """Record a function that raises under autocast, unless the code change to try disables autocast there."""
         if self._edited(self._place()) is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return zeros for `tensor.numpy()`; bfloat16 is a breach, since NumPy lacks it."""
-        dtype = tensor.dtype
-        if dtype == torch.bfloat16:
-            dtype = torch.float32
+        """Return the result of `tensor.numpy()`: the known values, else zeros; bfloat16, which NumPy lacks, is a breach."""
+        dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self._edited(self._place()) is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)
             self.note("torch.Tensor.numpy", [("self", tensor)], breach)
-        known = self.values.of(tensor)
+        value = self.values.of(tensor)
         with without_modes():
-            return (torch.zeros(tensor.shape, dtype=dtype) if known is None else known.to(dtype)).numpy()
+            return (torch.zeros(tensor.shape, dtype=dtype) if value is None else value.to(dtype)).numpy()
 
     def listed(self, tensor: torch.Tensor) -> Any:
-        """Return the known values for `tensor.tolist()`, else ones (True)."""
-        known = self.values.of(tensor)
+        """Return the result of `tensor.tolist()`: the known values, else ones (True)."""
+        value = self.values.of(tensor)
         with unset_fake_temporarily():
-            return (torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known).tolist()
+            return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
 
     def failure(self, error: Exception) -> Failure:
-        """Return the failure that ended the step, with its place."""
+        """Return the record of the error that ended the step, with its place."""
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
         source = raising_line(error)
         text = f"{type(error).__name__}: {first_line(error)}"
@@ -416,18 +413,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 if value.dtype in FLOATS
             )
         mixed = len({operand.dtype for operand in operands}) > 1
-        # A parameter cast by the forward is another object here; the real step keeps it.
-        ours = "poisoned by swap_tensors" in text
-        if ours:
+        # If a forward casts a parameter, the twin gets a new parameter object; a real module keeps its object.
+        swapped = "poisoned by swap_tensors" in text
+        if swapped:
             text = "a backward behind a module that its own forward moves by .to() cannot be traced"
-        ours = ours or isinstance(error, TimeSpentError)
-        differs = isinstance(error, CheckpointError)
-        again = self.phase == "backward" and (differs or frame is not None) and not ours
+        recomputes = isinstance(error, CheckpointError) or frame is not None
+        of_trace = swapped or isinstance(error, TimeSpentError)
+        recomputed = self.phase == "backward" and recomputes and not of_trace
         name, condition = frame.name if frame else "", condition_at(source)
-        return Failure(self.phase, name, source, text, mixed, operands, again, condition)
-
-
-# ------------------------------------------------------------------------------------------------------- helpers
+        return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -436,22 +430,19 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor with values, not a fake or a vmap wrapper of one."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
-        return False
-    return not is_transformed_tensor(leaf)
+    """Return whether a leaf is a tensor with values: no fake tensor, and no wrapper of `torch.func`."""
+    is_tensor = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+    return is_tensor and not is_transformed_tensor(leaf)
 
 
 _DTYPE_WORDS = re.compile(
     r"d?type|\bHalf\b|\bb?float\b|\bb?float[ -]?\d\d|\b(?:bf|fp)[ -]?\d\d|c10::|not implemented for '",
     re.IGNORECASE,
 )
-
-
-# C++'s format of a tensor: `CPUBFloat16Type{[2, 16]}`, in any message.
+# C++ prints a tensor as `CPUBFloat16Type{[2, 16]}`, in errors of every kind.
 _PRINTED = re.compile(r"\S*(?=\{\[)")
 
 
-def says_dtypes(error: Exception) -> bool:
+def is_about_dtypes(error: Exception) -> bool:
     """Return whether an error message is about dtypes."""
     return _DTYPE_WORDS.search(_PRINTED.sub("", str(error))) is not None

@@ -1,11 +1,14 @@
 """Memory of one process: shards, gathered weights and communication buffers under FSDP2 or DDP.
 
-The step runs on whole fakes; the ledger counts a process's share. FSDP2's timing is from torch 2.13
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py): weights are gathered into
-one flat buffer and copied out of it; a forward frees that buffer after the next group's copy, a backward
-after its own copy, and gathers the next group ahead; the input of a group's reduce-scatter lives until the
-next group's. DDP holds all weights, and a copy of every gradient in its buckets
-(torch/csrc/distributed/c10d/reducer.cpp, without `gradient_as_bucket_view`).
+The step runs on whole fake tensors, and the ledger counts the share of one process. The order in which FSDP2 allocates
+and frees is that of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
+
+- Weights are gathered into one flat buffer and copied out of it. A forward frees the buffer after the copy of the next
+  group. A backward frees it after its own copy, and gathers the buffer of the next group ahead.
+- The input of a group's reduce-scatter is freed when the next group reduces.
+
+DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without
+`gradient_as_bucket_view`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import in_backward
+from isotype.compat.torch import in_backward, tree_leaves
 from isotype.model.fold import STANDS_FOR
 from isotype.model.shard import Group, groups_of
 from isotype.records.trace import Setup
@@ -26,27 +29,28 @@ from isotype.trace.ledger import Ledger
 
 
 def shard_bytes(parameter: torch.Tensor, devices: int) -> int:
-    """Return the bytes held by the first of `devices` processes: rows are padded to a multiple of their number."""
+    """Return the bytes of a parameter that the first of `devices` processes holds: its share of the padded rows."""
     rows, *rest = parameter.shape or (1,)
     return math.ceil(rows / devices) * math.prod(rest) * parameter.dtype.itemsize
 
 
 _RETURNED_BY = "_isotype_returned_by"
+"""The attribute in which a tensor stores the group whose forward returned it."""
 
 
 @dataclass(eq=False)
 class _Gathering:
-    """A group of FSDP2 during the step; bytes are of one of the equal layers it represents.
+    """An FSDP2 group during the step; bytes are those of one layer of the equal layers that the group represents.
 
     Attributes:
-        group: its module and parameters.
-        repeats: number of groups of the whole model it represents.
+        group: module and parameters of the group.
+        repeats: number of groups of the whole model that the group represents.
         whole: bytes of its gathered parameters.
         reduced: bytes of the buffer in which its gradients are reduced.
-        is_gathered: whether its parameters are gathered.
-        is_prefetched: whether they are in the flat buffer already.
-        is_reduced: whether its backward has ended.
-        followers: groups whose forward took the tensor that this one's returned.
+        is_gathered: True while its parameters are gathered.
+        is_prefetched: True while its parameters are gathered in the flat buffer and not yet copied out of it.
+        is_reduced: True after its backward.
+        followers: groups whose forward took the tensor that the forward of this group returned.
     """
 
     group: Group
@@ -60,10 +64,9 @@ class _Gathering:
 
 
 class ProcessMemory:
-    """Counts a process's memory in `ledger` while the step of `setup` runs on `twin`; nothing changes for one
-    device.
+    """Counts a process's memory in `ledger` while the step of `setup` runs on `twin`.
 
-    `repeats`: `id` of a parameter -> number it represents.
+    Nothing changes for one device. `repeats` maps the `id` of a parameter to the number of parameters it represents.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:
@@ -75,8 +78,8 @@ class ProcessMemory:
             self._shard(twin, setup)
         self._sum_in_buckets = setup.devices > 1 and not setup.fsdp
         self._forwards: list[_Gathering] = []
-        self._flat = 0  # bytes of the gathered buffer that a forward leaves to the next group
-        self._reducing = 0  # bytes of the last reduce-scatter's input
+        self._flat = 0  # bytes of the flat buffer that the last forward has not freed
+        self._reducing = 0  # bytes of the input of the last reduce-scatter
 
     def _shard(self, twin: nn.Module, setup: Setup) -> None:
         standing = [module for module in twin.modules() if hasattr(module, STANDS_FOR)]
@@ -87,57 +90,55 @@ class ProcessMemory:
                 for p in group.parameters
                 if setup.shard_integers or p.requires_grad or p.is_floating_point()
             )
-            held = {id(p): shard_bytes(p, setup.devices) for p in parameters}
-            self._shards |= held
+            shards = {id(p): shard_bytes(p, setup.devices) for p in parameters}
+            self._shards |= shards
             reduced = sum(
-                held[id(p)] // p.dtype.itemsize * (reduce or p.dtype).itemsize
+                shards[id(p)] // p.dtype.itemsize * (reduce or p.dtype).itemsize
                 for p in parameters
                 if p.requires_grad
             )
             repeats = max((self._repeats[id(p)] for p in parameters), default=1)
-            whole, reduced = (setup.devices * size for size in (sum(held.values()), reduced))
+            whole, reduced = (setup.devices * size for size in (sum(shards.values()), reduced))
             self._groups.append(
                 _Gathering(Group(group.module, parameters, group.reshard), repeats, whole, reduced)
             )
 
     def held(self, tensor: torch.Tensor) -> int | None:
-        """Return the bytes of a parameter or buffer that a process holds; None for all."""
+        """Return the bytes of a sharded parameter or buffer that a process holds; None for a tensor that it holds whole."""
         return self._shards.get(id(tensor))
 
     @property
     def share(self) -> float:
-        """Share of the trained parameters and their optimizer states that a process holds."""
-        whole = sum(p.untyped_storage().nbytes() * self._repeats[id(p)] for p in self._trained)
-        held = sum(
-            self._shards.get(id(p), p.untyped_storage().nbytes()) * self._repeats[id(p)]
-            for p in self._trained
-        )
+        """The share of the trained parameters and their optimizer states that a process holds, from 0 to 1."""
+        sizes = {id(p): p.untyped_storage().nbytes() for p in self._trained}
+        whole = sum(size * self._repeats[key] for key, size in sizes.items())
+        held = sum(self._shards.get(key, size) * self._repeats[key] for key, size in sizes.items())
         return held / whole if whole else 1.0
 
     def watch(self) -> Iterator[Any]:
-        """Start counting, and yield the handles of its hooks."""
+        """Start counting, and yield the handles of the hooks that count."""
         if self._sum_in_buckets:
             sizes = (p.untyped_storage().nbytes() * self._repeats[id(p)] for p in self._trained)
             self._ledger.add("buckets", sum(sizes))
-        for each in self._groups:
-            module = each.group.module
-            yield module.register_forward_pre_hook(self._entering(each), prepend=True, with_kwargs=True)
-            yield module.register_forward_hook(self._leaving(each))
+        for gathering in self._groups:
+            module = gathering.group.module
+            yield module.register_forward_pre_hook(self._entering(gathering), prepend=True, with_kwargs=True)
+            yield module.register_forward_hook(self._leaving(gathering))
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of `parameter`: whole until its group is reduced, shards for represented layers."""
+        """Count a new gradient of `parameter`: whole until its group reduces it, as shards for represented layers."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
-        self._ledger.seen(parameter.grad, "gradients")
+        self._ledger.count(parameter.grad, "gradients")
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce groups without an input that requires a gradient, and free all buffers."""
-        for each in self._groups:
-            self._reduce(each)
-            self._ledger.add("gathered", -each.whole * each.is_prefetched)
-            each.is_prefetched = each.is_reduced = False
-            each.followers.clear()
+        """Reduce the groups that have no input with a gradient, and free all buffers."""
+        for gathering in self._groups:
+            self._reduce(gathering)
+            self._ledger.add("gathered", -gathering.whole * gathering.is_prefetched)
+            gathering.is_prefetched = gathering.is_reduced = False
+            gathering.followers.clear()
         self._ledger.add("buckets", -self._reducing)
         self._reducing = 0
         self._free_flat()
@@ -145,46 +146,46 @@ class ProcessMemory:
 
     # ------------------------------------------------------------------------------------------------- forward
 
-    def _entering(self, each: _Gathering) -> Callable[..., None]:
+    def _entering(self, gathering: _Gathering) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not each.is_gathered:
-                self._gather(each)
-                self._flat = each.whole
-            # That of the hidden states: others, such as an encoder's, are used by later blocks.
-            entering = next((tensor for tensor in _differentiable((args, kwargs))), None)
-            if entering is not None and torch.is_grad_enabled():
-                if (source := getattr(entering, _RETURNED_BY, None)) is not None:
-                    source.followers.append(each)
-                entering.register_hook(lambda _: self._reduce(each))  # type: ignore[no-untyped-call]
+            if not gathering.is_gathered:
+                self._gather(gathering)
+                self._flat = gathering.whole
+            # The first tensor is the hidden state: later blocks use the others, such as an encoder's output, too.
+            hidden = next(_differentiable((args, kwargs)), None)
+            if hidden is not None and torch.is_grad_enabled():
+                if (source := getattr(hidden, _RETURNED_BY, None)) is not None:
+                    source.followers.append(gathering)
+                hidden.register_hook(lambda _: self._reduce(gathering))  # type: ignore[no-untyped-call]
 
         return enter
 
-    def _leaving(self, each: _Gathering) -> Callable[..., None]:
+    def _leaving(self, gathering: _Gathering) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if not in_backward():
-                self._forwards.append(each)
-                if each.group.reshard:
-                    self._ledger.add("gathered", -each.whole)
-                    each.is_gathered = False
+                self._forwards.append(gathering)
+                if gathering.group.reshard:
+                    self._ledger.add("gathered", -gathering.whole)
+                    gathering.is_gathered = False
                 else:
-                    self._ledger.add("gathered", (each.repeats - 1) * each.whole)
-                if each is self._groups[-1]:
+                    self._ledger.add("gathered", (gathering.repeats - 1) * gathering.whole)
+                if gathering is self._groups[-1]:
                     self._free_flat()
             for tensor in _differentiable(output):
-                setattr(tensor, _RETURNED_BY, each)
-                tensor.register_hook(lambda _: self._prepare(each))  # type: ignore[no-untyped-call]
+                setattr(tensor, _RETURNED_BY, gathering)
+                tensor.register_hook(lambda _: self._prepare(gathering))  # type: ignore[no-untyped-call]
 
         return leave
 
-    def _gather(self, each: _Gathering) -> None:
-        """Gather weights into one buffer, which stays, and copy them; then free the buffer left by a forward.
+    def _gather(self, gathering: _Gathering) -> None:
+        """Gather weights into a flat buffer and copy them out of it; then free the flat buffer of the last forward.
 
-        torch 2.13 intends to free it before, but a variable of `wait_for_unshard` (`prev_all_gather_state`)
-        still references it.
+        torch 2.13 intends to free that buffer before it gathers, but a variable of `wait_for_unshard`
+        (`prev_all_gather_state`) still references the buffer.
         """
-        self._ledger.add("gathered", each.whole * (1 if each.is_prefetched else 2))
+        self._ledger.add("gathered", gathering.whole * (1 if gathering.is_prefetched else 2))
         self._free_flat()
-        each.is_gathered, each.is_prefetched = True, False
+        gathering.is_gathered, gathering.is_prefetched = True, False
 
     def _free_flat(self) -> None:
         self._ledger.add("gathered", -self._flat)
@@ -192,36 +193,36 @@ class ProcessMemory:
 
     # ------------------------------------------------------------------------------------------------ backward
 
-    def _prepare(self, each: _Gathering) -> None:
-        """Gather a group's parameters, and the next group's buffer, before its backward."""
-        if each.is_reduced or each not in self._forwards:
+    def _prepare(self, gathering: _Gathering) -> None:
+        """Gather a group's parameters before its backward, and the flat buffer of the group whose backward follows."""
+        if gathering.is_reduced or gathering not in self._forwards:
             return
-        for follower in each.followers:  # hooks of one tensor run in the order of the forward
+        for follower in gathering.followers:  # hooks of one tensor run in the order of the forward
             self._reduce(follower)
-        if not each.is_gathered:
-            self._gather(each)
-            self._ledger.add("gathered", -each.whole)
-        if each.repeats > 1 and self._reducing < each.reduced:  # as left by the layer after it
-            self._ledger.add("buckets", each.reduced - self._reducing)
-            self._reducing = each.reduced
-        at = self._forwards.index(each)
+        if not gathering.is_gathered:
+            self._gather(gathering)
+            self._ledger.add("gathered", -gathering.whole)
+        if gathering.repeats > 1 and self._reducing < gathering.reduced:  # the buffer of a represented layer
+            self._ledger.add("buckets", gathering.reduced - self._reducing)
+            self._reducing = gathering.reduced
+        at = self._forwards.index(gathering)
         following = self._forwards[at - 1] if at else None
         if following is not None and not (following.is_gathered or following.is_prefetched):
             self._ledger.add("gathered", following.whole)
             following.is_prefetched = True
 
-    def _reduce(self, each: _Gathering) -> None:
-        """Free a group's parameters after its backward, and keep the process's rows of the gradients."""
-        if each.is_reduced:
+    def _reduce(self, gathering: _Gathering) -> None:
+        """Free a group's parameters after its backward, and keep only the process's rows of the gradients."""
+        if gathering.is_reduced:
             return
-        each.is_reduced = True
-        if each.is_gathered:
-            kept = 1 if each.group.reshard else each.repeats
-            self._ledger.add("gathered", -kept * each.whole)
-            each.is_gathered = False
-        gradients = [(p, p.grad) for p in each.group.parameters if p.grad is not None]
+        gathering.is_reduced = True
+        if gathering.is_gathered:
+            repeats = 1 if gathering.group.reshard else gathering.repeats
+            self._ledger.add("gathered", -repeats * gathering.whole)
+            gathering.is_gathered = False
+        gradients = [(p, p.grad) for p in gathering.group.parameters if p.grad is not None]
         self._ledger.add("buckets", -self._reducing)
-        self._reducing = each.reduced if gradients else 0
+        self._reducing = gathering.reduced if gradients else 0
         self._ledger.add("buckets", self._reducing)
         for parameter, gradient in gradients:
             self._ledger.resize(gradient, self._shards[id(parameter)])
@@ -229,9 +230,4 @@ class ProcessMemory:
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that require a gradient in a module's arguments or output."""
-    if isinstance(values, torch.Tensor):
-        if values.requires_grad:
-            yield values
-    elif isinstance(values, (list, tuple, Mapping)):
-        for each in values.values() if isinstance(values, Mapping) else values:
-            yield from _differentiable(each)
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)

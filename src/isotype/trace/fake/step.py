@@ -36,7 +36,6 @@ from isotype.records.trace import (
     Breach,
     Call,
     Failure,
-    Operand,
     Origin,
     Setup,
     Trace,
@@ -44,11 +43,11 @@ from isotype.records.trace import (
 )
 from isotype.trace.fake.code import (
     StepCode,
-    brought_by,
     loss_function,
     named_tensors,
     surroundings,
     switches_of,
+    tensors_of_loss,
 )
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
@@ -75,14 +74,14 @@ def trace_step(
     """Trace one step on a weightless twin of its model.
 
     Args:
-        code: of the step.
-        setup: its settings.
-        change: applied to the twin before the step: a fix to try.
-        lines: `file:line` -> dtype for casts and new tensors of this line: a fix to try.
-        deadline: by `time.monotonic`; the step ends there with a failure.
-        untouched: saved state that the step's code reaches, shared by several traces.
-        enough: called with the partial trace after a forward or backward with breaches; if True, the step
-            ends.
+        code: the model, the loss and the other code of the step.
+        setup: settings of the step.
+        change: a fix to try, which changes the twin before the step.
+        lines: a fix to try, `file:line` -> dtype: the dtype of casts and new tensors in this line.
+        deadline: end of the step by `time.monotonic`, in seconds; a step that is still running ends with a failure.
+        untouched: saved state that the step's code reaches, shared by several traces; None to save it here.
+        enough: called with the trace so far after a forward or backward with breaches; the step ends if it returns
+            True.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
@@ -100,23 +99,23 @@ def trace_step(
             change(twin)
     recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
     recorder.deadline = deadline
-    recorder.knows(model, twin, brought_by(code.loss))
+    recorder.register_real(model, twin, tensors_of_loss(code.loss))
     step = _Step(code, twin, setup, recorder)
-    recorder.sides = sides_of(setup, (weight for _, weight in step.owned), recorder.inputs)
-    known = weights_of(model) if code.weights is None else code.weights
+    recorder.sides = sides_of(setup, (weight for _, weight in step.weights), recorder.inputs)
+    real = weights_of(model) if code.weights is None else code.weights
     if enough is not None:
-        step.enough = lambda: enough(_seen(step, known))
+        step.enough = lambda: enough(_trace_so_far(step, real))
     try:
         with surroundings():
             failure = step.run()
     finally:
         untouched.restore()
-    return replace(_seen(step, known), failure=failure, left=untouched.left)
+    return replace(_trace_so_far(step, real), failure=failure, left=untouched.left)
 
 
-def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
-    """Return the trace of a step up to now."""
-    model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.owned}
+def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
+    """Return the trace of a step up to now; `weights` are those of the real model."""
+    model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(
         setup=step.setup,
@@ -139,7 +138,7 @@ def _seen(step: _Step, weights: Sequence[Weight]) -> Trace:
 
 
 def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
-    """Return the trace of a step that could not start, with the error."""
+    """Return the trace of a step that raised `error` before it could start."""
     failure = Failure("load", "", line_of(error), f"{type(error).__name__}: {first_line(error)}")
     return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
 
@@ -147,61 +146,52 @@ def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
 def _with_history(
     faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
 ) -> tuple[Weight, ...]:
-    """Return the twin's current weights (a fix may have cast them), with magnitudes of the real values.
+    """Return the twin's weights in their current dtypes, with the magnitudes of the real weights.
 
-    `before` has their dtypes at the start of the step.
+    `before` contains their dtypes at the start of the step, by name.
     """
-    known = {weight.name: weight for weight in real}
-
-    def seen(weight: Weight) -> Weight:
+    by_name = {weight.name: weight for weight in real}
+    rows = []
+    for weight in faked:
         was = before.get(weight.name, weight.dtype)
-        weight = weight if was == weight.dtype else replace(weight, was=was)
-        values = known.get(weight.name)
-        if values is None:
-            return weight
-        return replace(
-            weight, largest=values.largest, median_magnitude=values.median_magnitude, exact_in=values.exact_in
-        )
-
-    return tuple(map(seen, faked))
+        row = weight if was == weight.dtype else replace(weight, was=was)
+        if (values := by_name.get(weight.name)) is not None:
+            largest, median, exact_in = values.largest, values.median_magnitude, values.exact_in
+            row = replace(row, largest=largest, median_magnitude=median, exact_in=exact_in)
+        rows.append(row)
+    return tuple(rows)
 
 
 class _Step:
     def __init__(self, code: StepCode, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
         self.code, self.twin, self.setup, self.recorder = code, twin, setup, recorder
-        self.mode, self.loss_of = recorder.fake, code.loss_function
-        self.states = kept_states(code.optimizer, code.model, self.mode)
+        self.mode, self.loss_of = recorder.fake, loss_function(code.inputs)
+        self.states = _kept_states(code.optimizer, code.model, self.mode)
         self.inputs = fake_inputs(code.named_inputs, self.mode)
         self.evaluated = fake_inputs(named_inputs(code.evaluation or {}), self.mode)
-        # Copied without modes: inside one the copy would be a fake.
+        # Copied here, outside of the modes: inside of a mode the copies would be fakes.
         self.known = _values(code.named_inputs)
         self.notes: list[str] = []
-        self.handles: list[Any] = []
+        self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
         self.without_effect: tuple[str, ...] = ()
         self.stepped: Any = None
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.enough: Callable[[], bool] | None = None
-        self.owned = list(zip(tensors_of(twin), weights_of(twin), strict=True))
-        self.repeats = {id(parameter): weight.repeats for parameter, weight in self.owned}
+        self.weights = list(zip(tensors_of(twin), weights_of(twin), strict=True))
+        self.repeats = {id(parameter): weight.repeats for parameter, weight in self.weights}
         self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
         self.functions = Functions(recorder, setup.profile.kind, setup.profile)
 
     def run(self) -> Failure | None:
-        """Run the phases in order; return why it ended early, or None."""
-        try:
-            return self._run()
-        finally:
-            # torch stores them where the garbage collector does not look: the twin would never be freed.
-            for handle in self.handles:
-                handle.remove()
-
-    def _run(self) -> Failure | None:
+        """Run the phases in order; return the error that ended the step early, or None."""
         self.recorder.watch(self.twin)
-        with self.mode, self.recorder, self.functions:
+        # torch keeps a tensor's hooks where the garbage collector does not look: the twin would never be freed.
+        with self.hooks, self.mode, self.recorder, self.functions:
             self._weigh()
-            self.handles += self.process.watch()
+            for hook in self.process.watch():
+                self.hooks.enter_context(hook)
             for phase, run in (
                 ("forward", self._forward),
                 ("backward", self._backward),
@@ -222,7 +212,7 @@ class _Step:
         return None
 
     def attention_notes(self, peak: int) -> Iterator[str]:
-        """Return notes on attention without a fused kernel on the device, for a step with this peak in bytes."""
+        """Return notes on attention that no fused kernel of the device computes, for a step with this peak in bytes."""
         attention = self.functions.attention
         return iter(()) if attention is None else attention.notes(peak)
 
@@ -233,65 +223,61 @@ class _Step:
             return self.enough()
 
     def _weigh_weights(self) -> None:
-        """Count weights, adapters, buffers and quantization states."""
+        """Count the memory of weights, adapters, buffers and quantization states."""
         ledger = self.recorder.ledger
-        for tensor, weight in self.owned:
+        for tensor, weight in self.weights:
             kind, held = memory_kind(weight), self.process.held(tensor)
-            ledger.seen(tensor, kind, weight.repeats, held)
+            ledger.count(tensor, kind, weight.repeats, held)
             self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, held))
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
-                # Codes that the layer references are its weight; scales are on every process.
+                # Codes that share the weight's storage are sharded with the weight; every process holds all scales.
                 same = storage_of(state) == storage_of(tensor)
-                ledger.seen(state, "weights", weight.repeats, held if same else None)
+                ledger.count(state, "weights", weight.repeats, held if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
         if self.code.reference is not None:
             ledger.add(self.code.reference, ledger.alive(self.code.reference))
 
     def _weigh(self) -> None:
-        """Count the memory before the step: weights with their states, optimizer states, inputs."""
+        """Count the memory before the step: weights with their quantization states, optimizer states, inputs."""
         ledger = self.recorder.ledger
         self._weigh_weights()
-        for tensor, weight in self.owned:
+        for tensor, weight in self.weights:
             if weight.trainable and isinstance(tensor, FakeTensor):
-                hook = self._gradient(weight.module, weight.repeats)
-                self.handles.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                count = self._counting(weight.module, weight.repeats)
+                self.hooks.enter_context(tensor.register_post_accumulate_grad_hook(count))  # type: ignore[no-untyped-call]
         for owner, moments in self.states.items():
             for key, moment in moments.items():
                 if isinstance(moment, torch.Tensor):
                     kept = f"the optimizer's {key} of {owner}"
                     self.recorder.mark(moment, Origin("outside", moment.dtype, kept))
-                    ledger.seen(
+                    ledger.count(
                         moment, "optimizer", held=int(self.process.share * moment.untyped_storage().nbytes())
                     )
         for name, value in _named(self.inputs):
-            if not isinstance(value, FakeTensor):  # in an object passed unchanged
+            if not isinstance(value, FakeTensor):  # in an object that is passed to the model unchanged
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
                 continue
             self.recorder.mark(value, Origin("input", value.dtype, name))
             self.recorder.reach.begin(name, value)
-            ledger.seen(value, "inputs")
+            ledger.count(value, "inputs")
             if name in self.known:
                 self.recorder.values.give(value, self.known[name], counted=True)
                 self.recorder.values.came_rounded(value, name)
         ledger.add("inputs", self.setup.ahead * ledger.alive("inputs"))
 
-    def _gradient(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
+    def _counting(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:  # of a function of several layers, one whose result is not used
-                return
-            self.process.gradient(parameter, repeats, module)
-            self.recorder.gradients.reached.add(id(parameter))
+            if (
+                parameter.grad is not None
+            ):  # a function of several layers leaves out layers without a used result
+                self.process.gradient(parameter, repeats, module)
+                self.recorder.gradients.reached.add(id(parameter))
 
         return count
 
-    @contextlib.contextmanager
-    def _autocast(self, enabled: bool = True) -> Iterator[None]:
-        dtype = self.setup.autocast
-        if dtype is None or not enabled:
-            yield
-        else:
-            with torch.autocast("cpu", dtype=dtype):
-                yield
+    def _autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+        dtype = self.setup.autocast if enabled else None
+        return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
     def _forward(self) -> None:
         with self._autocast():
@@ -303,7 +289,10 @@ class _Step:
             )
 
     def _padded_in_front(self) -> bool:
-        """Return whether the batch's mask hides a row's first token: padding behind a row reaches no causal prediction."""
+        """Return whether the batch's attention mask hides the first token of a row.
+
+        A causal prediction depends on no padding behind its row.
+        """
         mask = self.known.get("attention_mask")
         return mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
@@ -311,38 +300,26 @@ class _Step:
         reached = self.recorder.gradients.reached
         if self.loss is None or not self.loss.requires_grad:
             self.notes.append("no backward: nothing that the loss depends on is trainable")
-            trains = any(weight.trainable or weight.adapter for _, weight in self.owned)
-            if (
-                self.loss is not None and trains and not reached
-            ):  # otherwise the loss has run a backward itself
+            trains = any(weight.trainable or weight.adapter for _, weight in self.weights)
+            if self.loss is not None and trains and not reached:  # else the loss has run a backward itself
                 self._refuse("torch.autograd.backward", NO_GRADIENT, [("loss", self.loss)])
             return
-        # As in a training loop, the loss is the graph's only owner.
+        # As in a training loop, nothing else holds the loss and its graph during the backward.
         loss, self.loss = self.loss, None
         scaled = loss * 1024.0 if self.setup.scaler else loss
-        # The engine call of torch.autograd.backward, which would suspend the function mode that has to see
-        # recomputation.
-        run_backward(
-            (scaled,),
-            (torch.ones_like(scaled),),
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        # torch.autograd.backward would suspend the function mode during recomputation: call the engine itself.
+        gradient = (torch.ones_like(scaled),)
+        run_backward((scaled,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
         self.process.end_backward()
         if self.setup.accumulates > 1:
             self.gradient_bytes = self.recorder.ledger.alive("gradients")
         trainable = self._trainable()
-        if all(
-            isinstance(parameter, FakeTensor) for parameter in trainable
-        ):  # a DTensor has no counting hook
-            # A parameter moved by the step's code (`model.to("cuda")`) has a gradient but lost its hook.
-            self.reached = sum(each.grad is not None or id(each) in reached for each in trainable)
+        if all(isinstance(weight, FakeTensor) for weight in trainable):  # a DTensor has no counting hook
+            # A parameter that the step's code moves (`model.to("cuda")`) has a gradient, but has lost its hook.
+            self.reached = sum(weight.grad is not None or id(weight) in reached for weight in trainable)
 
     def _refuse(self, function: str, message: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Record a function that has no gradients to work on."""
+        """Record a function that is no operator and raises `message` for these tensors."""
         operands, breach = self.recorder.operands(tensors), Breach(message, False, None)
         self.recorder.calls.append(Call(function, self.recorder.phase, "", "", operands, (), breach=breach))
 
@@ -357,30 +334,20 @@ class _Step:
         ]
 
     def _unscale(self) -> None:
-        """Unscale as `GradScaler.unscale_` (torch/amp/grad_scaler.py): refuse float16, unscale the rest by dtype."""
+        """Unscale like `GradScaler.unscale_` (torch/amp/grad_scaler.py): it raises for float16, and groups by dtype."""
         if not self.setup.scaler:
             return
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        refused = []
         for name, parameter in self._trained():
             gradient = parameter.grad
             assert gradient is not None
             origin = self.recorder.origin(parameter)
             self.recorder.mark(gradient, Origin("gradient", gradient.dtype, name, before=origin))
-            if gradient.dtype == torch.float16:
-                refused.append(
-                    Operand("grad", gradient.dtype, tuple(gradient.shape), self.recorder.origin(gradient))
-                )
-            else:
-                groups.setdefault(gradient.dtype, []).append(gradient)
-        if refused:
-            breach = Breach("Attempting to unscale FP16 gradients.", False, None)
-            self.recorder.calls.append(
-                Call("GradScaler.unscale_", "unscale", "", "", tuple(refused), (), breach=breach)
-            )
+            groups.setdefault(gradient.dtype, []).append(gradient)
+        if refused := [("grad", gradient) for gradient in groups.pop(torch.float16, [])]:
+            self._refuse("GradScaler.unscale_", "Attempting to unscale FP16 gradients.", refused)
         for gradients in groups.values():
-            overflow, inverse = torch.zeros(1), torch.ones(1)
-            unscale_(gradients, overflow, inverse)
+            unscale_(gradients, torch.zeros(1), torch.ones(1))
 
     def _optimize(self) -> None:
         named = self._trained()
@@ -408,19 +375,19 @@ class _Step:
                     ledger.add("optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes()))
         ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
-        self.stepped = optimizer  # its states stay
+        self.stepped = optimizer  # keeps the optimizer state alive
         if self.code.evaluation is not None:  # as a training loop does after every step
             for parameter in trained:
                 parameter.grad = None
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation batch between two steps; its operators are those of the forward."""
+        """Count the memory of an evaluation batch between two steps; its calls are not kept: they repeat the forward's."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
             self.recorder.mark(value, Origin("input", value.dtype, name))
-            ledger.seen(value, "inputs")
+            ledger.count(value, "inputs")
         twin.eval()
         with torch.no_grad(), self._autocast():
             loss_function(self.code.evaluation)(twin, self.evaluated)
@@ -442,11 +409,11 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _OF_TILES = 5
-"""Dimensions of pictures in tiles, `[rows, tiles, channels, height, width]`; rows of fewer tiles are filled up with zeros."""
+"""Dimensions of pictures in tiles, `[rows, tiles, channels, height, width]`; rows with fewer tiles are padded with zeros."""
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of inputs small enough for their values to be known, and pictures in tiles themselves."""
+    """Return copies of the inputs that are small enough to be computed with, and the pictures in tiles themselves."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)
@@ -456,42 +423,42 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def make_optimizer(asked: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
-    """Return an optimizer over `parameters`, or a note (a string) if its step cannot be traced on fake
-    tensors.
+def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
+    """Return an optimizer of `parameters`, or a note (a string) if its step cannot be traced on fake tensors.
 
-    `asked`: a name, an optimizer (for its class and defaults), or a callable (parameters -> optimizer).
-    `learning_rate`: None for the default.
+    Args:
+        request: an optimizer's name, an optimizer with the class and the defaults to use, or a callable
+            (parameters -> optimizer).
+        parameters: the parameters to optimize.
+        learning_rate: learning rate of an optimizer by name; None for its default.
     """
-    options = {} if learning_rate is None else {"lr": learning_rate}
-    if isinstance(asked, torch.optim.Optimizer):
-        closure = inspect.signature(type(asked).step).parameters.get("closure")
+    if isinstance(request, torch.optim.Optimizer):
+        kind = type(request)
+        closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            return (
-                f"the step of optimizer {type(asked).__name__} is not traced: it computes the loss by itself"
-            )
-        known = inspect.signature(type(asked).__init__).parameters
-        return type(asked)(parameters, **{k: v for k, v in asked.defaults.items() if k in known})
-    if callable(asked):
-        return asked(parameters)
-    make = OPTIMIZERS.get(asked)
+            return f"the step of optimizer {kind.__name__} is not traced: it computes the loss by itself"
+        names = inspect.signature(kind.__init__).parameters
+        return kind(parameters, **{name: value for name, value in request.defaults.items() if name in names})
+    if callable(request):
+        return request(parameters)
+    make = OPTIMIZERS.get(request)
     if make is None:
-        return f"the step of optimizer {asked} is not traced: it runs in kernels of its own"
-    return make(parameters, **options)
+        return f"the step of optimizer {request} is not traced: it runs in kernels of its own"
+    return make(parameters, **({} if learning_rate is None else {"lr": learning_rate}))
 
 
-def kept_states(asked: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
-    """Return fakes of an optimizer's existing state for parameters of `model`, by name.
+def _kept_states(optimizer: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
+    """Return fakes of an optimizer's existing state for the parameters of `model`, by parameter name.
 
-    Moments keep their dtype if the model is cast after its first step.
+    The moments of an optimizer keep their dtype if the model is cast after the first step.
     """
-    if not isinstance(asked, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         return {}
     return {
         name: {
             key: fake_like(value, mode) if isinstance(value, torch.Tensor) else value
-            for key, value in asked.state[parameter].items()
+            for key, value in optimizer.state[parameter].items()
         }
         for name, parameter in model.named_parameters()
-        if parameter in asked.state
+        if parameter in optimizer.state
     }

@@ -1,7 +1,7 @@
-"""The weightless twin: the same modules on fake tensors, which have dtypes and shapes but no values.
+"""The twin of a model: the same modules on fake tensors, which have dtypes and shapes but no values.
 
-The user's model is not changed or copied: parameters and buffers, real or meta, become fakes, and all other
-attributes of modules are copied, so that state kept by a forward stays in the twin.
+The user's model is not changed. Its parameters and buffers, real or on the meta device, become fakes. All other
+attributes of its modules are copied, so that a forward changes only the twin.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ _CPU = torch.device("cpu")
 
 
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
-    """Return a mode in which real tensors outside of a module's parameters become fakes on use.
+    """Return a mode that replaces the real tensors of an operator by fakes.
 
-    With a CPU's profile, code that depends on a CPU's instructions for a dtype behaves so on the fakes.
+    With the profile of a CPU, code that tests for the CPU's instructions for a dtype runs as on that CPU.
     """
     mode = SimulatedMode(profile)
-    # `isotype.trace.fake.kernels` has a cache; a second look-up would add to it.
+    # `isotype.trace.fake.kernels` has a cache: look-ups in a second one would only take time.
     mode.cache_enabled = False
     return mode
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:
-    """Clear the mode's memo of fakes: `Module.to` cannot swap a parameter for a memoized one."""
+    """Clear the mode's memo of fakes: `Module.to` cannot replace a parameter by a memoized tensor."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Return a fake of the same shape, strides and dtype on the CPU, for a tensor on any device."""
+    """Return a fake on the CPU with the shape, strides and dtype of a tensor on any device."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
-    # Without the mode's dispatch, which is ten times slower.
-    with without_dispatch():
+    with without_dispatch():  # ten times faster than through the mode
         if tensor.layout != torch.strided:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         else:
@@ -63,7 +62,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """Return the same structure with every tensor faked, keeping `requires_grad`."""
+    """Return the inputs in the same structure, with a fake for each tensor, and the same `requires_grad`."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -75,9 +74,9 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
 
 def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) -> nn.Module:
-    """Return a copy of `model` on fakes: the same classes, names, ties, hooks and quantization states.
+    """Return a copy of `model` on fakes, with the same classes, names, tied weights, hooks and quantization states.
 
-    Attributes that cannot be copied (a lock, a file, a process group) are shared, and so are the objects of `shared`.
+    The copy shares attributes that cannot be copied (a lock, a file, a process group), and the objects in `shared`.
     """
     memo: dict[int, Any] = {id(value): value for value in shared}
     empty_copies(model, memo)
@@ -91,7 +90,7 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
         fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
     if unshard(twin):
-        # Parameters are whole, with their classes from before sharding.
+        # The parameters are whole again: give them the classes that they had before they were sharded.
         for module in twin.modules():
             if kind_of(module) in ("linear4bit", "linear8bit"):
                 give_quantized_class(module)
@@ -99,15 +98,14 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
 
 
 class _Fakes:
-    """Fakes of one model's tensors; tensors over the same bytes share a fake, as an int8 weight and its codes."""
+    """The fakes of a model's tensors; fakes of tensors over the same bytes (an int8 weight and its codes) share memory."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # With the tensor, since another one could get its memory's address.
+        # Each tensor is kept alive: another tensor could get the address of its memory.
         self._memory: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake of a tensor of the model."""
         fake = fake_like(tensor, self._mode)
         if fake is tensor or tensor.layout != torch.strided:
             return fake
@@ -127,29 +125,29 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
     parameter: torch.Tensor = fakes.of(tensor)
     if not isinstance(tensor, nn.Parameter):
         return parameter
-    # What `nn.Parameter` returns; its `detach` would be one more dispatch.
+    # The same as `nn.Parameter(parameter)`, without the dispatch of its `detach`.
     parameter = parameter.requires_grad_(tensor.requires_grad)
     mark_as_parameter(parameter)
     if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
         parameter.grad_dtype = tensor.grad_dtype
-    if type(tensor) is not nn.Parameter and not isinstance(tensor, FakeTensor):
-        # PEFT and bitsandbytes check the class of a quantized parameter, and its name.
-        with contextlib.suppress(TypeError):  # another layout (DTensor): replaced by a dense parameter
+    if type(tensor) is not nn.Parameter:
+        # PEFT and bitsandbytes check the class of a quantized parameter, and the name of the class.
+        with contextlib.suppress(
+            TypeError
+        ):  # a class with another memory layout (DTensor): the fake stays dense
             give_class(parameter, type(tensor))
-    elif isinstance(tensor, FakeTensor):
-        give_class(parameter, type(tensor))
     return parameter
 
 
 def _fill(copy: torch.Tensor, tensor: torch.Tensor, memo: dict[int, Any]) -> None:
-    """Copy a tensor's attributes to its fake, except those of fakes."""
+    """Copy a tensor's attributes to its fake, except the attributes that every fake has."""
     for name, value in tensor.__dict__.items():
         if name not in copy.__dict__:
             copy.__dict__[name] = copied(value, memo)
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Make `copy.deepcopy` of a tensor return a fake."""
+    """A function mode in which `copy.deepcopy` of a tensor returns a fake."""
 
     def __init__(self, fakes: _Fakes) -> None:
         super().__init__()
@@ -161,13 +159,10 @@ class _FakeCopies(TorchFunctionMode):
             if id(tensor) not in memo:
                 parameter = _empty_parameter(tensor, self._fakes)
                 memo[id(tensor)] = parameter
-                # Kept alive with the memo, since another tensor could get the same id.
+                # The memo keeps the tensor alive: another tensor could get the same id.
                 memo.setdefault(id(memo), []).append(tensor)
                 _fill(parameter, tensor, memo)
             return memo[id(tensor)]
-        if func == _DATA and not isinstance(args[0], FakeTensor):
-            return self._fakes.of(args[0])  # a parameter's `__deepcopy__` copies this directly
+        if func == TENSOR_DATA and not isinstance(args[0], FakeTensor):
+            return self._fakes.of(args[0])  # a parameter's `__deepcopy__` clones its `data`
         return func(*args, **(kwargs or {}))
-
-
-_DATA: Any = TENSOR_DATA

@@ -1,9 +1,9 @@
-"""Python state that the step's code can reach: saved before a trace and restored after it.
+"""The Python state that the step's code can reach: it is saved before a trace and restored after it.
 
-The twin keeps what a model's own modules assign. Objects in a loss's closure (a noise scheduler, an average
-of weights, a cache), globals, class attributes and memoized results are outside of the twin: without a
-restore they would hold fake tensors after the trace. Only references are saved: contents of containers,
-attributes, cells and globals. Data of real tensors needs no copy, because a fake replaces each tensor.
+What the model's modules assign to themselves stays in the twin. Objects in a loss's closure (a noise scheduler, an
+average of weights, a cache), globals, class attributes and memoized results are outside of the twin: without a restore
+they would hold fake tensors after the trace. Only references are saved: the contents of containers, attributes, cells
+and globals. The data of real tensors needs no copy, because a fake replaces each tensor.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Objects to visit at most, modules apart, nearest first: about 0.1 s."""
+"""Maximum number of objects to visit, without modules, the nearest first: about 0.1 s."""
 _FUNCTIONS = 500
-"""Functions whose globals are visited at most, nearest first."""
-_LOOKED_INTO = 200
-"""Objects behind a memo or an iterator to search for a tensor of the trace, at most."""
+"""Maximum number of functions whose globals are visited, the nearest first."""
+_MOST_REFERENTS = 200
+"""Maximum number of objects behind a memo or an iterator that are searched for a tensor of the trace."""
 _LONG = 1_000
-"""Above this length, elements of a container are only compared by identity."""
+"""The elements of a longer container are not visited, only saved."""
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
 """Path of an object: a name, or (path of the holder, "." or "[]", attribute or key); `_written` formats it."""
 _HOLDERS = (dict, OrderedDict, set)
-"""Most modules hold a dozen of these for hooks, all empty."""
+"""Types of the containers for hooks: most modules have a dozen of them, all empty."""
 _MISSING: Any = object()
 _CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
@@ -55,7 +55,7 @@ _CALLED = (
     "forward", "__call__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__", "__getattr__",
 )  # fmt: skip
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
-# Lazy imports can also be reached by other paths (`sys.modules`) and are not undone.
+# Types of imported objects: lazy imports are not undone, because `sys.modules` keeps them, too.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 # Instances of libraries' classes are visited; of these packages, only those in `_OPENED`.
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
@@ -63,22 +63,17 @@ _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",
     "_thread",
 )  # fmt: skip
-# Objects that consist of their references.
+# Types of objects that consist of their references.
 _COMPOSED = (
-    functools.partial,
-    types.MethodType,
-    staticmethod,
-    classmethod,
-    property,
-    functools.cached_property,
-)
+    functools.partial, types.MethodType, staticmethod, classmethod, property, functools.cached_property,
+)  # fmt: skip
 
 
 class Untouched:
-    """The state that `roots` reach, restored by `restore`.
+    """The saved state of all objects that the code of a step can reach.
 
     Args:
-        roots: objects by name, the nearest to the user's code first.
+        roots: the objects from which the search starts, by name, the nearest to the user's code first.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -91,22 +86,24 @@ class Untouched:
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
         self._queue: deque[tuple[_Name, Any]] = deque()
-        # Names that visited code uses, and methods that no visited code names yet.
+        # Names that visited code uses, and methods whose name no visited code has used so far.
         self._used = set(_CALLED)
         self._methods: dict[str, list[tuple[_Name, Any]]] = {}
-        self._left, self._functions = _LIMIT, _FUNCTIONS
+        self._more_objects, self._more_functions = _LIMIT, _FUNCTIONS
         self._opaque: list[tuple[_Name, Any]] = []
-        with without_function_subclasses():  # a tensor subclass may refuse attribute access
+        with without_function_subclasses():  # a tensor subclass may raise for access to its attributes
             for name, root in roots:
-                self._meet(name, root)
-            while self._queue and self._left:
+                self._enqueue(name, root)
+            while self._queue and self._more_objects:
                 self._open(*self._queue.popleft())
 
     def restore(self) -> None:
-        """Restore the state; may be called after each of several traces."""
-        for held, saved in self._dicts:
-            if _differ([*dict.values(held)], [*saved.values()]):
-                _refill(held, saved)
+        """Restore the saved state; several traces can share one saved state and restore it after each trace."""
+        for current, saved in self._dicts:
+            if _differ([*dict.values(current)], [*saved.values()]):
+                kind: Any = OrderedDict if isinstance(current, OrderedDict) else dict
+                kind.clear(current)
+                kind.update(current, saved)
         for filled in filter(None, self._empty):
             filled.clear()
         if _differ([*map(attrgetter("grad"), self._leaves)], self._gradients):
@@ -116,14 +113,14 @@ class Untouched:
         for undo in self._undo:
             undo()
         for cached, before in self._caches.items():
-            # A search takes long, and an unchanged cache holds no fake tensor.
+            # A search takes long, and a cache without new entries holds no fake tensor.
             if cached.cache_info() != before and _reaches_fake(cached, self._seen):
                 cached.cache_clear()
                 self._caches[cached] = cached.cache_info()
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
-        """Sentences about state that could not be restored after the first trace."""
+        """The state that could not be restored after the first trace, a sentence each."""
         moved = [
             f"the generator {_written(name)} has moved on: what the trace took from it is gone"
             for name, generator, at in self._generators
@@ -137,7 +134,8 @@ class Untouched:
         more = f"{len(self._queue):,} objects that the step's code reaches were not looked at; what the trace assigned to them stays"
         return (*moved, *holding, *([more] if self._queue else ()))
 
-    def _meet(self, name: _Name, value: Any) -> None:
+    def _enqueue(self, name: _Name, value: Any) -> None:
+        """Queue an object for a visit, unless it was queued before or has no references to visit."""
         atoms = value is _MISSING or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))
         if type(value) not in _ATOMS and id(value) not in self._seen and not atoms:
             self._seen.add(id(value))
@@ -145,13 +143,14 @@ class Untouched:
             self._queue.append((name, value))
 
     def _open(self, name: _Name, value: Any) -> None:
+        """Save the state of an object, and queue the objects that it references."""
         cls = type(value)
         if isinstance(value, nn.Module):
             self._module(name, value)
             return
         if isinstance(value, types.ModuleType):
             return
-        self._left -= 1
+        self._more_objects -= 1
         opener = next((opener for base, opener in _OPENERS if issubclass(cls, base)), None)
         if opener is not None:
             opener(self, name, value)
@@ -159,49 +158,45 @@ class Untouched:
             return
         if _is_opened(cls.__module__):
             self._attributes(name, value)
-            self._meet(cls.__qualname__, cls)
+            self._enqueue(cls.__qualname__, cls)
         elif opener is None:
             self._opaque.append((name, value))
 
     def _module(self, name: _Name, module: nn.Module) -> None:
-        held = vars(module)
-        self._save(held)
-        for key, value in held.items():
+        self._save(vars(module))
+        for key, value in vars(module).items():
             if key in HELD and value:
                 self._save(value)
-                for own, each in value.items():
+                for attribute, part in value.items():
                     if key == CHILDREN:
-                        self._meet((name, ".", own), each)
-                    elif each is not None and id(each) not in self._seen:
-                        self._tensor((name, ".", own), each)
+                        self._enqueue((name, ".", attribute), part)
+                    elif part is not None and id(part) not in self._seen:
+                        self._tensor((name, ".", attribute), part)
             elif type(value) in _HOLDERS and not value:
                 self._empty.append(value)
             else:
-                self._meet((name, ".", key), value)
-        self._meet(type(module).__qualname__, type(module))
+                self._enqueue((name, ".", key), value)
+        self._enqueue(type(module).__qualname__, type(module))
 
-    def _save(self, held: dict[Any, Any]) -> dict[Any, Any]:
-        saved = dict(dict.items(held))  # bypasses overrides of subclasses
-        self._dicts.append((held, saved))
+    def _save(self, current: dict[Any, Any]) -> dict[Any, Any]:
+        saved = dict(dict.items(current))  # bypasses overrides of subclasses
+        self._dicts.append((current, saved))
         return saved
 
-    def _dict(self, name: _Name, value: Any) -> None:
-        self._inside(name, value, self._save(value).items())
-
     def _elements(self, name: _Name, value: Any) -> None:
-        self._inside(name, value, [*enumerate(value)])
+        self._items(name, value, [*enumerate(value)])
 
-    def _inside(self, name: _Name, value: Any, items: Collection[tuple[Any, Any]]) -> None:
+    def _items(self, name: _Name, value: Any, items: Collection[tuple[Any, Any]]) -> None:
         if len(items) > _LONG:
             self._opaque.append((name, value))
             return
-        for key, each in items:
-            self._meet(name, key)
-            self._meet((name, "[]", key), each)
+        for key, item in items:
+            self._enqueue(name, key)
+            self._enqueue((name, "[]", key), item)
 
     def _changeable(self, name: _Name, value: Any) -> None:
         """Save a list, set or deque, bypassing overrides of subclasses."""
-        kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
+        kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
         saved = list(kind.__iter__(value))
 
         def undo() -> None:
@@ -215,11 +210,11 @@ class Untouched:
     def _instance(self, name: _Name, value: Any) -> None:
         """Save an object's `__dict__`, bypassing overrides of attribute access."""
         try:
-            held = object.__getattribute__(value, "__dict__")
+            attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             return
-        for key, each in self._save(held).items() if type(held) is dict else ():
-            self._meet((name, ".", key), each)
+        for key, attribute in self._save(attributes).items() if type(attributes) is dict else ():
+            self._enqueue((name, ".", key), attribute)
 
     def _attributes(self, name: _Name, value: Any) -> None:
         self._instance(name, value)
@@ -230,7 +225,7 @@ class Untouched:
                         self._reference((name, ".", key), member, value)
 
     def _reference(self, name: _Name, member: Any, holder: Any) -> None:
-        """Save one reference: a slot or a cell's contents."""
+        """Save one reference: the value of a slot or the contents of a cell."""
 
         def current() -> Any:
             try:
@@ -247,59 +242,58 @@ class Untouched:
                 member.__set__(holder, saved)
 
         self._undo.append(undo)
-        self._meet(name, saved)
+        self._enqueue(name, saved)
 
     def _parts(self, name: _Name, value: Any) -> None:
         for part in gc.get_referents(value):
-            self._meet(name, part)
+            self._enqueue(name, part)
 
     def _memo(self, name: _Name, value: Any) -> None:
         self._caches[value] = value.cache_info()
-        self._meet(name, value.__wrapped__)
+        self._enqueue(name, value.__wrapped__)
 
     def _function(self, name: _Name, value: Any) -> None:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            self._meet(variable, cell)
+            self._enqueue(variable, cell)
         for part in filter(None, (value.__defaults__, value.__kwdefaults__, value.__dict__)):
-            self._meet(name, part)
-        if self._functions and _is_code_opened(value.__module__ or ""):
-            self._functions -= 1
+            self._enqueue(name, part)
+        if self._more_functions and _is_code_opened(value.__module__ or ""):
+            self._more_functions -= 1
             names, assigns = _names_in(value.__code__)
             self._globals(value.__globals__, names, assigns)
             for used in names - self._used:
                 self._used.add(used)
-                for known, method in self._methods.pop(used, ()):
-                    self._meet(known, method)
+                for method_name, method in self._methods.pop(used, ()):
+                    self._enqueue(method_name, method)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
         """Save globals that code may read or assign by name, and attributes of modules (`tables.CACHE`)."""
         for name in names if assigns else names.intersection(space):
-            held = space.get(name, _MISSING)
-            # Packages and their modules refer to each other.
-            known = (id(held), names) if isinstance(held, types.ModuleType) else (id(space), name)
-            if known in self._seen:
+            value = space.get(name, _MISSING)
+            # A package and its modules refer to each other: the key of a module prevents an endless recursion.
+            key = (id(value), names) if isinstance(value, types.ModuleType) else (id(space), name)
+            if key in self._seen:
                 continue
-            self._seen.add(known)
-            if not isinstance(held, types.ModuleType):
-                self._undo.append(functools.partial(_restore_global, space, name, held))
-                self._meet(name, held)
-            elif _is_code_opened(held.__name__):
-                self._globals(vars(held), names, False)
+            self._seen.add(key)
+            if not isinstance(value, types.ModuleType):
+                self._undo.append(functools.partial(_restore_global, space, name, value))
+                self._enqueue(name, value)
+            elif _is_code_opened(value.__name__):
+                self._globals(vars(value), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
-        """Save a class's attributes, and visit those of its methods that other code names."""
+        """Save a class's attributes, and visit the methods whose names other code uses."""
         if not _is_code_opened(value.__module__):
             return
         for base in value.__bases__:
-            self._meet(base.__qualname__, base)
-        held = dict(vars(value))
-        own = {key: each for key, each in held.items() if not key.startswith("__")}
-        self._undo.append(functools.partial(_restore_class, value, own))
-        for key, each in held.items():
-            if isinstance(each, _METHODS) and key not in self._used:
-                self._methods.setdefault(key, []).append(((name, ".", key), each))
-            elif isinstance(each, _METHODS) or key in own:
-                self._meet((name, ".", key), each)
+            self._enqueue(base.__qualname__, base)
+        saved = {key: attribute for key, attribute in vars(value).items() if not key.startswith("__")}
+        self._undo.append(functools.partial(_restore_class, value, saved))
+        for key, attribute in dict(vars(value)).items():
+            if isinstance(attribute, _METHODS) and key not in self._used:
+                self._methods.setdefault(key, []).append(((name, ".", key), attribute))
+            elif isinstance(attribute, _METHODS) or key in saved:
+                self._enqueue((name, ".", key), attribute)
 
     def _tensor(self, name: _Name, value: Any) -> None:
         if isinstance(value, FakeTensor):
@@ -338,7 +332,7 @@ class Untouched:
 
 
 _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
-    (dict, Untouched._dict),
+    (dict, lambda self, name, value: self._items(name, value, self._save(value).items())),
     (tuple, lambda self, name, value: self._elements(name, tuple.__getitem__(value, slice(None)))),
     (types.FunctionType, Untouched._function),
     (type, Untouched._class),
@@ -353,12 +347,12 @@ _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
     (types.GeneratorType, Untouched._generator),
     (type(iter([])), Untouched._iterator),
 )
-# Classes whose openers visit everything that their instances hold.
+# Types whose openers visit everything that an instance references.
 _COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, types.CellType)
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield objects by name that a twin may share with `model`: classes, hooks, attributes that cannot be copied."""
+    """Yield the objects, by name, that a twin may share with `model`: classes, hooks, attributes that are not copied."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -371,13 +365,13 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Return whether instances of a module's classes are visited."""
+    """Return whether the attributes of objects are visited whose class is defined in a Python module."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 
 @functools.cache
 def _is_code_opened(module: str) -> bool:
-    """Return whether a module's functions and classes are visited."""
+    """Return whether the functions and classes of a Python module are visited."""
     return module.partition(".")[0] not in _CLOSED
 
 
@@ -391,25 +385,19 @@ def _written(name: _Name) -> str:
 
 @functools.lru_cache(maxsize=10_000)
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
-    """Return the names used in `code` and nested code, and whether it assigns globals."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    """Return the names that `code` and its nested functions use, and whether they assign globals."""
+    inner = [_names_in(nested) for nested in code.co_consts if isinstance(nested, types.CodeType)]
     names = frozenset(code.co_names).union(*(names for names, _ in inner))
     return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
 
 
-def _differ(held: list[Any], saved: list[Any]) -> bool:
-    return len(held) != len(saved) or any(map(is_not, held, saved))
-
-
-def _refill(held: Any, saved: Mapping[Any, Any]) -> None:
-    kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-    kind.clear(held)
-    kind.update(held, saved)
+def _differ(current: list[Any], saved: list[Any]) -> bool:
+    return len(current) != len(saved) or any(map(is_not, current, saved))
 
 
 def _restore_global(space: dict[str, Any], name: str, saved: Any) -> None:
-    held = space.get(name, _MISSING)
-    changed = held is not saved and not isinstance(held, _IMPORTED)
+    value = space.get(name, _MISSING)
+    changed = value is not saved and not isinstance(value, _IMPORTED)
     if changed and saved is _MISSING:
         del space[name]
     elif changed:
@@ -424,15 +412,18 @@ def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
             type.__delattr__(cls, key)
 
 
-def _reaches_fake(value: Any, known: Set[int]) -> bool:
-    """Return whether an opaque object (a memo, an iterator, a long list) holds a fake tensor."""
+def _reaches_fake(value: Any, visited: Set[int]) -> bool:
+    """Return whether an object that was not opened (a memo, an iterator, a long list) holds a fake tensor.
+
+    Objects whose ids are in `visited` are not searched.
+    """
     stack, seen = [value], {id(value)}
-    while stack and len(seen) < _LOOKED_INTO:
-        for each in gc.get_referents(stack.pop()):
-            if isinstance(each, FakeTensor):
+    while stack and len(seen) < _MOST_REFERENTS:
+        for part in gc.get_referents(stack.pop()):
+            if isinstance(part, FakeTensor):
                 return True
-            skipped = type(each) in _ATOMS or isinstance(each, _IMPORTED)
-            if not skipped and id(each) not in seen and id(each) not in known:
-                seen.add(id(each))
-                stack.append(each)
+            skipped = type(part) in _ATOMS or isinstance(part, _IMPORTED)
+            if not skipped and id(part) not in seen and id(part) not in visited:
+                seen.add(id(part))
+                stack.append(part)
     return False

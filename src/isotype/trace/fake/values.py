@@ -1,9 +1,9 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
-Fake tensors have no values, but a model's code branches on some: the number of images, the rows of an expert.
-Values that follow from the inputs alone are computed for real beside the fake; values that depend on weights
-get a stand-in, since dtypes matter, not numbers. Comparisons of unknown numbers are guessed, so that counts,
-selections and splits by them are consistent.
+Fake tensors have no values, but a model's code branches on some values: the number of images, the rows of an expert.
+Values that depend only on the inputs are computed for real and stored on the fake tensor. Values that depend on weights
+get a stand-in: the dtypes of a step do not depend on them. Results of comparisons are guessed where the numbers are
+unknown, so that counts, selections and splits by the same mask agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.core.names import short
-from isotype.core.operators import operator_name
+from isotype.core.operators import leaves, operator_name
 from isotype.core.source import asking_line
 from isotype.precision.devices.simulated import VALUE
 from isotype.trace.fake.arguments import map_leaves
@@ -35,7 +35,7 @@ from isotype.trace.fake.twin import fake_like
 aten = torch.ops.aten
 
 LIMIT = 1 << 14
-"""Maximum elements of a tensor with a stored value."""
+"""Maximum number of elements of a tensor whose value is stored."""
 
 _GUESSED = "_isotype_guessed"
 _LARGE = "_isotype_large"
@@ -43,15 +43,15 @@ _EXACT = "_isotype_exact"
 HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
 _OF_LOOP = (1.0, 1.0, 0.0, 1e9)
-"""Numbers read by the condition of a `while`: `x > limit` and `x < limit` both become false, after two rounds or three."""
+"""Numbers that the condition of a `while` reads in turn: `x > limit` and `x < limit` become false after two or three rounds."""
 _MOST_EXPERTS = 1024
-# Results that depend only on the shape of their operand.
+# Operators whose result depends only on the shape of the operand.
 _SHAPE_ONLY = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
-# Conditions that are false in a working step whatever the weights: code tests them to raise.
+# Conditions that are false in every working step: the code raises an error if one is true.
 _NEVER = frozenset({aten.isinf, aten.isnan})
-# Factorizations return `info`, nonzero on failure: code that reads it raises then.
+# Factorizations return `info`, which is nonzero after a failure: the code then raises an error.
 _FACTORISATIONS = frozenset(
     {
         aten.linalg_cholesky_ex,
@@ -61,11 +61,11 @@ _FACTORISATIONS = frozenset(
         aten._linalg_solve_ex,
     }
 )
-# For floats, which depend on weights; code compares integers to find experts, see `rows`.
+# Comparisons of floats are guessed. The code compares integers to find the rows of experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
-# Code checks these before it continues, such as argument checks of `torch.distributions`.
+# Conditions that must be true for the code to continue, such as argument checks of `torch.distributions`.
 _ALL = frozenset({aten.all, aten._is_all_true})
-# A model finds the pictures that only pad a batch, all zeros, by these: they run on large values, too.
+# Models use these operators to find the pictures that only pad a batch, all zeros: they are computed for large values, too.
 _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )
@@ -73,18 +73,18 @@ _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_stri
 
 
 class Values:
-    """Stores known values on the fakes themselves, and creates stand-ins for unknown ones."""
+    """Stores the known values of fake tensors in the fakes themselves, and creates stand-ins for unknown values."""
 
     def __init__(self) -> None:
-        # Number of experts that a router was last assumed to hit: all, with equal shares of the tokens.
+        # Number of experts of the last router: all of them are assumed to get equal shares of the tokens.
         self._experts = 0
-        # Storages with unknown writes; kept alive, since another could get the same address.
-        self._spoiled: dict[int, torch.UntypedStorage] = {}
-        # (file, line) of a `while` whose condition is unknown -> how often its value was read.
+        # Storages of values that a write has made unknown; kept alive, since a new storage could get their address.
+        self._unknown: dict[int, torch.UntypedStorage] = {}
+        # (file, line) of a `while` whose condition is unknown -> how many of its values the code has read.
         self.loops: Counter[tuple[str, int]] = Counter()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of the fake `tensor`; a large one only if its zeros are to be `counted`."""
+        """Store the value of the fake `tensor`; a value above `LIMIT` is stored only if its zeros are to be `counted`."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -93,31 +93,30 @@ class Values:
             setattr(tensor, _LARGE, value)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of `tensor`; None if unknown."""
+        """Return the value of `tensor`; None if the value is unknown."""
         if isinstance(tensor, FakeTensor):
             value: torch.Tensor | None = getattr(tensor, VALUE, None)
-            if value is None or (self._spoiled and storage_of(value) in self._spoiled):
-                return None
-            return value
+            unknown = value is None or (self._unknown and storage_of(value) in self._unknown)
+            return None if unknown else value
         small = tensor.device.type == "cpu" and tensor.numel() <= LIMIT and tensor.layout == torch.strided
         return tensor if small else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Forget the value of `tensor` after an unknown write."""
+        """Drop the known value of `tensor`: an operator has written values that are not known."""
         value = getattr(tensor, VALUE, getattr(tensor, _LARGE, None))
         if value is not None:
             storage = value.untyped_storage()
-            self._spoiled[storage_key(storage)] = storage
+            self._unknown[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
-        """Assume that a factorization of unknown values succeeded."""
+        """Store the `info` of success in the result of a factorization of unknown values."""
         if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():
                 self.give(info, torch.zeros(info.shape, dtype=info.dtype))
 
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Return the real result of an operator with known operands; None if one is unknown."""
+        """Return the real result of an operator with known operands; None if an operand is unknown."""
         packet = operator_packet(func)
         if packet in (aten.rand, aten.randint, aten.randperm):
             with unset_fake_temporarily():
@@ -128,10 +127,10 @@ class Values:
         if packet in _NEVER and tensors[0][1].numel() <= LIMIT:
             with unset_fake_temporarily():
                 return torch.zeros(tensors[0][1].shape, dtype=torch.bool)
-        known = [self._read(tensor, packet) for _, tensor in tensors]
-        if not shape_only and any(value is None for value in known):
+        values = [self._read(tensor, packet) for _, tensor in tensors]
+        if not shape_only and any(value is None for value in values):
             return _guess(tensors) if packet in _COMPARISONS else None
-        guessed = not shape_only and any(hasattr(value, _GUESSED) for value in known)
+        guessed = not shape_only and any(hasattr(value, _GUESSED) for value in values)
         with unset_fake_temporarily():
 
             def real(leaf: Any) -> Any:
@@ -147,7 +146,7 @@ class Values:
             try:
                 result = func(*map_leaves(real, args), **map_leaves(real, kwargs))
             except RuntimeError:
-                return None  # mixed dtypes, or no kernel: the contract decides next
+                return None  # mixed dtypes, or no kernel: the contract decides what happens
             if guessed and packet in _ALL:
                 result = torch.ones_like(result)
             if packet in _COUNTED and tensors and hasattr(tensors[0][1], _LARGE):
@@ -156,14 +155,14 @@ class Values:
 
     def _read(self, tensor: torch.Tensor, packet: Any) -> torch.Tensor | None:
         large: torch.Tensor | None = getattr(tensor, _LARGE, None) if packet in _COUNTED else None
-        if large is None or storage_of(large) in self._spoiled:
+        if large is None or storage_of(large) in self._unknown:
             return self.of(tensor)
         return large
 
     # ------------------------------------------------------------------------------------------------- rounding
 
     def came_rounded(self, tensor: torch.Tensor, name: str) -> None:
-        """Mark a known 16-bit input as rounded: its exact value may differ by half a step."""
+        """Mark a known 16-bit input as rounded: its exact value may be half a unit in the last place larger."""
         value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
             with without_functions(), without_modes():
@@ -177,9 +176,9 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Store beside the `value` of a result its exact value without rounding to 16 bits on the way."""
-        known = [self.of(tensor) for _, tensor in tensors]
-        rounded = [exact[1] for each in known if (exact := getattr(each, _EXACT, None)) is not None]
+        """Store with the `value` of a result the exact value that it would have without any rounding to 16 bits."""
+        exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
+        rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
         if not isinstance(value, torch.Tensor) or not (rounded or cast) or not value.is_floating_point():
             return
@@ -189,20 +188,20 @@ class Values:
         def exact_of(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return torch.float64 if leaf in HALVES or leaf is torch.float32 else leaf
-            own = self.of(leaf)
-            assert own is not None
-            kept = getattr(own, _EXACT, None)
-            return kept[0] if kept is not None else own.double() if own.is_floating_point() else own
+            operand = self.of(leaf)
+            assert operand is not None
+            exact = operand.double() if operand.is_floating_point() else operand
+            return getattr(operand, _EXACT, (exact,))[0]
 
         with without_modes():
             try:
                 exact = func(*map_leaves(exact_of, args), **map_leaves(exact_of, kwargs))
             except RuntimeError:
-                return  # a view by the dtype's size, or a rounded index
+                return  # a view that depends on the dtype's size, or a rounded index
         setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
 
     def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
-        """Return the error of `tensor`'s value from rounding to 16 bits on the way, and where it was rounded."""
+        """Return the error of `tensor`'s value that rounding to 16 bits has caused, and where it was rounded first."""
         value = self.of(tensor)
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
@@ -212,7 +211,10 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return the number of finite rows of the known `source` that are all minus infinity in its cast `result`."""
+        """Return the number of finite rows of `source` that its cast to float16 turns into rows of minus infinity.
+
+        0 if the values of `source` are unknown. `result` is the value of the cast.
+        """
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -225,7 +227,7 @@ class Values:
     # ------------------------------------------------------------------------------------------------ stand-ins
 
     def stand_in(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """Return the function to call in place of `func` for these arguments, or None."""
+        """Return the function to call instead of `func` for these arguments; None to call `func` itself."""
         if func is aten.nonzero.default:
             return self._nonzero
         if func is aten.masked_select.default:
@@ -239,9 +241,9 @@ class Values:
         return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
 
     def _number(self, tensor: torch.Tensor) -> Any:
-        """Return a stand-in for an unknown number or truth value: 1.
+        """Return a stand-in for an unknown number or truth value: 1 or True.
 
-        The condition of a `while` gets other numbers in turn, so that its loop ends; a condition that would raise an error is false.
+        The condition of a `while` gets other numbers in turn, so that the loop ends. The condition of a `raise` is false.
         """
         file, line = asking_line() or ("", 0)
         text, number = getline(file, line).strip(), 1.0
@@ -254,16 +256,16 @@ class Values:
         return kind(number)
 
     def notes(self) -> Iterator[str]:
-        """Return a note on every loop whose later rounds were not traced."""
+        """Yield a note on every loop whose later rounds were not traced."""
         for file, line in self.loops:
             place = short(f"{file}:{line}")
             yield f"the loop at {place} ends by its values: two or three rounds of it are traced and counted"
 
     def rows(self, mask: torch.Tensor) -> int:
-        """Return the assumed number of set elements of an unknown mask.
+        """Return the number of True elements that an unknown mask is assumed to have.
 
-        All of a short vector, which asks for hit experts. For a longer mask after it, an expert's share under
-        balanced routing; a few without known experts.
+        All elements of a short vector, because the code selects the experts that get tokens with it. A longer mask
+        afterwards selects the tokens of one expert: an equal share. Without experts, `_STAND_IN_ROWS`.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -302,12 +304,12 @@ def _is_mask(index: Any) -> bool:
 
 
 def is_data_dependent(func: Any) -> bool:
-    """Return whether the result's shape, or a Python number, depends on values, which fake kernels lack."""
+    """Return whether a result's shape, or a Python number, depends on values, which fake tensors do not have."""
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def fakes_of(result: Any, values: Values, mode: Any) -> Any:
-    """Return a real result as fakes with known values."""
+    """Return the fakes of a real result, with the result's values."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -320,10 +322,9 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
-    """Return a mask with every other element True, from the first on: selections by it and its inverse are
-    nonempty.
+    """Return a mask with every second element True: neither the mask nor its inverse selects nothing.
 
-    A vector is not guessed: it may ask for hit experts.
+    None for a vector, which may select the experts that get tokens, and for operands that are no floats.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None
@@ -337,9 +338,9 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 
 
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return a possible draw of a single number (one half, or 1 where it may be drawn) or of a short permutation.
+    """Return the random number that an operator might draw: 0.5, the integer 1 if allowed, or an unchanged order.
 
-    Code skips layers and chooses indices by such draws. None for others, whose values stay unknown.
+    Models skip layers and choose indices by such draws. None for several numbers and for a long permutation.
     """
     dtype = kwargs.get("dtype")
     if packet is aten.randperm:
@@ -360,15 +361,11 @@ def _as_guessed(value: Any) -> Any:
 
 
 def _small_factory(args: Any, kwargs: Any) -> bool:
-    numbers = [leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])]
     size = 1
-    for number in numbers:
+    for number in leaves(args):
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             size *= max(1, int(abs(number))) if abs(number) < 1e12 else 1
     return size <= LIMIT * 64
-
-
-# ---------------------------------------------------------------------------------------------------- stand-ins
 
 
 def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -377,7 +374,7 @@ def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """Return the loss and the forward variables of each sequence: as many as its longest target has states."""
+    """Return the loss of each sequence, and its forward variables: one for each state of the longest target."""
     steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
     return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
 
@@ -399,11 +396,11 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     ),
     aten.repeat_interleave.self_Tensor: lambda tensor, *_, **__: tensor.clone(),
 }
-"""Stand-ins for the results of operators with unknown values."""
+"""Operators with unknown values -> the functions that compute stand-ins for their results."""
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Return codes, row scales, and columns with values above the threshold (none)."""
+    """Return int8 codes, row scales, and the columns with values above the threshold: none."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
@@ -413,7 +410,7 @@ def _int8_product(rows: torch.Tensor, codes: torch.Tensor, weight: torch.Tensor,
     return rows.new_empty((*codes.shape[:-1], weight.shape[0])), rows.new_empty((0,))
 
 
-# By name, to avoid importing bitsandbytes.
+# Operators by name, because bitsandbytes is not imported here.
 _OF_INT8: dict[str, Callable[..., Any]] = {
     "bitsandbytes.int8_vectorwise_quant.default": _int8_codes,
     "bitsandbytes.int8_mixed_scaled_mm.default": _int8_product,
@@ -425,9 +422,9 @@ def _dim(args: Any, kwargs: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
-    """Split with sizes counted from stand-ins, adjusted to fit: the last one takes the rest."""
-    left, fitting = tensor.shape[dim], []
+    """Split by sizes that stand-ins have given: cut them to the tensor's size; the last part gets the rest."""
+    rest, fitting = tensor.shape[dim], []
     for size in sizes[:-1]:
-        fitting.append(min(size, left))
-        left -= fitting[-1]
-    return aten.split_with_sizes.default(tensor, [*fitting, left], dim)
+        fitting.append(min(size, rest))
+        rest -= fitting[-1]
+    return aten.split_with_sizes.default(tensor, [*fitting, rest], dim)

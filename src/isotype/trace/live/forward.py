@@ -1,4 +1,4 @@
-"""Inputs of a running script's forward, and whether it trains."""
+"""A forward of a running script: its inputs by name, and whether it may train."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from isotype.compat.torch import current_node
-
-
-def in_backward() -> bool:
-    return current_node() is not None
-
 
 def trains(module: nn.Module) -> bool:
     """Return whether a forward of `module` may start a training step."""
@@ -24,21 +18,13 @@ def trains(module: nn.Module) -> bool:
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
 
 
-def kwargs_of(frame: Any) -> Mapping[str, Any]:
-    """Return the keyword arguments of a module's call, which global hooks do not get."""
-    kwargs: Mapping[str, Any] = frame.f_locals.get("kwargs", {})
-    return kwargs
-
-
-def has_parameters(module: nn.Module) -> bool:
-    """Return whether a module is a model; transforms and metrics are modules too."""
-    return any(not p.is_meta for p in module.parameters())
-
-
 def named_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call; else None."""
+    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call.
+
+    None if the call cannot be written with keyword arguments only.
+    """
     if not args:
         return dict(kwargs)
     try:
@@ -59,24 +45,26 @@ def named_inputs(
 
 
 def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return inputs of unknown names by position."""
+    """Return a forward's inputs with a name for each: `argument 0` for a positional argument."""
     return [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]
 
 
 class StaleCasts:
-    """Checks whether an optimizer step ends in the same autocast region in which the next forward begins.
+    """Detects an optimizer step inside of the autocast region in which the next forward runs.
 
-    autocast casts a weight once and caches the cast until its outermost region ends. After a step inside that
-    region the next forward uses the old weights. This is tested with a separate weight: it is cast, changed,
-    and cast again. `found` is called once when a forward uses stale casts.
+    Autocast casts a weight once and caches the cast until its outermost region ends. A forward after a step inside of
+    that region uses the old weights. The test uses a separate weight: the weight is cast, changed, and cast again.
+
+    Args:
+        report: called once, when a forward uses stale casts.
     """
 
-    def __init__(self, found: Callable[[], None]) -> None:
-        self._found = found
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
         self._handle: Any = None
 
     def stepped(self, device: str) -> None:
-        """Handle the end of an optimizer step on this kind of device."""
+        """Prepare the test of the next forward, after an optimizer step on this device type."""
         self.detach()
         if not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
             return
@@ -89,12 +77,12 @@ class StaleCasts:
             if not torch.compiler.is_compiling():
                 self.detach()
                 if torch.is_autocast_enabled(device) and float(_product(weight).detach()) == 1.0:
-                    self._found()
+                    self._report()
 
         self._handle = modules.register_module_forward_pre_hook(called)
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -1,7 +1,7 @@
-"""The recorder on real tensors, which does not change the step.
+"""The recorder of a real step, which it does not change.
 
-Its own memory is counted apart from the step's. If its bookkeeping fails, it stops and reports that
-(`LiveRecorder.fault`); the step goes on.
+The recorder's own memory does not count in the ledger. If the recorder itself fails, it stops and stores the reason
+(`LiveRecorder.fault`), and the step goes on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +34,7 @@ from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weight
 aten = torch.ops.aten
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-# Their names would hide the function that made a cast.
+# Functions of a backward: their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
 
 
@@ -42,15 +44,15 @@ class LiveRecorder(Recorder):
     Args:
         device: device type of the step.
         limit: maximum number of recorded calls.
-        seconds: time limit of the bookkeeping.
+        seconds: time limit of the recorder's own work.
 
     Attributes:
-        contracts: of the device, for the diagnosis.
+        contracts: contracts of the device, for the diagnosis of an error.
         autocast_device: device type of the step's autocast.
-        fault: why the bookkeeping has stopped; "" while it works.
-        failed: the last call of this step that raised; the script may have caught it.
-        failure_text: its error.
-        weights: parameters and buffers of every known model.
+        fault: the reason why the recorder has stopped; "" while it records.
+        failed: the last call of this step that raised; the script may have caught the error.
+        failure_text: the error of `failed`; "" if no call raised.
+        weights: parameters and buffers of every model that the script has called.
     """
 
     supports_higher_order_operators = True
@@ -69,8 +71,8 @@ class LiveRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A higher-order operator is recorded by its inner operators; a forked process (a data loader's) is
-        # another script.
+        # The inner operators of a higher-order operator are recorded. A forked process, such as a worker of a data
+        # loader, is not recorded.
         blind = self.fault or len(self.calls) >= self._limit
         if blind or not isinstance(func, OpOverload) or os.getpid() != self._process:
             return func(*args, **kwargs)
@@ -103,7 +105,7 @@ class LiveRecorder(Recorder):
         self.failed, self.failure_text = self.calls[-1], str(error)
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """Record a function that refused its operands before any operator, for the diagnosis."""
+        """Record a function that raised before it ran any operator, for the diagnosis of the error."""
         if self.fault or self.failure_text == str(error):
             return
         self._book(self._refused, func, args, kwargs, error)
@@ -116,7 +118,7 @@ class LiveRecorder(Recorder):
         self.failed, self.failure_text = self.calls[-1], str(error)
 
     def begin_step(self) -> None:
-        """Start another step, without the last one's calls and errors."""
+        """Start another step: remove the calls and errors of the last step."""
         self.calls.clear()
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
@@ -127,7 +129,7 @@ class LiveRecorder(Recorder):
             self._book(lambda: self.reads.note(self.origin(tensor)))
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin as any recorder; a failure stops the bookkeeping."""
+        """Return the origin as any recorder does; an error stops the recorder, not the script."""
         if self.fault:
             return None
         origins: list[Origin | None] = []
@@ -142,13 +144,13 @@ class LiveRecorder(Recorder):
         return bool(self._frames)
 
     def turn_to(self, phase: Phase) -> None:
-        """Start `phase`."""
+        """Start a phase of the step."""
         self.phase = phase
         self.ledger.kind = "optimizer" if phase == "optimizer" else "activations"
         self.ledger.begin(phase)
 
     def _turn(self, func: Any) -> None:
-        """Change the phase: autograd shows when the backward begins; a module's forward outside of it ends it."""
+        """Change the phase if `func` belongs to another one: autograd runs the backward, modules run the forward."""
         if self.phase in ("optimizer", "generate"):
             return
         if current_node() is not None:
@@ -163,13 +165,16 @@ class LiveRecorder(Recorder):
     # ------------------------------------------------------------------------------------------------- tensors
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """Set the origin of `tensor`'s dtype until `forget`."""
+        """Set the origin of `tensor`'s dtype; `forget` removes it."""
         if not hasattr(tensor, ORIGIN):
             self._marked.append(TensorWeakRef(tensor))  # type: ignore[no-untyped-call]
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove all marks from the script's tensors and release them: a saved tensor keeps its attributes."""
+        """Remove the origins from the script's tensors, and all references to the tensors.
+
+        Otherwise the origins would be saved with a tensor that the script saves.
+        """
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):
@@ -179,58 +184,48 @@ class LiveRecorder(Recorder):
         self._alive.clear()
         self._places.clear()
 
-    def weigh(self, model: nn.Module, prefix: str = "") -> list[Any]:
-        """Count weights, adapters, buffers and quantization states that are not known yet.
+    def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:
+        """Count the weights, adapters, buffers and quantization states of a model that are not registered yet.
 
-        Returns the handles of the hooks that distinguish gradients from activations.
+        Returns:
+            The hooks that count gradients; closing the stack removes them.
         """
-        handles = []
+        hooks = ExitStack()
         layers = dict(model.named_modules())
         for tensor, weight in zip(tensors_of(model), weights_of(model), strict=True):
             if id(tensor) in self.names:
                 continue
             layer = layers[weight.module]
             if prefix:
-                weight = replace(
-                    weight, name=f"{prefix}{weight.name}", module=f"{prefix}{weight.module}".rstrip(".")
-                )
+                name, module = f"{prefix}{weight.name}", f"{prefix}{weight.module}".rstrip(".")
+                weight = replace(weight, name=name, module=module)
             self.weights.append(weight)
-            self._own(tensor, Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name))
-            self.ledger.seen(tensor, memory_kind(weight))
+            origin = Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name)
+            self._register(tensor, origin)
+            self.ledger.count(tensor, memory_kind(weight))
             for state in state_tensors(tensor, layer):
-                self.ledger.seen(state, "weights")
+                self.ledger.count(state, "weights")
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
             if tensor.requires_grad and tensor.is_leaf:
-                handles.append(_GradientHook(tensor, self._gradient))
-        self._own_plain_tensors(model, prefix)
-        return handles
+                hooks.callback(forget_gradient_hooks, tensor)
+                hooks.enter_context(tensor.register_post_accumulate_grad_hook(self._gradient))  # type: ignore[no-untyped-call]
+        self._register_plain_tensors(model, prefix)
+        return hooks
 
     def mark_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Register the tensors that a model is called with, by name, unless the step made them."""
+        """Register the tensors in the inputs of a model by name, except those that the step itself has computed."""
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
                 self.mark(value, Origin("input", value.dtype, name))
-                self.ledger.seen(value, "inputs")
+                self.ledger.count(value, "inputs")
 
     def _gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self._book(self.ledger.seen, parameter.grad, "gradients")
-
-
-class _GradientHook:
-    """A hook on a leaf's gradient; its removal leaves no cost in later backwards."""
-
-    def __init__(self, leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        self._leaf = leaf
-        self._handle = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def remove(self) -> None:
-        self._handle.remove()
-        forget_gradient_hooks(self._leaf)
+            self._book(self.ledger.count, parameter.grad, "gradients")
 
 
 class LiveFunctions(TorchFunctionMode):
-    """Passes the running function, and errors above the operators, to the recorder."""
+    """A function mode that sets the recorder's running function, and records errors that no operator has raised."""
 
     def __init__(self, recorder: LiveRecorder) -> None:
         super().__init__()
@@ -243,10 +238,9 @@ class LiveFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         before = recorder.function, recorder.autocast, recorder.like
-        device = recorder.autocast_device
-        cast = autocast_dtype(device)
+        autocast = autocast_dtype(recorder.autocast_device)
         recorder.like = recorder.cast_origin(name, args, kwargs)
-        recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, cast
+        recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, autocast
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -256,12 +250,9 @@ class LiveFunctions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
 
-# --------------------------------------------------------------------------------------------------- measurement
-
-
 def device_of(model: nn.Module) -> str:
-    """Return the device type of most of a model's parameters; `"cpu"` for a model without any."""
-    counts: dict[str, int] = {}
+    """Return the device type of most elements of a model's parameters; `"cpu"` for a model without parameters."""
+    counts: Counter[str] = Counter()
     for parameter in model.parameters():
-        counts[parameter.device.type] = counts.get(parameter.device.type, 0) + parameter.numel()
+        counts[parameter.device.type] += parameter.numel()
     return max(counts, key=lambda device: counts[device], default="cpu")

@@ -1,10 +1,9 @@
-"""Watching the first steps of an unchanged script: hooks that detect the start and end of a step, and remove
-themselves.
+"""Recording of the first steps of an unchanged script: global hooks start and end a record, and remove themselves.
 
-The hooks are torch's global ones for modules and optimizers. They wait for the first training forward, pass
-it to `before` (which may trace ahead), and put the live recorder under the script's modes. A few forwards of
-evaluation or generation before it are recorded too. After the requested number of optimizer steps, hooks,
-modes and references to the script's tensors are removed, and modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. At the first training forward, they call `before` (which
+may trace the step ahead), and put the live recorder under the script's modes. A few forwards of evaluation or
+generation before it are recorded, too. After the requested number of optimizer steps, hooks, modes and references to
+the script's tensors are removed, and modules are as fast as before.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim import optimizer as optimizers
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import (
     has_compiler,
+    in_backward,
     is_compiled,
     is_simulated,
     is_traced,
@@ -37,34 +39,27 @@ from isotype.core.optimizers import learning_rate_of
 from isotype.records.memory import Memory, Phase
 from isotype.records.reach import Unreached
 from isotype.records.trace import Failure, Setup, Trace
-from isotype.trace.live.forward import (
-    enumerate_inputs,
-    has_parameters,
-    in_backward,
-    kwargs_of,
-    named_inputs,
-    trains,
-)
+from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
 WATCH_SECONDS = 10.0
-"""Time limit of a watch's bookkeeping: enough for 100,000 operators."""
+"""Time limit of the recorder's own work: enough for 100,000 operators."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
-"""Recorded forwards per model, and of all, before the first training step: crashes are early."""
+"""Maximum number of recorded forwards before the first training step, for one model and for all: crashes are early."""
 
 _EVALUATION_CALLS = 20_000
-"""Maximum recorded operators of these; a script may run for hours before it trains."""
+"""Maximum number of recorded operators in these forwards: a script may run for hours before it trains."""
 
 _COMPILED_WARNING = "Using `torch.compile"
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first forward of a training step, about to run.
+    """A forward that is about to run, with which a record begins.
 
     Attributes:
         model: the called module.
@@ -80,31 +75,31 @@ class Beginning:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """A watched step: its number of operators and memory peaks."""
+    """A recorded step: the number of its operators, and its peaks of memory."""
 
     operators: int
     memory: Memory
 
 
 class Watch:
-    """Watches the first `steps` training steps of this process, in the thread that begins one.
+    """Records the first `steps` training steps of this process, in the thread that begins a step.
 
     Args:
         steps: number of optimizer steps, at least 1.
-        before: called with the first forward before it runs; the script waits.
-        after: called at the end of a step, with its calls still available.
+        before: called with the first training forward before it runs; the script waits.
+        after: called at the end of a step; the calls of the step are still available.
         evaluates: called with each recorded forward without training, before it runs.
 
     Attributes:
         state: current state.
-        seen: the watched steps.
-        notes: what was not watched, and why.
-        recorder: of the current or last watched step.
+        seen: the recorded steps.
+        notes: sentences on what was not recorded, and why.
+        recorder: recorder of the current or last step; None before the first one, and after `forget`.
         optimizer: name of the optimizer's class; "" before its first step.
-        learning_rate: of its first group of parameters.
-        scaler: whether gradients were unscaled by a GradScaler.
+        learning_rate: learning rate of the optimizer's first group of parameters.
+        scaler: True if a GradScaler has unscaled gradients.
         reached: number of the optimizer's parameters with a gradient; None before its first step.
-        unreached: those without one that the forward used.
+        unreached: the optimizer's parameters that the forward used and that have no gradient.
     """
 
     def __init__(
@@ -128,10 +123,7 @@ class Watch:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[nn.Module] = []
         self._modes: tuple[Any, ...] = ()
-        self._handles: list[Any] = []
-        self._weights_handles: list[Any] = []
-        self._module_handles: list[Any] = []
-        self._stance: Any = None
+        self._hooks, self._module_hooks, self._recording = ExitStack(), ExitStack(), ExitStack()
         self._blind = 0
         # Number of recorded evaluations per module, and in all.
         self._evaluations: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -139,35 +131,34 @@ class Watch:
 
     @property
     def model(self) -> nn.Module | None:
-        """The module of the first recorded forward of the step, while it is alive."""
+        """The module whose forward was recorded first in the step; None if the script has freed it."""
         return self._model() if self._model is not None else None
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
-        """The outermost modules called in the watched steps."""
+        """The outermost modules that the recorded steps have called."""
         return tuple(self._roots)
 
     # ------------------------------------------------------------------------------------------- coming and going
 
     def attach(self) -> None:
-        """Start waiting for a step."""
-        # compile warns about global hooks; these are removed before it matters.
-        self._handles += [
-            _filtered(_COMPILED_WARNING),
-            optimizers.register_optimizer_step_pre_hook(self._step_begins),
-            optimizers.register_optimizer_step_post_hook(self._step_ends),
-        ]
+        """Add the global hooks that wait for a step."""
+        # torch.compile warns about global hooks. These hooks are removed before they can slow compiled code down.
+        warnings.filterwarnings("ignore", message=_COMPILED_WARNING)
+        self._hooks.callback(_remove_filter, warnings.filters[0])
+        for register, act in (
+            (optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
+            (optimizers.register_optimizer_step_post_hook, self._optimizer_ends),
+        ):
+            self._hooks.enter_context(register(partial(self._guard, act)))
         self._hook_modules()
 
     def detach(self) -> None:
         """Remove all hooks and modes; recorded data stays until `forget`."""
         self.state = "over"
         self._leave_modes()
-        self._unhook_modules()
-        while self._handles:
-            self._handles.pop().remove()
-        self._unhook_weights()
-        self._leave_stance()
+        for hooks in (self._module_hooks, self._hooks, self._recording):
+            hooks.close()
         if self.recorder is not None and self.recorder.fault:
             self._note(f"watching stopped early: {self.recorder.fault}")
             self.recorder.fault = ""
@@ -182,7 +173,7 @@ class Watch:
 
     def _hook_modules(self) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            # A compiler that traces the call must not trace this.
+            # A compiler that traces the call of the module must not trace this hook.
             if not torch.compiler.is_compiling():
                 self._guard(self._enters, module, args, frame_above(1))
 
@@ -190,23 +181,9 @@ class Watch:
             if not torch.compiler.is_compiling():
                 self._guard(self._leaves)
 
-        self._module_handles = [
-            modules.register_module_forward_pre_hook(before),
-            modules.register_module_forward_hook(after, always_call=True),
-        ]
-
-    def _unhook_modules(self) -> None:
-        while self._module_handles:
-            self._module_handles.pop().remove()
-
-    def _leave_stance(self) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
-
-    def _unhook_weights(self) -> None:
-        while self._weights_handles:
-            self._weights_handles.pop().remove()
+        self._module_hooks.close()
+        self._module_hooks.enter_context(modules.register_module_forward_pre_hook(before))
+        self._module_hooks.enter_context(modules.register_module_forward_hook(after, always_call=True))
 
     def _enter_modes(self) -> None:
         assert self.recorder is not None
@@ -233,40 +210,37 @@ class Watch:
     def _enters(self, module: nn.Module, args: Any, frame: Any) -> None:
         if self.state not in ("waiting", "evaluating", "watching") or not self._is_mine():
             return
-        inside = self.recorder is not None and self.recorder.inside
-        if self.state != "watching" and not inside:
-            if trains(module):
+        if self.recorder is None or not self.recorder.inside:
+            kwargs = frame.f_locals.get("kwargs", {})  # a global hook does not get the keyword arguments
+            if self.state != "watching" and trains(module):
                 self._end_evaluation()
-                self._begin(module, args, kwargs_of(frame))
-            elif self._may_evaluate(module):
-                self._evaluate(module, args, kwargs_of(frame))
-            else:
+                self._begin(module, args, kwargs)
+            elif self.state != "watching" and self._may_evaluate(module):
+                self._evaluate(module, args, kwargs)
+            elif self.state != "watching":
                 self._end_evaluation()
                 return
-        recorder = self.recorder
-        assert recorder is not None
-        if not inside:
-            if recorder.phase == "backward" and not in_backward():
+            assert self.recorder is not None
+            if self.recorder.phase == "backward" and not in_backward():
                 self._pause()
                 return
-            self._know(module, args, kwargs_of(frame))
-        recorder.enter(self._names.get(module, type(module).__name__))
+            self._register(module, args, kwargs)
+        self.recorder.enter(self._names.get(module, type(module).__name__))
 
     def _leaves(self) -> None:
-        recorder = self.recorder
+        inside = self.recorder is not None and self.recorder.inside
         if (
-            self.state in ("watching", "evaluating")
-            and recorder is not None
-            and recorder.inside
+            self.recorder is not None
+            and inside
+            and self.state in ("watching", "evaluating")
             and self._is_mine()
         ):
-            recorder.leave()
+            self.recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether this is a real call of the watched thread, or of autograd's threads recomputing for
-        it.
+        """Return whether this is a real call of the recorded thread, or of an autograd thread that recomputes for it.
 
-        A process forked during a watched step (a data loader's worker) is not watched.
+        A process that is forked during a recorded step (a worker of a data loader) is not recorded.
         """
         process, thread = self._mine or (os.getpid(), threading.get_ident())
         mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
@@ -285,17 +259,18 @@ class Watch:
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
         self.recorder = recorder
         if has_compiler():
-            self._stance = torch.compiler.set_stance("force_eager")
+            self._recording.enter_context(torch.compiler.set_stance("force_eager"))
         recorder.turn_to(phase)
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Return whether to record a forward without training: one of the first, of an eager model."""
+        """Return whether to record a forward without training: one of the first forwards, of a model that is not compiled."""
         if self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
             return False
-        return not is_compiled(module) and has_parameters(module)
+        # Transforms and metrics are modules, too, but have no parameters.
+        return not is_compiled(module) and any(not p.is_meta for p in module.parameters())
 
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._evaluations[module] = self._evaluations.get(module, 0) + 1
@@ -310,37 +285,30 @@ class Watch:
             self.state = "evaluating"
 
     def _end_evaluation(self) -> None:
-        """Discard the recorded evaluation before the next forward or training step."""
+        """Discard the record of an evaluation before the next forward or training step."""
         if self.state != "evaluating":
             return
         self._leave_modes()
-        self._unhook_weights()
-        self._leave_stance()
+        self._recording.close()
         self.forget()
         self.state, self._mine = "waiting", None
 
-    def _know(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Register names and weights of an outermost module."""
-        assert self.recorder is not None
-        inner = original(module)
-        prefix = ""
+    def _register(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Register the names, weights and inputs of an outermost module."""
+        recorder, inner, prefix = self.recorder, original(module), ""
+        assert recorder is not None
         if inner not in self._names:
             inside = {id(part) for part in inner.modules()}
             if self._roots and not any(id(root) in inside for root in self._roots):
                 prefix = f"{type(inner).__name__}."
             self._names.update({part: f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()})
             self._roots.append(inner)
-            self._without_modes(lambda: self._weights_handles.extend(self._weighed(inner, prefix)))
+            self._without_modes(lambda: self._recording.enter_context(recorder.weigh(inner, prefix)))
         self._names.setdefault(module, "")
-        inputs = named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs))
-        self.recorder.mark_inputs(inputs)
+        recorder.mark_inputs(named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs)))
 
-    def _weighed(self, module: nn.Module, prefix: str) -> list[Any]:
-        assert self.recorder is not None
-        return self.recorder.weigh(module, prefix)
-
-    def _without_modes(self, act: Callable[[], None]) -> None:
-        """Run code outside of the script's recorded operators."""
+    def _without_modes(self, act: Callable[[], Any]) -> None:
+        """Run `act` without recording its operators."""
         modes = self._modes
         take_out(*modes)
         try:
@@ -351,19 +319,13 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _pause(self) -> None:
-        """Pause after a backward followed by another forward: gradients accumulate, the rest is a repetition."""
+        """Pause if a forward follows a backward: gradients accumulate, and further micro-batches only repeat the first."""
         self.state = "paused"
         self._note("gradients accumulate: of several forwards and backwards a step the first was watched")
         self._leave_modes()
-        self._unhook_modules()
+        self._module_hooks.close()
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._guard(self._optimizer_begins, optimizer)
-
-    def _step_ends(self, *_: Any) -> None:
-        self._guard(self._optimizer_ends)
-
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_mine():
             return
         self._end_evaluation()
@@ -383,7 +345,7 @@ class Watch:
             self.recorder.turn_to("optimizer")
 
     def _weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the optimizer's parameters that the forward used and that have no gradient."""
+        """Set `reached` and `unreached` by the gradients of the optimizer's parameters."""
         assert self.recorder is not None
         used = {
             operand.origin.name: call.module
@@ -392,28 +354,26 @@ class Watch:
             for operand in call.operands
             if operand.origin.kind == "parameter"
         }
-        held = [
-            weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad
-        ]
-        self.reached = sum(weight.grad is not None for weight in held)
-        named = [self.recorder.names.get(id(weight)) for weight in held if weight.grad is None]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        trained = [weight for weight in weights if weight.requires_grad]
+        self.reached = sum(weight.grad is not None for weight in trained)
+        origins = [self.recorder.names.get(id(weight)) for weight in trained if weight.grad is None]
         self.unreached = tuple(
             Unreached(origin.name, used[origin.name], "", "", (), ignored=True)
-            for origin in named
+            for origin in origins
             if origin is not None and origin.name in used
         )
 
-    def _optimizer_ends(self) -> None:
+    def _optimizer_ends(self, *_: Any) -> None:
         recorder = self.recorder
         if (
-            self.state != "watching"
-            or recorder is None
-            or recorder.phase != "optimizer"
+            recorder is None
+            or (self.state, recorder.phase) != ("watching", "optimizer")
             or not self._is_mine()
         ):
             return
         if recorder.fault:
-            self.detach()  # this step was only seen in part
+            self.detach()  # only a part of this step was recorded
             self.forget()
             return
         self.scaler = self.scaler or any(call.phase == "unscale" for call in recorder.calls)
@@ -426,18 +386,17 @@ class Watch:
             return
         recorder.begin_step()
         self._enter_modes()
-        if not self._module_handles:
-            self._hook_modules()
+        self._hook_modules()
 
     # ------------------------------------------------------------------------------------------------------- trace
 
     def trace(self, setup: Setup, failure: Failure | None = None) -> Trace:
-        """Return the trace of the current or last recorded step; without a failure it has no breaches."""
+        """Return the trace of the current or last recorded step; it has no breaches if there is no failure."""
         assert self.recorder is not None
         recorder = self.recorder
         calls = recorder.calls
         if failure is None:
-            # Errors caught by the script did not end the step.
+            # The script has caught every error: no error has ended the step.
             calls = [replace(call, breach=None) for call in calls]
         return Trace(
             setup=setup,
@@ -459,27 +418,13 @@ class Watch:
         )
 
     def autocast(self) -> torch.dtype | None:
-        """Return the autocast dtype of most operators of the forward."""
+        """Return the autocast dtype of most operators of the forward; None without autocast."""
         assert self.recorder is not None
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
         return counts.most_common(1)[0][0] if counts else None
 
 
-# --------------------------------------------------------------------------------------------------------- helpers
-
-
-class _Filter:
-    """A warning filter that is active until `remove`."""
-
-    def __init__(self, entry: Any) -> None:
-        self._entry = entry
-
-    def remove(self) -> None:
-        if self._entry in warnings.filters:
-            warnings.filters.remove(self._entry)  # type: ignore[attr-defined]
-
-
-def _filtered(message: str) -> _Filter:
-    warnings.filterwarnings("ignore", message=message)
-    return _Filter(warnings.filters[0])
+def _remove_filter(entry: Any) -> None:
+    if entry in warnings.filters:
+        warnings.filters.remove(entry)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""Rerun of a step to find the first operator with a non-finite result; the model is unchanged."""
+"""A second run of a step that finds the first operator with a non-finite result; the model is unchanged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,53 +24,40 @@ def first_nonfinite(
     scale: float | None = None,
     stop: bool = True,
 ) -> NonFinite | None:
-    """Run a step under a recorder and return the first operator with a non-finite result; None if all are
-    finite.
+    """Run a step and return its first operator with a non-finite result; None if all results are finite.
 
-    Gradients, buffers, modules' modes and random states are restored; a step that draws random numbers sets
-    its own states. Compiled code runs eagerly.
+    Gradients, buffers, training modes and random states are restored afterwards. A step that draws random numbers has
+    to set the random states itself. Compiled code runs eagerly.
 
     Args:
-        model: whose weights and gradients the step uses.
-        step: runs forward, loss and backward of each micro-batch and yields its loss after the backward.
-        batches: the micro-batches by name, in order.
-        scale: the loss scale of the step's backward; without one the gradient norm is computed too.
-        stop: end the step at the first one; False if other processes wait for later operators.
+        model: the model whose weights and gradients the step uses.
+        step: function that runs forward, loss and backward of each micro-batch, and yields the loss of each.
+        batches: the micro-batches in order, each with its tensors by name.
+        scale: the loss scale of the step's backward; None if there is none, then the gradient norm is computed, too.
+        stop: whether to end the step at that operator; False if other processes wait for later operators.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []
     with _untouched(model), torch.compiler.set_stance("force_eager"):
-        handles = recorder.watch(model)
-        try:
-            with recorder:
-                remaining = iter(batches)
+        with suppress(FoundError), recorder.watch(model), recorder:
+            remaining = iter(batches)
+            recorder.begin_batch(next(remaining, {}))
+            for loss in step():
+                losses.append(loss.detach())
                 recorder.begin_batch(next(remaining, {}))
-                for loss in step():
-                    losses.append(loss.detach())
-                    recorder.begin_batch(next(remaining, {}))
-                if scale is None:
-                    recorder.phase = "unscale"
-                    _norm(model)
-        except FoundError:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-        broken = [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
-        if recorder.finding is None and not all(map(is_finite, broken)):
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            if scale is None and gradients and all(type(grad) is torch.Tensor for grad in gradients):
+                recorder.phase = "unscale"
+                torch.nn.utils.get_total_norm(gradients)
+        results = [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
+        if recorder.finding is None and not all(map(is_finite, results)):
             return recorder.suspect
     return recorder.finding
 
 
-def _norm(model: nn.Module) -> None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if gradients and all(type(gradient) is torch.Tensor for gradient in gradients):
-        torch.nn.utils.get_total_norm(gradients)
-
-
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers, modes and random states on exit; there are no gradients inside."""
+    """Run a block without gradients, and restore gradients, buffers, training modes and random states afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (holder, name, buffer, buffer.detach().clone())
@@ -97,21 +84,20 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 _SKIPS = 10
-"""Consecutive skipped steps, down to a loss scale of 1, after which a run is stopped."""
+"""Number of consecutive skipped steps after which a training is stopped, if the loss scale is down to 1."""
 
 
 class Verdict:
-    """Judges the steps of one training in order."""
+    """Decides after each step of a training whether the training may continue."""
 
     def __init__(self) -> None:
         self._skips = 0
 
     def of(self, loss: float, norm: float | None, scale: Callable[[], float] | None) -> str | None:
-        """Return why the training has to end; None if it may continue.
+        """Return the reason why the training has to end; None if it may continue.
 
-        A non-finite gradient is normal under a GradScaler, which skips the step and lowers the scale, until
-        the scale cannot be lowered. A non-finite loss always ends the training. `scale` reads the loss scale;
-        None without a GradScaler.
+        A non-finite loss always ends the training. A non-finite gradient is normal under a GradScaler, which then skips
+        the step and lowers the loss scale. `scale` returns that loss scale; it is None without a GradScaler.
         """
         if not math.isfinite(loss):
             return "the loss is not finite"

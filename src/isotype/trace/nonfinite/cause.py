@@ -1,4 +1,4 @@
-"""The cause of a non-finite result: its new elements, their values in a wider dtype, and their operands."""
+"""The cause of a non-finite result: the elements where it begins, their values in a wider dtype, and their operands."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ def fresh_elements(
 
     Args:
         func: the operator.
-        operands: its float operands and numbers.
-        result: its result.
-        by_code: whether each operand consists of constants: a mask, or a number in the code.
+        operands: the operator's float operands and numbers.
+        result: the operator's result.
+        by_code: for each operand, whether it consists of constants: a mask, or a number in the code.
     """
     values = readable(result)
     if values is None:
         return None
     aligned = _aligned(func, operands, values)
-    tensors = aligned or [each for operand in operands if (each := _as_tensor(operand, values)) is not None]
+    tensors = aligned or [x for operand in operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return where an operand meets its condition; without element-wise alignment, everywhere or nowhere."""
+        """Return where an operand meets its condition; everywhere or nowhere if the operator is not element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
         return hit
 
     nan, infinite = values.isnan(), values.isinf()
-    had_nan = anywhere(each.isnan() for each in tensors)
-    fresh = (nan & ~had_nan) | (infinite & ~had_nan & ~anywhere(each.isinf() for each in tensors))
+    had_nan = anywhere(tensor.isnan() for tensor in tensors)
+    fresh = (nan & ~had_nan) | (infinite & ~had_nan & ~anywhere(tensor.isinf() for tensor in tensors))
     if all(by_code):
         fresh = fresh & nan
     elif aligned:
         least = torch.finfo(values.dtype).min / 2
-        masks = (each <= least for each, code in zip(aligned, by_code, strict=True) if code)
+        masks = (tensor <= least for tensor, code in zip(aligned, by_code, strict=True) if code)
         fresh = fresh & ~(anywhere(masks) & (values == -math.inf))
     return fresh if bool(fresh.any()) else None
 
@@ -74,24 +74,20 @@ def _as_tensor(operand: Operand, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def _aligned(func: Any, operands: Sequence[Operand], values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the operands in the result's shape if the operator is element-wise; else none."""
+    """Return the operands expanded to the result's shape; an empty list if the operator is not element-wise."""
     if torch.Tag.pointwise not in func.tags and not operator_name(func).startswith(_BY_ELEMENT):
         return []
-    tensors = [_as_tensor(operand, values) for operand in operands]
-    present = [each for each in tensors if each is not None and _broadcasts(each.shape, values.shape)]
-    return [each.expand(values.shape) for each in present] if len(present) == len(operands) else []
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    lacking = len(to) - len(shape)
-    return lacking >= 0 and all(own in (1, other) for own, other in zip(shape, to[lacking:], strict=True))
+    tensors = [x for operand in operands if (x := _as_tensor(operand, values)) is not None]
+    try:
+        return [tensor.expand(values.shape) for tensor in tensors] if len(tensors) == len(operands) else []
+    except RuntimeError:
+        return []  # an operand of another shape
 
 
 def entries_at(func: Any, operands: Sequence[Operand], fresh: torch.Tensor) -> tuple[float, ...]:
     """Return the operands' values at the first element of `fresh`; () for an operator that is not element-wise."""
-    expanded = _aligned(func, operands, fresh)
     place = tuple(fresh.nonzero()[0].tolist())
-    return tuple(float(each[place]) for each in expanded)
+    return tuple(float(tensor[place]) for tensor in _aligned(func, operands, fresh))
 
 
 def exact_result(
@@ -101,15 +97,15 @@ def exact_result(
     fresh: torch.Tensor,
     dtype: torch.dtype,
 ) -> float | None:
-    """Return the largest magnitude of the result's elements `fresh` in the next wider dtype.
+    """Return the largest magnitude of the result's elements `fresh`, computed in the next wider dtype.
 
-    None if they are not finite there either, or if the operator does not run in that dtype.
+    None if an element is not finite in that dtype either, or if the operator does not run in it.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
         again = func(*widened(call[0], operands, wide), **widened(dict(call[1]), operands, wide))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None  # a kernel of one dtype, or out of memory
+        return None  # the kernel supports no other dtype, or memory is exhausted
     for leaf in leaves(again):
         if isinstance(leaf, torch.Tensor) and leaf.shape == fresh.shape and leaf.is_floating_point():
             values = leaf[fresh]
@@ -124,7 +120,7 @@ def cause_of(
     exact: float | None,
     entries: Sequence[float],
 ) -> Cause:
-    """Return why the result of finite operands is not finite."""
+    """Return the reason why the result of finite operands is not finite."""
     name = operator_name(func)
     if exact is not None:
         return "range" if exact > torch.finfo(result.dtype).max else "inside"
@@ -144,18 +140,16 @@ def _masked_row(operand: Operand) -> bool:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the local dense float values, float32 for dtypes without kernels; None if there are none.
+    """Return a tensor's dense float values, float8 as float32; None if it has no such values.
 
-    For a sharded tensor, this process's part; other tensor subclasses cannot be read.
+    For a sharded tensor, the values of this process. None for other tensor subclasses.
     """
-    held: Any = tensor
-    if hasattr(held, "to_local"):
-        held = held.to_local()
-    if not held.is_floating_point() or held.is_meta or held.layout is not torch.strided:
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.is_floating_point() or local.is_meta or local.layout is not torch.strided:
         return None
-    if is_traceable_wrapper_subclass(held) or not held.numel():
+    if is_traceable_wrapper_subclass(local) or not local.numel():
         return None
-    values: torch.Tensor = held.detach()
+    values: torch.Tensor = local.detach()
     return values.to(torch.float32) if values.dtype.itemsize == 1 else values
 
 
@@ -164,12 +158,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
     values = readable(tensor)
     if values is None:
         return True
-    least, most = torch.aminmax(values)  # one pass, nothing allocated; NaN comes through
+    least, most = torch.aminmax(values)  # one pass without allocations; both are NaN if a value is NaN
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def value_of(role: str, tensor: torch.Tensor, name: str = "") -> Value:
-    """Return dtype, shape and magnitudes of a tensor."""
+    """Return the record of a tensor: its dtype, shape, largest finite magnitude, and numbers of NaN and infinities."""
     values, shape = readable(tensor), tuple(tensor.shape)
     if values is None:
         return Value(role, tensor.dtype, shape, 0.0, 0, 0, name)
@@ -179,25 +173,25 @@ def value_of(role: str, tensor: torch.Tensor, name: str = "") -> Value:
     return Value(role, tensor.dtype, shape, largest, nan, infinite, name)
 
 
-# Operators whose target is overwritten, and not an operand.
+# Operators that overwrite their target without reading it.
 _OVERWRITE = (
     "aten.copy_", "aten.fill_", "aten.zero_", "aten.set_", "aten.resize_", "aten.normal_", "aten.uniform_",
     "aten.bernoulli_", "aten.random_", "aten.exponential_",
 )  # fmt: skip
-# Operators that use a tensor's shape and dtype, not its values.
+# Operators that use only the shape and dtype of a tensor.
 _LIKE = ("_like.default", "aten.new_zeros", "aten.new_ones", "aten.new_full")
 _NUMBERS = frozenset({"other", "exponent", "value", "fill_value", "self", "s", "scalar", "min", "max"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """An operand.
+    """An operand of an operator.
 
     Attributes:
-        role: the operator's name of it.
-        tensor: its values before the operator ran; None for a number.
-        original: the tensor passed by the code; differs from `tensor` if the operator writes into it.
-        number: its value; None for a tensor.
+        role: name of the operator's argument.
+        tensor: the operand with its values before the operator ran; None for a number.
+        original: the tensor that the code has passed; `tensor` is a copy of it if the operator writes into it.
+        number: value of a number; None for a tensor.
     """
 
     role: str
@@ -207,61 +201,56 @@ class Operand:
 
 
 def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand]:
-    """Return the float operands in the order of the arguments, with copies of those to be written."""
+    """Return the float operands in the order of the arguments; operands that the operator writes are copied."""
     schema, name = schema_of(func), operator_name(func)
     overwrites = name.startswith(_OVERWRITE)
     like = name.endswith(_LIKE[0]) or name.startswith(_LIKE[1:])
     positional = set(schema.roles[: len(args)])
-    seen = []
+    operands = []
     for role, tensor in () if like else tensors_in(func, args, kwargs):
         argument = role.partition("[")[0]
         written = argument in schema.written
         if _is_count(tensor) and argument in _NUMBERS and not written:
-            seen.append(Operand(role, None, None, float(tensor)))
+            operands.append(Operand(role, None, None, float(tensor)))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
         if not written and _is_number(tensor):
-            seen.append(Operand(role, None, None, float(tensor)))
+            operands.append(Operand(role, None, None, float(tensor)))
         else:
-            seen.append(Operand(role, tensor.clone() if written else tensor, tensor))
+            operands.append(Operand(role, tensor.clone() if written else tensor, tensor))
     for role, value in [*zip(schema.roles, args, strict=False), *kwargs.items()]:
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
-            seen.append(Operand(role, None, None, float(value)))
-    return seen
+            operands.append(Operand(role, None, None, float(value)))
+    return operands
 
 
 def _is_count(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one integer, such as a divisor of a sum."""
-    return (
-        not tensor.dim()
-        and not tensor.is_floating_point()
-        and not tensor.is_complex()
-        and tensor.dtype != torch.bool
-    )
+    """Return whether a tensor is a single integer, such as the divisor of a mean."""
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return not tensor.dim() and not is_float and tensor.dtype != torch.bool
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Return whether torch made the tensor from a number in the code: `x * 2.0` has a float64 0-dim tensor."""
+    """Return whether a tensor may be a number in the code: torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`."""
     return not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
 
 
 def written_in(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes into."""
+    """Return the operands into which an operator writes."""
     written = schema_of(func).written
-    if not written:
-        return []
-    return [tensor for role, tensor in tensors_in(func, args, kwargs) if role.partition("[")[0] in written]
+    operands = tensors_in(func, args, kwargs) if written else ()
+    return [tensor for role, tensor in operands if role.partition("[")[0] in written]
 
 
 def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
-    """Return arguments from before the operator ran, with every float and float dtype in `wide`."""
+    """Return arguments with their values before the operator ran, and with float tensors and dtypes in `wide`."""
     if isinstance(value, (list, tuple)):
-        return type(value)([widened(each, operands, wide) for each in value])
+        return type(value)([widened(item, operands, wide) for item in value])
     if isinstance(value, dict):
-        return {name: widened(each, operands, wide) for name, each in value.items()}
+        return {name: widened(item, operands, wide) for name, item in value.items()}
     if isinstance(value, torch.dtype):
         return wide if value.is_floating_point else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    kept = next((each.tensor for each in operands if each.original is value), None)
-    return (value if kept is None else kept).to(wide)
+    before = next((operand.tensor for operand in operands if operand.original is value), None)
+    return (value if before is None else before).to(wide)

@@ -1,10 +1,9 @@
-"""A dispatch mode that checks every result of a step and stops at the first non-finite one.
+"""A dispatch mode that checks every result of a step and stops at the first non-finite result.
 
-An operator is reported if its result has a non-finite value and its operands are finite. Intended values are
-not reported: the -inf of an attention mask (written by a fill, added, selected by `where`), infinities
-derived from it, uninitialized memory. A NaN made by an operator is, even from -inf: softmax of a fully masked
-row. Operands are only checked if a result is not finite, so that a finite step costs one pass over each
-result.
+An operator is reported if its result has a non-finite value and its operands are finite. Intended values are not
+reported: the -inf of an attention mask (written by a fill, added, selected by `where`), infinities that follow from it,
+and uninitialized memory. A NaN that an operator computes from -inf is reported: softmax of a fully masked row. Operands
+are checked only if a result is not finite, so that a finite step takes one pass over each result.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """An operator call with its operands."""
-
     func: Any
     args: Any
     kwargs: Mapping[str, Any]
@@ -52,54 +49,48 @@ class _Call:
 
 
 class FoundError(BaseException):
-    """The first non-finite value was found: the step can stop.
+    """The first non-finite result is found, and the step can stop.
 
-    A `BaseException`, so that the step's code does not handle it as its own failure.
+    It is a `BaseException`, so that the step's code does not catch it as an error of its own.
     """
 
 
 class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
-    """Looks for the first operator with a non-finite result.
+    """Finds the first operator with a non-finite result.
 
     Args:
         model: the trained model.
-        scale: the loss scale; None without one.
-        stop: raise `FoundError` at the first one; else the step goes on, since other processes wait for
-            its end.
+        scale: the loss scale; None if there is none.
+        stop: whether to raise `FoundError` at that operator; False if other processes wait for the end of the step.
 
     Attributes:
-        finding: the first one; None if there is none.
-        suspect: a value that the code wrote, or no operator made; to blame if the loss is not finite
-            without a finding.
+        finding: the first operator with a non-finite result of finite operands; None if there is none.
+        suspect: the first use of a non-finite value that no operator has computed. It is the cause if the loss is not
+            finite and there is no finding.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        scale: float | None = None,
-        stop: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, scale: float | None = None, stop: bool = True) -> None:
         super().__init__()
         self.finding: NonFinite | None = None
         self.suspect: NonFinite | None = None
         self._shape, self._scale, self._stop = (0, 0), scale, stop
         self._weights: dict[int, str] = {}
         self._inputs: dict[int, str] = {}
-        # Storages by address, held weakly: an address is not reused while a weak reference lives.
+        # Storages by address. An address is not reused as long as a weak reference to its storage exists.
         self._constant: dict[int, StorageWeakRef] = {}
         self._unset: dict[int, StorageWeakRef] = {}
         self._passed: dict[int, StorageWeakRef] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             layer = model.get_submodule(name.rpartition(".")[0])
-            for each in (tensor, *state_tensors(tensor, layer)):
-                self._weights[_address(each)] = name
+            for part in (tensor, *state_tensors(tensor, layer)):
+                self._weights[_address(part)] = name
         for buffer in model.buffers():
-            _add(self._constant, buffer)  # a mask that the model keeps
+            _add(self._constant, buffer)  # it may be a mask
 
     def begin_batch(self, batch: Mapping[str, Any]) -> None:
-        """Start the next micro-batch, with its tensors by name."""
+        """Start the next micro-batch; `batch` contains its tensors by name."""
         self._shape = _rows_and_length(batch)
         for name, value in batch.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -124,28 +115,24 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _turn(self) -> None:
-        """Update the phase: autograd shows the backward's operators; then follows a forward, or the caller's
-        phase.
-        """
+        """Set the phase to `backward` while autograd runs operators, and to `forward` after a backward."""
         if current_node() is not None:
             self.phase = "backward"
         elif self.phase == "backward":
             self.phase = "forward"
 
-    # ---------------------------------------------------------------------------------------------------- looking
-
     def _look(self, call: _Call, result: Any) -> NonFinite | None:
-        """Return the problem of the results; None if they are all acceptable."""
+        """Return the finding for an operator's results; None if they are finite or not to be reported."""
         name = operator_name(call.func)
         written = written_in(call.func, call.args, call.kwargs)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-        outputs += [tensor for tensor in written if all(tensor is not each for each in outputs)]
+        outputs += [tensor for tensor in written if all(tensor is not output for output in outputs)]
         outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
         if name.startswith(_UNSET):
             for tensor in outputs:
                 _add(self._unset, tensor)
             return None
-        # Gradients start from a constant too, and are no masks; values recomputed in a backward may be.
+        # Gradients also start from a constant, but are no masks. Values that a backward recomputes may be masks.
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
         by_code = [
             not gradient and (operand.original is None or _alive(self._constant, _address(operand.original)))
@@ -156,7 +143,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         for tensor in statistics:
             _add(self._passed, tensor)
         for tensor in outputs:
-            if any(tensor is each for each in statistics) or is_finite(tensor):
+            if any(tensor is statistic for statistic in statistics) or is_finite(tensor):
                 continue
             finding = self._judge(call, tensor, by_code)
             if finding is not None:
@@ -170,60 +157,57 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: _Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """Return the problem of a non-finite result; None if it is acceptable."""
+        """Return the finding for a non-finite result; None if the result is not to be reported."""
         fresh = fresh_elements(call.func, call.operands, result, by_code)
         if fresh is not None:
             return self._fresh(call, result, fresh)
         for operand in call.operands:
             if operand.original is None or operand.tensor is None:
                 if not math.isfinite(operand.number or 0.0):
-                    self._suspect(self._met(call, result, "constant", operand))
+                    self._suspect(self._from_operand(call, result, "constant", operand))
             elif not is_finite(operand.tensor):
-                finding = self._meets(call, result, operand)
+                finding = self._judge_operand(call, result, operand)
                 if finding is not None:
                     return finding
         return None
 
-    def _meets(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
-        """Return the problem of a non-finite operand; None if it is acceptable."""
+    def _judge_operand(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
+        """Return the finding for a non-finite operand; None if the operand is not to be reported."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
-            sound = address in self._constant and not nan  # a mask in a buffer of the model
-            return None if sound else self._met(call, result, "weight", operand)
+            is_mask = address in self._constant and not nan
+            return None if is_mask else self._from_operand(call, result, "weight", operand)
         if address in self._inputs:
-            return self._met(call, result, "input", operand) if nan else None
+            return self._from_operand(call, result, "input", operand) if nan else None
         if _alive(self._passed, address) or not nan:
             return None
-        met = self._met(call, result, "outside", operand)
+        finding = self._from_operand(call, result, "outside", operand)
         if not _alive(self._unset, address):
-            return met
-        if call.func not in _COPIES:  # memory filled piece by piece is copied unchanged
-            self._suspect(met)
+            return finding
+        if call.func not in _COPIES:  # the code may copy uninitialized memory before it has filled all of it
+            self._suspect(finding)
         return None
 
-    def _suspect(self, met: NonFinite) -> None:
-        if self.suspect is None or (met.result.nan and not self.suspect.result.nan):
-            self.suspect = met
+    def _suspect(self, finding: NonFinite) -> None:
+        if self.suspect is None or (finding.result.nan and not self.suspect.result.nan):
+            self.suspect = finding
 
     def _fresh(self, call: _Call, result: torch.Tensor, fresh: torch.Tensor) -> NonFinite:
         exact = exact_result(call.func, (call.args, call.kwargs), call.operands, fresh, result.dtype)
         entries = entries_at(call.func, call.operands, fresh)
         cause = cause_of(call.func, call.operands, result, exact, entries)
-        finding = self._finding(call, result, cause, fresh)
-        return replace(finding, exact=exact, entries=entries)
+        finding = self._finding(call, result, cause)
+        return replace(finding, rows=self._rows(fresh), exact=exact, entries=entries)
 
-    def _met(self, call: _Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
-        finding = self._finding(call, result, cause, None)
-        culprit = None if operand.original is None else self._value(operand)
-        tensor = operand.original if cause == "input" else None
-        return replace(
-            finding, culprit=culprit, rows=() if tensor is None else self._rows(~tensor.isfinite())
-        )
+    def _from_operand(self, call: _Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
+        finding, tensor = self._finding(call, result, cause), operand.original
+        if tensor is None:
+            return finding
+        rows = self._rows(~tensor.isfinite()) if cause == "input" else ()
+        return replace(finding, culprit=self._value(operand), rows=rows)
 
-    def _finding(
-        self, call: _Call, result: torch.Tensor, cause: Cause, fresh: torch.Tensor | None
-    ) -> NonFinite:
+    def _finding(self, call: _Call, result: torch.Tensor, cause: Cause) -> NonFinite:
         return NonFinite(
             op=operator_name(call.func),
             module=call.place.module,
@@ -232,7 +216,6 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             operands=tuple(self._value(operand) for operand in call.operands if operand.tensor is not None),
             result=value_of("result", result),
             cause=cause,
-            rows=() if fresh is None else self._rows(fresh),
             batch=self._shape[0],
             scale=self._scale if self.phase == "backward" else None,
         )
@@ -244,19 +227,17 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Return the batch rows with elements of `bad`, if its first dimension is rows or tokens."""
+        """Return the numbers of the batch's rows in which `bad` is True; () if its first dimension is another one."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()
-        return tuple(int(row) for row in bad.reshape(rows, -1).any(1).nonzero().flatten())
-
-    # ----------------------------------------------------------------------------------------------- provenance
+        return tuple(bad.reshape(rows, -1).any(1).nonzero().flatten().tolist())
 
 
-def _add(into: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
+def _add(storages: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
     storage = _storage(tensor)
     if storage is not None:
-        into[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        storages[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
@@ -264,9 +245,9 @@ _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.defau
 
 
 def _storage(tensor: Any) -> Any:
-    held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     try:
-        return held.untyped_storage()
+        return local.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have no storage
         return None
 
@@ -276,13 +257,16 @@ def _address(tensor: Any) -> int:
     return 0 if storage is None else int(storage_key(storage))
 
 
-def _alive(known: dict[int, StorageWeakRef], address: int) -> bool:
-    reference = known.get(address)
+def _alive(storages: dict[int, StorageWeakRef], address: int) -> bool:
+    reference = storages.get(address)
     return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
 
 
 def _rows_and_length(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (rows, tokens per row) of a batch, from its first integer tensor; (0, 0) without one."""
+    """Return (rows, tokens per row) of a batch, from its first two-dimensional tensor.
+
+    Without such a tensor, the size of the first tensor's first dimension and 1; (0, 0) for a batch without tensors.
+    """
     shapes = [tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor)]
     flat = [shape for shape in shapes if len(shape) == 2]
     if flat:
