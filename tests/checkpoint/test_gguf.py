@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -416,19 +417,25 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None
 
 
 def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    def full(path: Path, metadata: object, target: Path) -> None:
+        (target / "tokenizer.json").touch()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(module, "_convert", full)
+    target = tmp_path / f"{tiny.stem}-{module._fingerprint(tiny)}-tokenizer"
     assert refused(SaveError, tokenizer_copy, read_headers(tiny), cache_dir=tmp_path) == (
-        f"not enough disk space\n  - {tmp_path} has 0.0 MiB left\n    expected  room for the tokenizer of a GGUF file\n"
-        "    fix       free some space, or set ISOTYPE_CACHE to another disk"
+        f"the tokenizer of a GGUF file cannot be written\n  - {target}: {os.strerror(errno.ENOSPC)}\n"
+        "    expected  a directory that can be written, with room\n"
+        "    fix       free some room, or set ISOTYPE_CACHE to another directory"
     )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SaveError) as caught:
+    with pytest.raises(SaveError, match="the tokenizer of a GGUF file cannot be written") as caught:
         tokenizer_copy(read_headers(tiny), cache_dir=tmp_path / "file")
-    assert caught.value.headline == "no cache directory"
-    assert caught.value.problems[0].fix == "set ISOTYPE_CACHE to another one"
+    assert caught.value.problems[0].given.endswith(f": {os.strerror(errno.ENOTDIR)}")
 
 
 @pytest.mark.parametrize("shown", [True, False])

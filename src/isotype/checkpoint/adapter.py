@@ -289,11 +289,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         mismatches = _SIZE_MISMATCH.findall(str(error))
         if not mismatches:
             raise
-        pairs = (
-            (f"{base_name(name)} of shape ({saved})", f"shape ({wanted})")
+        problems = [
+            Problem(f"{base_name(name)} of shape ({saved})", f"shape ({wanted}), for this base model", _FIX)
             for name, saved, wanted in mismatches
-        )
-        problems = [Problem(what, f"{expected}, for this base model", _FIX) for what, expected in pairs]
+        ]
         raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)
     problems = [

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.fill import Placement, fill, read_source
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import main_form
-from isotype.checkpoint.mapping.weight_map import Source, WeightMap, converted
+from isotype.checkpoint.mapping.weight_map import Source, WeightMap
 from isotype.checkpoint.values import DenseStack, dequantize, held_weight
 from isotype.compat.glibc import give_back_memory
 from isotype.core.names import grouped, unparametrized
@@ -114,9 +114,7 @@ class DeferredBlocks:
 
     def as_stored(self, name: str) -> torch.Tensor:
         """Return a tensor of `stored_otherwise` with the values and the dtype that it has in the files."""
-        source, files = self._plain[name], MappedFiles()
-        values = {tensor.name: files.tensor(tensor.weight) for tensor, _ in source.tensors}
-        return converted(self._model, source, values)[name]
+        return read_source(self._model, self._plain[name], MappedFiles(), torch.float32, None)[name]
 
     def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
         """Yield the names of the matrices that can be deferred: on the CPU, and not shared by several modules."""

@@ -330,12 +330,7 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
 # llama.cpp's names of pre-tokenizers by their regular expression (llama-vocab.cpp).
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
-_SPECIAL = {
-    "bos_token_id": "add_bos_token_id",
-    "eos_token_id": "add_eos_token_id",
-    "unk_token_id": "add_unk_token_id",
-    "pad_token_id": "add_pad_token_id",
-}
+_SPECIAL = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
 
 
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
@@ -362,10 +357,10 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         writer.add_token_merges(merges)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    for name, method in _SPECIAL.items():
+    for name in _SPECIAL:
         value = getattr(tokenizer, name, None)
         if value is not None:
-            getattr(writer, method)(value)
+            getattr(writer, f"add_{name}")(value)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)

@@ -150,10 +150,9 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
     target = root / f"{path.stem}-{_fingerprint(path)}-tokenizer"
     if target.is_dir():
         return target
-    _check_room(root)
     scratch = root / f".{target.name}.{uuid.uuid4().hex}"
     try:
-        scratch.mkdir()
+        scratch.mkdir(parents=True)
         _convert(path, headers.metadata, scratch)
         fsync_tree(scratch)
         try:
@@ -183,19 +182,6 @@ def _fingerprint(path: Path) -> str:
         file.seek(max(0, size - _MIB))
         digest.update(file.read(_MIB))
     return digest.hexdigest()[:16]
-
-
-def _check_room(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(root).free
-    except OSError as error:
-        what, fix = f"{root}: {error}", "set ISOTYPE_CACHE to another one"
-        raise SaveError.of("no cache directory", what, "a directory that can be written", fix) from error
-    if free < _MIB:
-        what, expected = f"{root} has {free / _MIB:.1f} MiB left", "room for the tokenizer of a GGUF file"
-        fix = "free some space, or set ISOTYPE_CACHE to another disk"
-        raise SaveError.of("not enough disk space", what, expected, fix)
 
 
 def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
