@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import psutil
@@ -51,7 +53,7 @@ def same_input(
     try:
         with ExitStack() as stack:
             for name, layer in layers.items():
-                stack.callback(layer.register_forward_pre_hook(_noting(calls, name)).remove)
+                stack.callback(layer.register_forward_pre_hook(partial(_add_call, calls, name)).remove)
             for module in model.modules():
                 blank = is_tuner_layer(module) or kind_of(module) == "linear8bit"
                 if not blank or isinstance(module, FusedExperts):
@@ -66,11 +68,8 @@ def same_input(
     return _groups(list(layers), calls), unseen
 
 
-def _noting(calls: list[tuple[str, Any]], name: str) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        calls.append((name, args[0] if len(args) == 1 else object()))
-
-    return hook
+def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    calls.append((name, args[0] if len(args) == 1 else object()))
 
 
 @contextmanager
@@ -92,23 +91,14 @@ def _blank(layer: Any) -> Iterator[None]:
 
 
 def _tokens(model: Any) -> dict[str, torch.Tensor]:
-    device = next(model.parameters()).device
-    ids = torch.arange(1, 1 + _TOKENS, device=device)[None]
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return {"input_ids": ids}
-    return {"input_ids": ids, "decoder_input_ids": ids}
+    ids = torch.arange(1, 1 + _TOKENS, device=next(model.parameters()).device)[None]
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return {"input_ids": ids, "decoder_input_ids": ids} if two else {"input_ids": ids}
 
 
 def _groups(names: list[str], calls: list[tuple[str, Any]]) -> list[tuple[str, ...]]:
-    runs: list[list[str]] = []
-    last: tuple[str, Any] = ("", None)
-    for name, x in calls:
-        parent = name.rpartition(".")[0]
-        if parent == last[0] and x is last[1]:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-        last = (parent, x)
+    by_call = groupby(calls, key=lambda call: (call[0].rpartition(".")[0], id(call[1])))
+    runs = [[name for name, _ in run] for _, run in by_call]
     groups: list[tuple[str, ...]] = []
     placed: set[str] = set()
     for run in runs:

@@ -6,9 +6,10 @@ LoRA layers with the same input compute their outputs together (`Siblings`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -187,12 +188,39 @@ class FusedLora(Fused):
     lora_weights: DenseWeights
     lora_siblings: Siblings
 
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, GatedInput):
+            return self.lora_siblings.gated_output(self, x, self.lora_original.forward)
+        if not args and not kwargs and isinstance(x, torch.Tensor) and not needs_operators():
+            output = self.lora_siblings.output(self, x)
+            if output is not None:
+                return output
+        return self.lora_original.forward(self, x, *args, **kwargs)
+
+    # PEFT writes base weights through `.data`, which changes no version counter.
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.lora_weights.forget(self.get_base_layer())
+        return self.lora_original.merge(self, *args, **kwargs)
+
+    def unmerge(self: Any) -> Any:
+        self.lora_weights.forget(self.get_base_layer())
+        return self.lora_original.unmerge(self)
+
 
 class FusedMlp(Fused):
     """A gated MLP that does not save its product; `lora_parts` has the names of the MLP's layers."""
 
     lora_state = ("lora_parts",)
     lora_parts: GatedParts
+
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        parts: GatedParts = self.lora_parts
+        down = self._modules[parts.down]
+        hooked = must_be_called(forward_hooks(down)) or must_be_called(forward_pre_hooks(down))
+        if args or kwargs or hooked or needs_operators() or not isinstance(down, FusedLora):
+            return self.lora_original.forward(self, x, *args, **kwargs)
+        outputs = {name: self._modules[name](x) for name in parts.order}
+        return down(GatedInput(parts.gate, outputs[parts.first], outputs[parts.second]))  # type: ignore[operator]
 
 
 class FusedNorm(Fused):
@@ -201,64 +229,24 @@ class FusedNorm(Fused):
     lora_state = ("lora_norm",)
     lora_norm: NormParts
 
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or needs_operators() or not x.is_floating_point():
+            return self.lora_original.forward(self, x, *args, **kwargs)
+        return rms_norm(x, self.weight, self.lora_norm)
+
 
 class FusedRotary(Fused):
     """An attention layer that rotates queries and keys in one function."""
 
-
-def _forward_lora(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(x, GatedInput):
-        return self.lora_siblings.gated_output(self, x, self.lora_original.forward)
-    if not args and not kwargs and isinstance(x, torch.Tensor) and not needs_operators():
-        output = self.lora_siblings.output(self, x)
-        if output is not None:
-            return output
-    return self.lora_original.forward(self, x, *args, **kwargs)
-
-
-# PEFT writes base weights through `.data`, which changes no version counter.
-def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-    self.lora_weights.forget(self.get_base_layer())
-    return self.lora_original.merge(self, *args, **kwargs)
-
-
-def _unmerge(self: Any) -> Any:
-    self.lora_weights.forget(self.get_base_layer())
-    return self.lora_original.unmerge(self)
-
-
-def _forward_gated(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    parts: GatedParts = self.lora_parts
-    down = self._modules[parts.down]
-    hooked = must_be_called(forward_hooks(down)) or must_be_called(forward_pre_hooks(down))
-    if args or kwargs or hooked or needs_operators() or not isinstance(down, FusedLora):
-        return self.lora_original.forward(self, x, *args, **kwargs)
-    outputs = {name: self._modules[name](x) for name in parts.order}
-    return down(GatedInput(parts.gate, outputs[parts.first], outputs[parts.second]))  # type: ignore[operator]
-
-
-def _forward_norm(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or needs_operators() or not x.is_floating_point():
-        return self.lora_original.forward(self, x, *args, **kwargs)
-    return rms_norm(x, self.weight, self.lora_norm)
-
-
-def _forward_rotary(self: Any, *args: Any, **kwargs: Any) -> Any:
-    forward = self.lora_original.forward
-    return (forward if needs_operators() else with_loops(forward))(self, *args, **kwargs)
-
-
-_MEMBERS: Mapping[type[Fused], Mapping[str, Any]] = {
-    FusedLora: {"forward": _forward_lora, "merge": _merge, "unmerge": _unmerge},
-    FusedMlp: {"forward": _forward_gated},
-    FusedNorm: {"forward": _forward_norm},
-    FusedRotary: {"forward": _forward_rotary},
-}
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = self.lora_original.forward
+        return (forward if needs_operators() else with_loops(forward))(self, *args, **kwargs)
 
 
 @cache
 def _fused_class(kind: Any, base: Any) -> Any:
-    return swapped_class(kind, (_fused_class, (kind, base)), base, _MEMBERS[kind], lora_original=base)
+    methods = {name: member for name, member in vars(kind).items() if isfunction(member)}
+    return swapped_class(kind, (_fused_class, (kind, base)), base, methods, lora_original=base)
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:

@@ -76,27 +76,19 @@ def decide_by_ranges(
     if ranges is None:
         return _without_measurement(facts)
     scale, why_scale = _loss_scale(ranges)
-    worst = _largest(ranges)
-    adapters = {exception.module: exception for exception in _adapters(ranges, scale)}
-    if worst is None or worst[1] <= LIMIT:
-        return RangeDecision(
-            exceptions=tuple(adapters.values()),
-            loss_scale=scale,
-            reasons={"residual": _narrow(ranges, worst) + _unmeasured(ranges), "loss_scaling": why_scale},
-        )
-    others = {exception.module: exception for exception in _exceptions(ranges, profile, storage)}
-    return RangeDecision(
-        wide=True,
-        exceptions=tuple({**adapters, **others}.values()),
-        loss_scale=scale,
-        reasons={
-            "residual": (
-                f"{_reached(ranges, worst)}: more than half of float16's 65504; hidden states take twice the bytes of float16"
-                + _unmeasured(ranges)
-            ),
-            "loss_scaling": why_scale,
-        },
-    )
+    exceptions = {exception.module: exception for exception in _adapters(ranges, scale)}
+    module, largest = _largest(ranges)
+    reached = f"values reach {number(largest)} ({module or 'the model'}, measured {ranges.when[:10]})"
+    wide = not largest <= LIMIT  # also for NaN
+    if wide:
+        exceptions |= {exception.module: exception for exception in _exceptions(ranges, profile, storage)}
+        why = f"{reached}: more than half of float16's 65504; hidden states take twice the bytes of float16"
+    elif largest:
+        why = f"as the weights: {reached}, headroom {FLOAT16_LARGEST / largest:.2g}"
+    else:
+        why = "as the weights; nothing that was measured comes near float16's 65504"
+    reasons = {"residual": "; ".join((why, *ranges.notes)), "loss_scaling": why_scale}
+    return RangeDecision(wide, tuple(exceptions.values()), scale, reasons)
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
@@ -114,21 +106,6 @@ def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> Pr
             warning for warning in policy.warnings if warning != _UNSEEN or warning in saved.warnings
         ),
     )
-
-
-def _narrow(ranges: Ranges, worst: tuple[str, float] | None) -> str:
-    if worst is None or not worst[1]:
-        return "as the weights; nothing that was measured comes near float16's 65504"
-    return f"as the weights: {_reached(ranges, worst)}, headroom {FLOAT16_LARGEST / worst[1]:.2g}"
-
-
-def _unmeasured(ranges: Ranges) -> str:
-    return "".join(f"; {note}" for note in ranges.notes)
-
-
-def _reached(ranges: Ranges, worst: tuple[str, float]) -> str:
-    name, value = worst
-    return f"values reach {number(value)} ({name or 'the model'}, measured {ranges.when[:10]})"
 
 
 def number(value: float) -> str:
@@ -174,7 +151,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 # ---------------------------------------------------------------------------------------------- with a measurement
 
 
-def _largest(ranges: Ranges) -> tuple[str, float] | None:
+def _largest(ranges: Ranges) -> tuple[str, float]:
     """Return (module, value) of the largest magnitude that a forward would round if it ran in float16 throughout."""
     values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
@@ -182,7 +159,7 @@ def _largest(ranges: Ranges) -> tuple[str, float] | None:
         *((module.name, module.weight) for module in ranges.modules if module.kind != "norm"),
         *((operator.module, value) for operator, value in _forward_operators(ranges)),
     ]
-    return max((pair for pair in values if not is_fill(pair[1])), key=lambda pair: pair[1], default=None)
+    return max((pair for pair in values if not is_fill(pair[1])), key=lambda pair: pair[1], default=("", 0.0))
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:

@@ -193,9 +193,10 @@ class PrecisionPolicy:
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return (role, dtype, reason) for every role, in the order of the printed table."""
+        count = len(self.exceptions)
         dtypes = {
             "storage": self.storage_words(),
-            "compute": dtype_name(self.compute) + self._exceptions_in_words(),
+            "compute": dtype_name(self.compute) + (f" ({plural(count, 'exception')})" if count else ""),
             "residual": dtype_name(self.residual),
             "master": dtype_name(self.master),
             "optimizer": dtype_name(self.master),
@@ -228,10 +229,6 @@ class PrecisionPolicy:
             f"{kind} in {form}" + (f": {', '.join(numbers)}" if all(numbers) else "")
             for (form, kind), numbers in sorted(kinds.items())
         )
-
-    def _exceptions_in_words(self) -> str:
-        count = len(self.exceptions)
-        return f" ({plural(count, 'exception')})" if count else ""
 
     def __str__(self) -> str:
         rows = self.rows()

@@ -6,7 +6,7 @@ Dispatch modes see operators, and operators work with fake tensors. The kernels 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,10 +58,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = F
     return _rotate(x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous(), back)
 
 
-def _on(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device the current device, because Triton launches kernels there."""
-    # With `TRITON_INTERPRET=1` kernels run on a CPU, which has no index.
-    return nullcontext() if x.device.index is None else torch.accelerator.device_index(x.device.index)
+def _launch(name: str, x: torch.Tensor, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Run the programs of a Triton kernel on the device of `x`, unless `x` is empty."""
+    from isotype.lora.gpu import kernels
+
+    if not x.numel():
+        return
+    # Triton launches on the current device. With `TRITON_INTERPRET=1` kernels run on a CPU, which has no index.
+    index = x.device.index
+    with nullcontext() if index is None else torch.accelerator.device_index(index):
+        getattr(kernels, name)[(programs,)](*arguments, **constants)
 
 
 def _power_of_two(count: int) -> int:
@@ -88,15 +94,10 @@ def _rms_norm_shapes(
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from isotype.lora.gpu import kernels
-
     y, inverse = _rms_norm_shapes(x, weight, eps, offset)
-    if y.numel():
-        block = _power_of_two(x.shape[-1])
-        with _on(x):
-            kernels.rms_norm[(inverse.numel(),)](
-                x, weight, y, inverse, x.shape[-1], eps, offset, block=block, num_warps=_warps(block)
-            )
+    width, block = x.shape[-1], _power_of_two(x.shape[-1])
+    arguments = x, weight, y, inverse, width, eps, offset
+    _launch("rms_norm", x, inverse.numel(), *arguments, block=block, num_warps=_warps(block))
     return y, inverse
 
 
@@ -108,15 +109,10 @@ def _rms_norm(
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float
 ) -> torch.Tensor:
-    from isotype.lora.gpu import kernels
-
     d_x = torch.empty_like(x)
-    if x.numel():
-        block = _power_of_two(x.shape[-1])
-        with _on(x):
-            kernels.rms_norm_backward[(inverse.numel(),)](
-                grad, x, weight, inverse, d_x, x.shape[-1], offset, block=block, num_warps=_warps(block)
-            )
+    width, block = x.shape[-1], _power_of_two(x.shape[-1])
+    arguments = grad, x, weight, inverse, d_x, width, offset
+    _launch("rms_norm_backward", x, inverse.numel(), *arguments, block=block, num_warps=_warps(block))
     return d_x
 
 
@@ -126,12 +122,8 @@ def _rms_norm_backward(
     lambda gate, *_: torch.empty_like(gate),
 )
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
-    from isotype.lora.gpu import kernels
-
     y, count = torch.empty_like(gate), gate.numel()
-    if count:
-        with _on(gate):
-            kernels.gated[(-(-count // _BLOCK),)](gate, up, y, count, activation=activation, block=_BLOCK)
+    _launch("gated", gate, -(-count // _BLOCK), gate, up, y, count, activation=activation, block=_BLOCK)
     return y
 
 
@@ -143,14 +135,9 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tenso
 def _gated_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from isotype.lora.gpu import kernels
-
     d_gate, d_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-    if count:
-        with _on(gate):
-            kernels.gated_backward[(-(-count // _BLOCK),)](
-                grad, gate, up, d_gate, d_up, count, activation=activation, block=_BLOCK
-            )
+    arguments = grad, gate, up, d_gate, d_up, count
+    _launch("gated_backward", gate, -(-count // _BLOCK), *arguments, activation=activation, block=_BLOCK)
     return d_gate, d_up
 
 
@@ -161,28 +148,12 @@ def _rotated_shape(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: 
 
 @operator("gpu_rotate(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor", _KEYS, _rotated_shape)
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
-    from isotype.lora.gpu import kernels
-
     out = _rotated_shape(x, cos, sin, back)
     batch, heads, tokens, dim = x.shape
-    if not x.numel():
-        return out
-    heads_block, pairs_block = _power_of_two(heads), _power_of_two(dim // 2)
-    with _on(x):
-        kernels.rotary[(batch * tokens,)](
-            x,
-            cos,
-            sin,
-            out,
-            tokens,
-            heads,
-            dim // 2,
-            *x.stride()[:3],
-            *out.stride()[:3],
-            0 if len(cos) == 1 else tokens * dim,
-            heads_block=heads_block,
-            pairs_block=pairs_block,
-            back=back,
-            num_warps=_warps(2 * heads_block * pairs_block),
-        )
+    table_batch = 0 if len(cos) == 1 else tokens * dim
+    strides = *x.stride()[:3], *out.stride()[:3], table_batch
+    blocks = {"heads_block": _power_of_two(heads), "pairs_block": _power_of_two(dim // 2)}
+    warps = _warps(2 * blocks["heads_block"] * blocks["pairs_block"])
+    arguments = x, cos, sin, out, tokens, heads, dim // 2, *strides
+    _launch("rotary", x, batch * tokens, *arguments, **blocks, back=back, num_warps=warps)
     return out

@@ -124,16 +124,17 @@ def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, s
 
 
 def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:
-    rows = buffers.logits.shape[0]
-    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+    return _slices(tokens, buffers.logits.shape[0])
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
     """Yield (rows of a block within the chunk, rows of the block among all tokens)."""
-    rows = buffers.values.shape[0]
-    for start in range(chunk.start, chunk.stop, rows):
-        stop = min(start + rows, chunk.stop)
-        yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
+    for rows in _slices(chunk.stop - chunk.start, buffers.values.shape[0]):
+        yield rows, slice(chunk.start + rows.start, chunk.start + rows.stop)
         if isinstance(buffers.values, FakeTensor):
             return  # a trace needs one block: all blocks share memory, and their operators have no counted FLOPs
 
@@ -143,13 +144,12 @@ def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, to
     if weight.dtype == dtype:
         yield slice(0, weight.shape[0]), weight
         return
-    for part in _slices(weight, dtype):
+    for part in _row_parts(weight, dtype):
         yield part, weight[part].to(dtype)
 
 
-def _slices(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    step = max(1, _PART // max(1, weight.shape[1] * dtype.itemsize))
-    return (slice(start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step))
+def _row_parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    return _slices(weight.shape[0], max(1, _PART // max(1, weight.shape[1] * dtype.itemsize)))
 
 
 def project(
@@ -203,7 +203,7 @@ def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: 
     scaled = x.float() * factor[:, None]
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)
-    for part in _slices(total, torch.float32):
+    for part in _row_parts(total, torch.float32):
         product = torch.empty_like(total[part])
         write_sums([Sum(product, ((rows[:, part].t(), scaled),))], compiled=False)
         total[part].add_(product.mul_(largest))
