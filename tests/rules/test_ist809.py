@@ -284,3 +284,16 @@ def test_quantized_layers(quantization: str, tmp_path: Path) -> None:
     assert base_name(found[0].module) == "model.layers.0.self_attn.o_proj"
     assert found[0].fixes[0].verified
     assert found[1] is None
+
+
+def test_a_weight_of_a_norm_over_frozen_embeddings_has_its_own_gradient() -> None:
+    """Its norm's backward has fewer operators than the measurement's: those of its other line are not its own."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).to(FP16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("input_layernorm.weight"))
+    loss = model(**BATCH).loss
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert [finding for finding in check(model, BATCH).findings if finding.code == "IST809"] == []

@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 import torch
 
-from isotype.core.names import base_name, grouped, starred
+from isotype.core.names import base_name, grouped, short, starred
 from isotype.precision.ranges import FLOAT16_LARGEST, OperatorRange, Ranges, is_attention, is_fill
 from isotype.records.trace import FLOATS, Call, Operand, Trace
 from isotype.rules.kit.groups import per_trace
@@ -188,16 +188,29 @@ def _matched(
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
     """Yield every call with its measured operator.
 
-    If there are more or fewer operators than calls, every call comes with the largest values of all operators.
+    The measurement has more operators than the step if a frozen input needs no gradient. Calls and operators are then paired by
+    their lines. If a line has more or fewer operators than calls, or no operator, every call of the line comes with the largest
+    values of the line's operators, or of all.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
-    elif operators:
-        at, first = operators[0]
-        columns = zip_longest(*(operator.inputs for _, operator in operators), fillvalue=0.0)
-        output = max(operator.output for _, operator in operators)
-        largest = replace(first, inputs=tuple(map(max, columns)), output=output)
-        yield from ((call, (at, largest)) for call in calls)
+        return
+    by_line = grouped(operators, lambda measured: short(measured[1].source))
+    for line, same in grouped(calls, lambda call: short(call.source)).items():
+        candidates = by_line.get(line, operators)
+        if len(same) == len(candidates):
+            yield from zip(same, candidates, strict=True)
+        elif candidates:
+            largest = _largest_of(candidates)
+            yield from ((call, largest) for call in same)
+
+
+def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, OperatorRange]:
+    """Return the first operator with the largest magnitudes of all."""
+    at, first = operators[0]
+    columns = zip_longest(*(operator.inputs for _, operator in operators), fillvalue=0.0)
+    output = max(operator.output for _, operator in operators)
+    return at, replace(first, inputs=tuple(map(max, columns)), output=output)
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
