@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import gc
+import os
 import signal
 import sys
 import threading
@@ -18,7 +19,6 @@ from rich.console import Console
 from isotype.cli.output import (
     check_surroundings,
     console_of_failure,
-    console_on,
     print_error,
     show_warnings_of_libraries,
 )
@@ -27,7 +27,7 @@ from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signal
 from isotype.compat.torchvision import importable
 from isotype.core import VERSION
 from isotype.core.cache import prepare_library_caches
-from isotype.core.console import libraries_shown
+from isotype.core.console import TerminalConsole, libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
 from isotype.data.methods import METHODS
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_the_nearest()
         outlive_output(raises=arguments[:1] not in _LASTING)
         show_warnings_of_libraries()
-    console = console_on(stderr=False)
+    # Only rank 0 of the processes that a launcher started prints to standard output.
+    console = TerminalConsole(quiet=os.environ.get("RANK", "0") != "0")
     command, rest = arguments[0] if arguments else "", arguments[1:]
     if threading.current_thread() is threading.main_thread():
         for number in set(stop_signals()) - {signal.SIGINT, *([HANGUP] if command == "run" else [])}:

@@ -19,19 +19,9 @@ from isotype.core.errors import Problem, UsageError
 from isotype.report.text import wrapped
 
 
-def console_on(stderr: bool) -> Console:
-    # Every rank of a launcher has this console; only rank 0 prints to standard output.
-    console = TerminalConsole(stderr=stderr, quiet=not stderr and os.environ.get("RANK", "0") != "0")
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 110  # a log file has no width, and in rich's 80 columns every table wraps
-    return console
-
-
 def console_of_failure() -> Console:
     """Return the console of standard error for a fatal error; it prints only in the first process that fails."""
-    console = console_on(stderr=True)
-    console.quiet = not first_to_fail()
-    return console
+    return TerminalConsole(stderr=True, quiet=not first_to_fail())
 
 
 def print_error(console: Console, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,11 +21,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+LOG_WIDTH = 110
+"""Columns of a log file, which has no width: in rich's 80 columns every table wraps."""
+
+
 class TerminalConsole(Console):
     """A rich console without markup and emoji codes that prints control characters escaped, as `\\x1b`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
+        if not self.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+            self.width = LOG_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield rich's segments with control characters in text escaped."""

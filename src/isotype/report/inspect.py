@@ -123,22 +123,15 @@ def _group_table(inspection: Inspection) -> Table:
 
 def _total_table(inspection: Inspection) -> Table:
     table = _table("dtype", "tensors", "weights", "bytes", "share")
-    for total in inspection.totals:
-        table.add_row(
-            Text(total.dtype),
-            f"{total.tensors:,}",
-            f"{total.values:,}",
-            format_bytes(total.bytes),
-            _share(total.bytes, inspection.bytes),
-        )
-    if len(inspection.totals) > 1:
-        table.add_row(
-            Text("all", style="bold"),
-            f"{inspection.tensors:,}",
-            f"{inspection.values:,}",
-            format_bytes(inspection.bytes),
-            "100 %",
-        )
+    rows = [
+        (Text(total.dtype), total.tensors, total.values, total.bytes, _share(total.bytes, inspection.bytes))
+        for total in inspection.totals
+    ]
+    if len(rows) > 1:
+        total = Text("all", style="bold")
+        rows.append((total, inspection.tensors, inspection.values, inspection.bytes, "100 %"))
+    for dtype, tensors, values, size, part in rows:
+        table.add_row(dtype, f"{tensors:,}", f"{values:,}", format_bytes(size), part)
     return table
 
 

@@ -132,10 +132,7 @@ class Session:
 
 def _errors(family: Family) -> Console:
     # Under the user's launcher every rank is a separate run; one of them reports.
-    console = TerminalConsole(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 110
-    return console
+    return TerminalConsole(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
 
 
 def show(error: BaseException) -> None:

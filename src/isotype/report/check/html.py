@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from isotype.contracts.contract import judged_by
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import format_bytes, plural
+from isotype.core.names import format_bytes, named, plural
 from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind
 from isotype.records.reach import Reach
@@ -133,14 +133,10 @@ def _part(row: Row, findings: Sequence[Finding]) -> Content:
     number += [f"{row.layers:,} layers"] if row.layers > 1 else []
     about = (row.module_class, format_bytes(row.bytes) if row.bytes else "", *number)
     return {
-        "name": row.name or "the model",
+        **vars(row),
+        "name": named(row.name),
         "about": " · ".join(filter(None, about)),
-        "stored": row.stored,
         "standing": [word for word, true in (("trained", row.trainable), ("pinned", row.pinned)) if true],
-        "buffers": row.buffers,
-        "runs": row.runs,
-        "adapters": row.adapters,
-        "adapter_runs": row.adapter_runs,
         "findings": [(position + 1, findings[position]) for position in row.findings],
     }
 
@@ -250,20 +246,15 @@ def _duration(seconds: float) -> str:
 def _finding(number: int, finding: Finding, report: Record) -> Content:
     cost, title = finding.cost, report.trace.setup.profile.title
     return {
+        **vars(finding),
         "number": number,
-        "severity": finding.severity,
-        "code": finding.code,
-        "message": finding.message,
-        "module": finding.module or "the model",
+        "module": named(finding.module),
         "about": [part for part in (finding.op, finding.phase, short_source(finding.source)) if part],
         "operands": [
             (operand.role, dtype_name(operand.dtype), str(list(operand.shape)), _maker(operand))
             for operand in finding.operands
         ],
-        "cause": finding.cause,
-        "evidence": finding.evidence,
         "cost": [] if cost is None else cost_clauses(cost, title),
-        "notes": finding.notes,
         "places": _places(finding, report),
         "fixes": [_fix(fix) for fix in finding.fixes],
     }

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts, judged_by
+from isotype.core.console import LOG_WIDTH
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, listed, named, plain_name, plural
 from isotype.core.terminal import printed_command
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 Line = tuple[tuple[str, str], ...]
 
-WIDTH = 110
-"""Columns of a text that is not printed to a terminal."""
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "help": "bold green"}
 _VERDICTS = {
@@ -284,7 +283,7 @@ def script_steps(report: Record) -> list[tuple[str, str]]:
 
 def lines(
     report: Record,
-    width: int = WIDTH,
+    width: int = LOG_WIDTH,
     in_script: bool = False,
     command_width: int | None = None,
     whole: bool = True,
@@ -345,7 +344,7 @@ def _left_out(report: Record) -> str:
     return f", and more {' and '.join(counted)}" if counted else ""
 
 
-def to_text(report: Record, width: int = WIDTH) -> str:
+def to_text(report: Record, width: int = LOG_WIDTH) -> str:
     """Return the whole report as text without styles; the last line ends with a line break."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
