@@ -23,14 +23,14 @@ from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import image_size, plan_of
 
 _DESCRIPTION = """\
-Print what can be trained on a device, how fast, and the command of the best settings: from a config alone, without
-weights, a GPU or a data set.
+List the settings with which a model can be trained on a device, how fast, and print the command of the best settings.
+The plan needs only the model's config: no weights, no GPU and no data set.
 
   isotype plan MODEL --device rtx4090 [--data my.jsonl] [flags]
   isotype plan sft --model_name_or_path MODEL --device rtx4090 [flags]
   isotype plan --device t4 --data my.jsonl       the largest Qwen3 models that fit
 
-Every flag of `isotype sft` (dpo, …) works, and is in the command that is printed; arguments of a plan alone:"""
+All flags of `isotype sft` (or dpo, …) work, and are part of the printed command. The flags that only a plan has:"""
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments of a plan that `isotype.plan` takes by name, in addition to its named parameters."""
@@ -94,29 +94,37 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
         "--device",
         action="append",
         metavar="NAME[,NAME]",
-        help="cards to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; default: this machine",
+        help="devices to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; default: this machine",
     )
-    add("--data", metavar="DATA", help="the data set, for lengths and hours; short for --dataset_name")
+    add(
+        "--data",
+        metavar="DATA",
+        help="data set for the length of rows and the training time; same as --dataset_name",
+    )
     add("--method", choices=tuple(METHODS), help="training method (default: sft)")
     add(
         "--goal",
         choices=tuple(GOALS),
         default="balanced",
-        help="criterion of the chosen row (default: balanced)",
+        help="criterion by which the settings are chosen (default: balanced)",
     )
-    add("--devices", type=int, default=1, help="how many of the device train together (default: 1)")
+    add("--devices", type=int, default=1, help="number of devices that train together (default: 1)")
     add("--max-memory", "--max_memory", metavar="SIZE", help="memory that a step may use, such as 20GiB")
-    add("--rows", type=int, help="rows of a micro-batch (default: chosen by memory)")
-    add("--length", type=int, help="tokens of a row; --max_length, the data's longest row, or 1024")
+    add("--rows", type=int, help="rows of a micro-batch (default: as memory allows)")
+    add(
+        "--length",
+        type=int,
+        help="tokens of a row (default: --max_length, or the longest row of the data, or 1024)",
+    )
     add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
-    add("--images", type=int, default=1, help="how many pictures each row has (default: 1)")
+    add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
     add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
     add("--json", action="store_true", help="print JSON")
     add(
         "--html",
         type=Path,
         metavar="PATH",
-        help="write a page with a picture of memory against tokens a second",
+        help="write an HTML page with a chart of memory against tokens per second",
     )
 
 

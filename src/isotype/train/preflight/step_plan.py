@@ -19,18 +19,21 @@ from isotype.train.launched import processes
 from isotype.train.preflight.plan import DEFAULT_LENGTH, Options, StepPlan
 
 _DESCRIPTION = """\
-Trace one training step on fake tensors and say what will crash, cost or lose precision, on any device, without
-weights, a GPU or a data set.
+Trace one training step on fake tensors and report what crashes, what is slow, what does not fit into memory and what
+loses precision, on any device. The check needs no weights, no GPU and no data set.
 
   isotype check MODEL [flags]           a directory, config.json, GGUF file, embedded:NAME or hub id
   isotype check sft --model_name_or_path MODEL [flags]
-                                        any training command, with `check` put before it
+                                        any training command, with `check` in front
   isotype check package.module:function a function that returns (model, inputs), or a dict of isotype.check's
                                         arguments
 
-Every flag of `isotype sft` (dpo, …) works; these are the ones of a check alone, and the ones used most:"""
+All flags of `isotype sft` (or dpo, …) work. Listed are the flags of a training that are used most, and the flags that
+only a check has:"""
 
-_STATUS = "exit status: 0 nothing found, 1 something at or above --fail-on, 2 bad arguments"
+_STATUS = """\
+exit status: 0 no finding of the severity --fail-on or higher; 1 such a finding, or a step that does not fit or was not
+traced to its end; 2 bad arguments"""
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
@@ -92,40 +95,34 @@ def image_size(text: str) -> tuple[int, int]:
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", type=int, default=None, help="rows a step; the training's own, or 1 for a bare MODEL")
-    add("--length", type=int, default=None, help=f"tokens a row; --max_length, or {DEFAULT_LENGTH}")
+    add("--batch", type=int, help="rows of a step (default: those of the training, or 1 for a bare MODEL)")
+    add("--length", type=int, help=f"tokens of a row (default: --max_length, or {DEFAULT_LENGTH})")
     add(
         "--devices",
         type=int,
-        default=None,
-        help="devices that train together: each with all weights (DDP), or with --fsdp 2 (--fsdp full_shard) each with a share",
+        help="number of devices that train together: each has all weights (DDP), or with --fsdp 2 (--fsdp full_shard) a share",
     )
-    add(
-        "--image",
-        metavar="WxH",
-        type=image_size,
-        default=None,
-        help="pixels of a picture in each row, such as 1024x768",
-    )
-    add("--images", type=int, default=1, help="how many pictures each row has")
-    add("--generate", action="store_true", help="trace generation too")
+    add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
+    add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
+    add("--generate", action="store_true", help="also trace the generation of tokens")
     add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
     add("--json", action="store_true", help="print JSON")
-    add("--sarif", metavar="PATH", default=None, help="write SARIF, for code scanning; - prints it")
-    add("--html", type=Path, metavar="PATH", default=None, help="write the report as one HTML file")
-    add("--fix", action="store_true", help="show the repaired command, or what repairs the function's model")
+    add("--sarif", metavar="PATH", help="write the report as SARIF, for code scanning; `-` prints SARIF")
+    add("--html", type=Path, metavar="PATH", help="write the report as one HTML file")
+    add("--fix", action="store_true", help="show the repaired command, or the fixes of the function's model")
     levels = ("error", "warning")
-    add("--fail-on", choices=levels, default="error", help="severity that fails (default: error)")
+    fail_on = "lowest severity of a finding for which the exit status is 1 (default: error)"
+    add("--fail-on", choices=levels, default="error", help=fail_on)
 
 
 _USED_MOST: Mapping[str, str] = {
-    "dtype": "compute dtype; auto: the checkpoint's, if the device runs it",
+    "dtype": "compute dtype; auto: the checkpoint's dtype, if the device runs it",
     "quantization": "storage of the frozen weights",
-    "device": "a device here (cpu, cuda) or any profile (t4, a100, h100, mi300x, …)",
-    "ranges": "for float16: measure the checkpoint's value ranges, or decide by what is known already",
+    "device": "a device of this machine (cpu, cuda) or a device profile (t4, a100, h100, mi300x, …)",
+    "ranges": "for float16: measure the checkpoint's value ranges, or use only value ranges that are known already",
     "lora_r": "rank of the adapters",
-    "lora_alpha": "scale of the adapters, over their rank",
-    "lora_dropout": "dropout in front of the adapters",
+    "lora_alpha": "alpha of the adapters; their scale is alpha / rank",
+    "lora_dropout": "dropout of the adapters' inputs",
     "learning_rate": "learning rate of the optimizer",
     "optim": "optimizer, by transformers' name",
 }
