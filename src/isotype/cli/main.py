@@ -45,20 +45,20 @@ usage: isotype COMMAND [ARGUMENT …]
 
 train a model under one precision policy (each takes the arguments of `trl COMMAND`):
 {_METHODS}
-  demo     sft of SmolLM2-135M-Instruct on an embedded data set; --pictures: of a model with pictures
+  demo     sft of SmolLM2-135M-Instruct on an embedded data set; --pictures: sft of a vision-language model
 
 use the result:
   chat     talk to a model or an adapter
-  merge    merge an adapter into its base model, and report the rounding error
+  merge    merge an adapter into its base model, and report how much the rounding loses
 
 before a run:
   plan     list settings that fit on a device, their speed and the time for a data set; print the best command
-  check    trace a training step for any device, without weights: crashes, memory, slow dtypes, lost precision
+  check    trace a training step for any device, without weights: report crashes, memory, slow dtypes, lost precision
   run      run your own training script unchanged; watch its first step and explain its crash
-  inspect  list dtypes, bytes and quantization of a checkpoint, and how isotype would load it
+  inspect  list dtypes, bytes and quantization of a checkpoint, and how isotype would load each tensor
   quality  measure how storing each layer in 4 or 8 bits changes the model's output
-  explain  explain a finding and its fixes
-  doctor   show which dtypes this machine runs, what each costs, and library versions that do not fit
+  explain  explain a finding of a check and its fixes
+  doctor   show which dtypes this machine runs, how fast each dtype is, and incompatible library versions
 
 isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
 """
