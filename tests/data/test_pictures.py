@@ -272,10 +272,10 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
     for line, what in (
         (2, f"there is no picture '{folder}/no.png'"),
         (3, f"the picture '{folder}/cut.png' cannot be read: "),
-        (4, f"the picture '{folder}/text.png' cannot be read: no kind of picture that pillow knows"),
+        (4, f"the picture '{folder}/text.png' cannot be read: no format that pillow reads"),
         (5, "the picture 'http://example.org/a.png' is on the network"),
         (6, "a picture is a number"),
-        (7, "the picture cannot be read: no kind of picture that pillow knows"),
+        (7, "the picture cannot be read: no format that pillow reads"),
     ):
         assert f"  - t.jsonl, line {line}: {what}" in said
     many = ({"messages": asked("a"), "images": [f"{at}.png"]} for at in range(30))

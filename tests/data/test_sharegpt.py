@@ -64,7 +64,10 @@ def test_a_speaker_that_nobody_knows_is_refused_with_its_row(store: Callable[[An
     text = refusal(store(values))
     assert "2: column 'conversations' holds a message from 'narrator'\n" in text
     assert f"expected  one of {', '.join(SPEAKERS)}\n" in text
-    assert "fix       rename it; if the chat template has such a role, write {role, content} messages" in text
+    assert (
+        "fix       rename the speaker; if the chat template has such a role, write {role, content} messages"
+        in text
+    )
 
 
 def test_a_speaker_beyond_the_checked_rows_is_refused_with_its_row() -> None:

@@ -82,7 +82,7 @@ def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row
     for pictures, what in (
         (["no.png"], f"there is no picture '{Path('no.png').absolute()}'\n"),
         (["broken.png"], f"the picture '{Path('broken.png').absolute()}' cannot be read: "),
-        (["data:image/png;base64,AAAA"], "the picture cannot be read: no kind of picture that pillow knows"),
+        (["data:image/png;base64,AAAA"], "the picture cannot be read: no format that pillow reads"),
         (
             ["a.png", "a.png"],
             "1 place for a picture and 2 pictures\n    expected  as many places as pictures\n",

@@ -62,7 +62,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
         tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
-        return {"see how fast it trains, and the command for it": tokens}
+        return {"see how fast the model trains, and the command of the training": tokens}
     # isotype's trainings have no arguments for FSDP1, and without a data set there is nothing to train on.
     if options.fsdp == 1 or "dataset_name" not in command:
         return {}

@@ -75,7 +75,7 @@ def inspect(argv: Sequence[str], console: Console) -> int:
     if options.plan:
         return _inspect_plan(options, console)
     if flags := [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]:
-        expected = "--plan with it: headers alone have no policy"
+        expected = "--plan beside these arguments: file headers have no policy"
         raise UsageError.of("arguments of a plan without --plan", " ".join(flags), expected, "add --plan")
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection

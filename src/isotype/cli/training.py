@@ -167,4 +167,4 @@ def _uses(trained: Path, settings: Settings, pictures: bool) -> dict[str, tuple[
     if not settings.model.use_peft:
         return chat
     merged = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))
-    return {**chat, "merge it into its base": merged}
+    return {**chat, "merge the adapter into its base model": merged}

@@ -86,7 +86,7 @@ class Parser(ValueParser):
         known = {name for action in actions_of(self) for name in action.option_strings}
         flags = (token for token in self._command_line if token.startswith("--"))
         unknown = [token for token in flags if token.partition("=")[0] not in known]
-        problem = Problem(message, "all that the command needs", f"see {self.prog} --help")
+        problem = Problem(message, "all arguments that the command needs", f"see {self.prog} --help")
         if about := _OF_ARGUMENT.match(message):
             name = about[1].split("/")[0]
             problem = Problem(f"{name}: {about[2]}", "the argument with its value", f"{name} VALUE")
@@ -99,7 +99,7 @@ class Parser(ValueParser):
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
         problems = [self._unknown_name(token.split("=")[0]) for token in flags]
-        fix = "leave it out, or write the name of its argument before it"
+        fix = "leave the value out, or write the name of its argument before it"
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
 
     def dests(self) -> list[str]:
@@ -210,34 +210,34 @@ RENAMED: Mapping[str, tuple[str, str]] = {
 """Former name -> (current name, equivalent value). The value is "" if the former value stays valid."""
 
 REMOVED: Mapping[str, str] = {
-    "overwrite_output_dir": "leave it out: a run that overwrites a finished one prints a note",
-    "save_safetensors": "leave it out: weights are saved as safetensors",
-    "logging_dir": "leave it out, or set TENSORBOARD_LOGGING_DIR",
-    "fp16_opt_level": "leave it out: --dtype float16 trains with torch's own autocast",
-    "use_liger": "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
-    "use_ipex": "leave it out: --device xpu runs on torch's own kernels",
-    "jit_mode_eval": "leave it out, or --torch_compile True",
-    "tpu_num_cores": "leave it out",
-    "past_index": "leave it out",
-    "mp_parameters": "leave it out",
-    "ray_scope": "leave it out",
-    "tokenizer": "leave it out: the tokenizer is the model's; give --chat_template_path for another template",
-    "tokenizer_name": "leave it out: the tokenizer is the model's; give --chat_template_path for another template",
-    "max_prompt_length": "leave it out, or give --max_length for prompt and completion together",
-    "max_target_length": "leave it out, or give --max_length for prompt and completion together",
-    "dataset_batch_size": "leave it out",
-    "num_of_sequences": "leave it out: --packing True fills rows of --max_length",
-    "chars_per_token": "leave it out: --packing True fills rows of --max_length",
-    "label_pad_token_id": "leave it out: it is -100",
-    "padding_value": "leave it out: it is the tokenizer's padding token",
-    "is_encoder_decoder": "leave it out: isotype reads it from the model's config",
-    "generate_during_eval": "leave it out; --ask QUESTION asks the model before and after",
-    "reference_free": "leave it out",
-    "force_use_ref_model": "leave it out",
-    "model_adapter_name": "leave it out: --model_name_or_path takes an adapter to be trained further",
-    "ref_adapter_name": "leave it out: the reference is the adapter as it was at the start",
+    "overwrite_output_dir": "leave the argument out: a run that overwrites a finished one prints a note",
+    "save_safetensors": "leave the argument out: weights are saved as safetensors",
+    "logging_dir": "leave the argument out, or set TENSORBOARD_LOGGING_DIR",
+    "fp16_opt_level": "leave the argument out: --dtype float16 trains with torch's own autocast",
+    "use_liger": "leave the argument out: fused layers (--fuse, the default) have kernels for the same operations",
+    "use_ipex": "leave the argument out: --device xpu runs on torch's own kernels",
+    "jit_mode_eval": "leave the argument out, or --torch_compile True",
+    "tpu_num_cores": "leave the argument out",
+    "past_index": "leave the argument out",
+    "mp_parameters": "leave the argument out",
+    "ray_scope": "leave the argument out",
+    "tokenizer": "leave the argument out: the tokenizer is the model's; give --chat_template_path for another template",
+    "tokenizer_name": "leave the argument out: the tokenizer is the model's; give --chat_template_path for another template",
+    "max_prompt_length": "leave the argument out, or give --max_length for prompt and completion together",
+    "max_target_length": "leave the argument out, or give --max_length for prompt and completion together",
+    "dataset_batch_size": "leave the argument out",
+    "num_of_sequences": "leave the argument out: --packing True fills rows of --max_length",
+    "chars_per_token": "leave the argument out: --packing True fills rows of --max_length",
+    "label_pad_token_id": "leave the argument out: padding has the label -100",
+    "padding_value": "leave the argument out: rows are padded with the tokenizer's padding token",
+    "is_encoder_decoder": "leave the argument out: isotype reads the model's config",
+    "generate_during_eval": "leave the argument out; --ask QUESTION asks the model before and after",
+    "reference_free": "leave the argument out",
+    "force_use_ref_model": "leave the argument out",
+    "model_adapter_name": "leave the argument out: --model_name_or_path takes an adapter to be trained further",
+    "ref_adapter_name": "leave the argument out: the reference is the adapter before the training",
     "rpo_alpha": "--loss_type sigmoid sft --loss_weights 1.0 ALPHA",
-    "vllm_device": "leave it out, or --vllm_mode colocate",
+    "vllm_device": "leave the argument out, or --vllm_mode colocate",
 }
 """Name of a removed argument -> what to write instead."""
 
@@ -248,7 +248,7 @@ def renamed(flag: str, names: Collection[str]) -> Problem | None:
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:
         fix = f"--{new} {value or 'VALUE'}"
-        return Problem(f"{flag}: renamed", f"its name in transformers 5 and TRL 1: --{new}", fix)
+        return Problem(f"{flag}: renamed", f"the name in transformers 5 and TRL 1: --{new}", fix)
     if old in REMOVED and old not in names:
         return Problem(f"{flag}: removed", "an argument that transformers 5 or TRL 1 has", REMOVED[old])
     return None

@@ -376,4 +376,6 @@ def _taken(path: Path, holder: bytes) -> UsageError:
     except (ValueError, KeyError, TypeError):
         pass  # the other process has locked the file and not yet described itself
     what, fix = f"{path.parent} is written by {who}", f"{stop}, or name another folder"
-    return UsageError.of("another run writes into the output directory", what, "one run in a folder", fix)
+    return UsageError.of(
+        "another run writes into the output directory", what, "only one run that writes to a folder", fix
+    )

@@ -135,7 +135,7 @@ def pattern_problems(
             )
     except subprocess.TimeoutExpired as late:
         pattern = list(slow)[int((late.stdout or b"0").split()[-1])]
-        expected = f"one that names are matched by in less than {_SECONDS} seconds"
+        expected = f"an expression that matches names in less than {_SECONDS} seconds"
         yield Problem(
             f"{slow[pattern]} {pattern!r:.80}", expected, "leave out repeats of repeats, such as (.*)*"
         )

@@ -32,7 +32,7 @@ class NamePart:
     own_kernels: bool = False
 
 
-_IN_BLOCKS = "both moments are quantized in blocks; small tensors keep theirs in float32"
+_IN_BLOCKS = "both moments are quantized in blocks; small tensors keep their moments in float32"
 _LOW_RANK = "moments of gradients projected to a low rank"
 
 NAME_PARTS: tuple[NamePart, ...] = (

@@ -33,7 +33,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
     """
     if arguments.pop("trust_remote_code", False):
         expected = "a model and a tokenizer whose classes transformers has"
-        fix = "leave it out; to use code that you trust, load the model yourself and give the nn.Module"
+        fix = "leave trust_remote_code out; to use code that you trust, load the model yourself and give the nn.Module"
         raise UsageError.of("code of a checkpoint is not run", "trust_remote_code=True", expected, fix)
     name = str(kind.__name__)
     if automatic := name.startswith("Auto"):

@@ -123,7 +123,7 @@ def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | Non
         return _prepare_saved(files[0], split, job, columns)
     if len(kinds) > 1:
         what = f"split '{split}' of '{local.name}' is made of {quoted(path.name for path in files)}"
-        fix = "keep one kind, or name a single file"
+        fix = "keep files of one kind, or name a single file"
         return Prepared([Problem(what, "files of one kind in a split", fix)])
     return _prepare_parquet(files, job, columns) if kinds == {PARQUET} else _prepare_text(files, job, columns)
 
@@ -266,7 +266,7 @@ def _parquet_problem(path: Path) -> Problem | None:
     import pyarrow.parquet
 
     expected = "a parquet file"
-    fix = "write it again with a parquet library, or give the file its true suffix"
+    fix = "write the file again with a parquet library, or give it the right suffix"
     try:
         with path.open("rb") as file:
             head = file.read(16)
@@ -292,7 +292,7 @@ def _prepare_saved(folder: Path, split: str, job: Job, columns: Sequence[str] | 
     except (OSError, ValueError, KeyError, pyarrow.ArrowInvalid) as error:
         failure = f"split '{split}': the directory '{folder}' cannot be read: {first_line(error)}"
         expected = "a complete data set that save_to_disk wrote"
-        return Prepared([Problem(failure, expected, "save it again with save_to_disk")])
+        return Prepared([Problem(failure, expected, "save the data set again with save_to_disk")])
     return opened(dataset, [(f"split '{split}'", None)], job, columns)
 
 

@@ -120,7 +120,7 @@ _TURNS = Column(
     lambda value: messages_fault(value) if isinstance(value, list) else _text_fault(value),
     'write "…", or [{"role": "user", "content": "…"}, …]',
 )
-TEXT = Column("text", _text_fault, 'write it as text: "…"')
+TEXT = Column("text", _text_fault, 'write the cell as text: "…"')
 _IDS = Column(
     "a list of token ids", _ids_fault, "write whole numbers of at least 0, as a tokenizer returns them"
 )
@@ -189,7 +189,7 @@ def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | No
     return Problem(
         f"'{plain[0]}' is text but '{spoken}' is a list of messages",
         f"one kind of value in {', '.join(map(repr, names))}",
-        "write all of them as text, or all as messages",
+        "write all turns as text, or all as messages",
     )
 
 
@@ -250,7 +250,7 @@ def _part_problem(column: str, part: Mapping[str, Any], sees: bool) -> Problem |
         if isinstance(text, str) or (kind == "thinking" and text is not None):
             return None
         what = f"{holds} a part whose '{kind}' is {describe(text)}"
-        return Problem(what, "text", "write it as text, or remove the part")
+        return Problem(what, "text", "write the content as text, or remove the part")
     if kind == "image" and sees:
         return None
     fix = "write the part as text, or remove it: nothing of it would be trained"

@@ -274,11 +274,19 @@ def survey(
     return result
 
 
-_ALL_ALIKE = "write all of them as text, or as numbers"
+_ALL_ALIKE = "write all values of the column as text, or as numbers"
 _UNFIT = {
     MIXED: ("changes its kind of value", "one kind of value in a column", _ALL_ALIKE),
-    HUGE: ("holds a whole number beyond 64 bits", "whole numbers of at most 64 bits", "write it as text"),
-    DEEP: ("is nested too deeply", f"at most {DEEPEST} lists and objects in one another", "write it as text"),
+    HUGE: (
+        "holds a whole number beyond 64 bits",
+        "whole numbers of at most 64 bits",
+        "write the number as text",
+    ),
+    DEEP: (
+        "is nested too deeply",
+        f"at most {DEEPEST} lists and objects in one another",
+        "write the value as text",
+    ),
 }
 
 

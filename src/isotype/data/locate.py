@@ -142,7 +142,7 @@ def _find_embedded(name: str) -> LocalData:
 def _find_file(name: str, path: Path, test_split: str) -> LocalData:
     if path.suffix.lower() not in _SUFFIXES:
         unpack = path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
-        fix = "unpack it first" if unpack else "convert it to JSON lines or parquet"
+        fix = "unpack the file first" if unpack else "convert the file to JSON lines or parquet"
         file = f"'{path.name}' is not a kind of file that is read"
         raise data_error(name, [Problem(file, f"a file ending in {', '.join(_SUFFIXES)}", fix)])
     splits = {"train": (path,)}

@@ -135,7 +135,7 @@ def _from_hub(
             )
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         failure = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
-        fix = "check its path, name and split, or name a local file; an unreachable hub needs local files"
+        fix = "check the path, name and split of the data set, or name a local file; an unreachable hub needs local files"
         return [], [Problem(failure, "a hub data set of plain data files", fix)]
     return [("", opened(loaded, [(entry.path, None)], job, only))], []
 
@@ -167,7 +167,7 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
         for part, names, text in zip(parts, required, plain, strict=True)
     )
     expected = "data sets of one form; for sft, conversations with prompts and completions, too"
-    fix = "train on them one after the other, or give an entry `columns` of its own: {prompt: question, completion: answer}"
+    fix = "train on the data sets one after the other, or give an entry `columns` of its own: {prompt: question, completion: answer}"
     raise data_error("datasets", [Problem(held, expected, fix)])
 
 

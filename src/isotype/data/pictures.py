@@ -50,7 +50,7 @@ def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
         return Problem(f"a picture is {describe(value)}", _FORMS, "write its path")
     if value.startswith(("http://", "https://")):
         what = f"the picture '{_short(value)}' is on the network"
-        return Problem(what, "pictures on this machine", "download it first, and write its path")
+        return Problem(what, "pictures on this machine", "download the picture, and write its path")
     if value.startswith("data:"):
         return _decoded(value.partition("base64,")[2], value)
     path = Path(value.removeprefix("file://")).expanduser()
@@ -116,7 +116,7 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
     except FileNotFoundError:
         return Problem(f"there is no picture{shown}", _READABLE, _FIX)
     except UnidentifiedImageError:
-        what = f"the picture{shown} cannot be read: no kind of picture that pillow knows"
+        what = f"the picture{shown} cannot be read: no format that pillow reads"
         return Problem(what, _READABLE, _FIX)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return Problem(f"the picture{shown} cannot be read: {first_line(error)}", _READABLE, _FIX)

@@ -66,7 +66,7 @@ def with_places(
         chats[name] = [pictures.of_turn(turn) if isinstance(turn, Mapping) else turn for turn in chat]
         if name in _ANSWERS and pictures.seen > before:
             expected = "pictures only in prompts: no model answers with one"
-            return Problem(f"column '{name}' holds a picture", expected, "move it to the prompt")
+            return Problem(f"column '{name}' holds a picture", expected, "move the picture to the prompt")
     if pictures.seen:
         # If a question were plain text, TRL would add places for the pictures before it again.
         chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}

@@ -32,17 +32,17 @@ LONGEST_LINE = 1 << 28
 _CHUNK = 1 << 20
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
-_UNPACK = "unpack it first, for example: {} OLD > NEW"
+_UNPACK = "unpack the file first, for example: {} OLD > NEW"
 _KINDS = (
     (b"\x1f\x8b", "a gzip archive", _UNPACK.format("gunzip -c")),
     (b"BZh", "a bzip2 archive", _UNPACK.format("bunzip2 -c")),
     (b"\xfd7zXZ\0", "an xz archive", _UNPACK.format("unxz -c")),
     (b"\x28\xb5\x2f\xfd", "a zstandard archive", _UNPACK.format("zstd -dc")),
     (b"PK\x03\x04", "a zip archive", _UNPACK.format("unzip -p")),
-    (b"PAR1", "a parquet file", "give it the suffix .parquet"),
-    (b"ARROW1", "an Arrow file", "convert it to parquet"),
-    (b"SQLite format 3\0", "a SQLite database", "write its rows as JSON lines"),
-    (b"\x89HDF\r\n", "an HDF5 file", "write its rows as JSON lines"),
+    (b"PAR1", "a parquet file", "give the file the suffix .parquet"),
+    (b"ARROW1", "an Arrow file", "convert the file to parquet"),
+    (b"SQLite format 3\0", "a SQLite database", "write the rows as JSON lines"),
+    (b"\x89HDF\r\n", "an HDF5 file", "write the rows as JSON lines"),
 )  # fmt: skip
 
 _BLANK = " \t\r\n"
@@ -71,7 +71,7 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
                 if length > LONGEST_LINE and path.suffix.lower() not in _WHOLE:
                     what = f"line {lines + 1} is longer than {LONGEST_LINE >> 20} MiB"
                     expected = "examples that can be tokenized at once"
-                    return "", Problem(what, expected, "split it into several examples")
+                    return "", Problem(what, expected, "split the line into several examples")
             pending = len(decoder.getstate()[0])
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
@@ -99,7 +99,7 @@ def unreadable(error: OSError) -> Problem:
 
 def _not_utf8(offset: int, byte: int, guess: str) -> Problem:
     position = f"byte 0x{byte:02x} at offset {offset} is not UTF-8"
-    fix = f"convert it, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
+    fix = f"convert the file, for example: iconv -f {guess} -t UTF-8 OLD > NEW"
     return Problem(position, "a text file in UTF-8", fix)
 
 
@@ -135,7 +135,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         what = f"\\u{ord(error.object[error.start]):04x} is half of a character"
-        return Problem(what, "whole characters", "remove it, or write both halves")
+        return Problem(what, "whole characters", "remove this half, or write both halves")
     return None
 
 
@@ -172,7 +172,7 @@ def _json_line(line: str) -> tuple[Any, Problem | None]:
         return value, _lone_surrogate(line, value)
     except (ValueError, RecursionError) as error:
         if line.strip(_BLANK) == "{":
-            fix = "write each object on one line, or all of them in one array: [{…}, {…}]"
+            fix = "write each object on one line, or all objects in one array: [{…}, {…}]"
             return None, Problem("the object goes on over several lines", "one JSON object per line", fix)
         return None, _not_json(line, error, "one JSON object per line")
 
@@ -240,7 +240,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                     what = plural(len(cells), "cell")
                     yield line, Problem(what, f"{len(header)} cells, one for each column of the header", fix)
         except csv.Error as error:
-            fix = 'quote cells as "…" and double the quotes inside them: ""'
+            fix = 'quote cells as "…" and double the quotes inside of a cell: ""'
             yield start, Problem(f"not CSV: {error}", "comma-separated values (RFC 4180)", fix)
 
 

@@ -98,7 +98,7 @@ def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Probl
         unknown = [name for name in dict.fromkeys(m["from"] for m in value) if name.lower() not in SPEAKERS]
         if unknown:
             what = f"column '{column}' holds a message from {listed(map(repr, unknown))}"
-            fix = "rename it; if the chat template has such a role, write {role, content} messages in a column 'messages'"
+            fix = "rename the speaker; if the chat template has such a role, write {role, content} messages in a column 'messages'"
             return Problem(what, f"one of {', '.join(SPEAKERS)}", fix)
     messages: list[Row] = []
     for message in value:
@@ -121,7 +121,7 @@ def _message(column: str, message: Row) -> Row | Problem:
     calls = _calls(message["value"])
     if calls is None:
         what = f"column '{column}' holds a '{message['from']}' whose 'value' is no call"
-        return Problem(what, f"JSON: {_CALL_FORM}", "correct it, or let 'gpt' say it as text")
+        return Problem(what, f"JSON: {_CALL_FORM}", "correct the call, or write it as a text of 'gpt'")
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 
 

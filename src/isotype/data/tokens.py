@@ -19,7 +19,7 @@ TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
 ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
 
 _LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
-_MASK_FIX = "write 1 for a token that counts and 0 for one that does not"
+_MASK_FIX = "write 1 for a token that counts and 0 for a token that does not"
 _FIXES = {
     "labels": _LABEL_FIX,
     **dict.fromkeys((*_MASKS, "attention_mask"), _MASK_FIX),
@@ -117,7 +117,7 @@ def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
             at = pc.index(bad, True).as_py()
             what = f"column '{name}' holds {values[at].as_py()}"
             expected = "0 or more" if size is None else f"0 to {size - 1}, the ids that the model has"
-            fix = "make the ids with the tokenizer of this model"
+            fix = "compute the ids with the tokenizer of this model"
             if name == "labels":
                 expected, fix = f"{expected}; or {IGNORED}", _LABEL_FIX
             yield start + pc.list_parent_indices(column)[at].as_py(), Problem(what, expected, fix)

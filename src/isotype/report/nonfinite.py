@@ -80,7 +80,7 @@ def _expected(event: NonFinite) -> str:
         if event.scale is None:
             return limit
         plain = number((event.exact or 0.0) / event.scale)
-        return f"{limit}; without the loss scale of {number(event.scale)} it is {plain}"
+        return f"{limit}; without the loss scale of {number(event.scale)} the value is {plain}"
     return {
         "row": "at least one entry that is not -inf",
         "labels": "at least one label that is not ignored",

@@ -174,7 +174,7 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
         return "the size of this device's memory is not known"
     if shown is None:
         return f"{format_share(peak / capacity)} of {format_bytes(capacity)}"
-    return f"the line is the {format_bytes(capacity)} that a step may use"
+    return f"the line marks the {format_bytes(capacity)} that a step may use"
 
 
 def _memory_row(

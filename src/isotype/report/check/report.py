@@ -34,7 +34,7 @@ class Report(Record):
         if not self.errors:
             return None
         problems = [_problem(finding, self.trace.setup) for finding in self.errors]
-        hint = f"print(report) shows the operands; isotype explain {self.errors[0].code} says more"
+        hint = f"print(report) shows the operands; isotype explain {self.errors[0].code} describes the rule"
         return PrecisionError(verdict(self), problems, hint)
 
     def to_json(self) -> str:

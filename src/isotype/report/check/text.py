@@ -207,7 +207,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
     rows += [("note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
-        family = f"; known of its family: {known}" if known else ""
+        family = f"; known of the model's family: {known}" if known else ""
         rows.append(("not seen", f"values may exceed float16's 65,504: they were not measured{family}"))
     return rows
 
