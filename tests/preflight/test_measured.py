@@ -131,3 +131,14 @@ def test_code_that_names_a_gpu_is_not_measured_without_one() -> None:
     report = check(_NamesGpu(), {"x": torch.ones(2, 4)}, device="t4", autocast="float16", verify=False)
     assert report.ranges == "unknown"
     assert any("the model could not be measured on these inputs" in note for note in report.trace.notes)
+
+
+def test_a_model_that_is_not_finite_in_float32_is_said() -> None:
+    """Its float16 values are measured, without those that are not finite: the report must not say less."""
+    made = model()
+    with torch.no_grad():
+        made.model.layers[0].mlp.down_proj.weight.fill_(torch.inf)
+    report = checked(made)
+    (note,) = [note for note in report.trace.notes if note.startswith("value ranges: not finite in float32")]
+    assert "model.layers.0.mlp.down_proj" in note
+    assert note.split(":", 1)[1].strip()[:30] in " ".join(str(report).split())

@@ -372,7 +372,7 @@ _AGAIN = 4 / 3
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return (measured ranges or None, notes): a note says why a step that should be measured is not."""
+    """Return (measured ranges or None, notes): what the measurement leaves out, or why there is none."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()
@@ -382,7 +382,8 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
     logger.info("measuring value ranges, for about %.0f s at most", seconds)
     try:
         with surroundings():
-            return ranges_measure.measure(of_module(model), given_batches(dict(inputs))), ()
+            ranges = ranges_measure.measure(of_module(model), given_batches(dict(inputs)))
+        return ranges, tuple(f"value ranges: {note}" for note in ranges.notes)
     except Exception as error:  # noqa: BLE001 - a check never ends a script: the report says what was not measured
         raised = f"{type(error).__name__}: {first_line(error)}"
         return None, (f"value ranges: the model could not be measured on these inputs, because of {raised}",)
