@@ -16,8 +16,7 @@ tower's dtype among token embeddings of another; a cache was allocated for anoth
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
 **How safe is the fix?** The result is rounded once when it enters the buffer, as the surrounding model rounds
-every other result. The offered fixes return the outputs of the module with the other dtype in the compute
-dtype.
+every other result. The offered fixes cast the outputs of the module with the other dtype to the compute dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
 #1349.

@@ -14,8 +14,8 @@ float32; a mask was made in the default dtype; a cache holds another dtype.
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** Rotating in float32 and rounding the result once is the usual practice. FlashAttention takes 16
-bits only, so there casting to the compute dtype is the only way.
+**How safe is the fix?** Rotating in float32 and rounding the result once is the usual practice. FlashAttention accepts
+16-bit dtypes only: with it, a cast to the compute dtype is the only fix.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """

@@ -1,9 +1,9 @@
 """
 **What it means.** The forward runs, the backward raises: an operator of the backward gets two dtypes.
 
-**Why it happens.** A custom `autograd.Function` computes its gradients by hand. It dequantizes a weight to
-the quantization state's dtype (the checkpoint's), multiplies with a gradient in the compute dtype, or runs
-outside of the autocast that its forward ran in.
+**Why it happens.** A custom `autograd.Function` computes its gradients by hand. It dequantizes a weight to the
+dtype of the quantization state (the checkpoint's dtype) and multiplies it with a gradient in the compute dtype, or it
+runs outside of the autocast region of its forward.
 
 **An example that fails**
 
@@ -18,7 +18,7 @@ outside of the autocast that its forward ran in.
     # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
 
 **How safe is the fix?** Setting the state's dtype loses nothing: the packed codes and their scales are
-untouched. You have to write casts inside of the Function.
+untouched. Only you can write casts inside of the Function.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212.
 """

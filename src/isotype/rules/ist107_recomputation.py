@@ -41,9 +41,7 @@ _mismatches = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield operators with operands of different dtypes in recomputation by gradient checkpointing, and its
-    failures.
-    """
+    """Yield mixed dtypes in a forward that gradient checkpointing recomputes, and a recomputation that fails."""
     yield from _mismatches(trace)
     failure = trace.failure
     if failure is None or not failure.recomputed:
@@ -55,16 +53,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
         fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
     else:
+        how = "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a selective policy"
         fixes = (
             setting("run the step without autocast", "autocast", "None", "unsafe"),
-            advice(
-                "autocast cache",
-                "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a "
-                "selective policy",
-                "cache_enabled=False",
-            ),
+            advice("autocast cache", how, "cache_enabled=False"),
         )
-    kept = "autocast caches the cast of a weight in the forward, and casts it again in the recomputation"
+    cached = "autocast caches the cast of a weight in the forward, and casts it again in the recomputation"
     yield Finding(
         code="IST107",
         severity="error",
@@ -73,7 +67,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         phase=failure.phase,
         source=failure.source,
         cause=f"the forward ran, its recomputation raises {failure.error}",
-        notes=(kept,) if trace.setup.autocast is not None else (),
+        notes=(cached,) if trace.setup.autocast is not None else (),
         fixes=fixes,
         places=(failure.module,),
     )

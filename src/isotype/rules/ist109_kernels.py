@@ -1,5 +1,5 @@
 """
-**What it means.** The operands agree, but the device has no kernel for their dtype.
+**What it means.** The operands have one dtype, but the device has no kernel for it.
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and
 some losses exist in float32 and float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.

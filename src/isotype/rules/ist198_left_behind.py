@@ -1,18 +1,17 @@
 """
 **What it means.** The check could not restore all state that the step's code assigned during the trace.
 
-**Why it happens.** A trace runs the loss and the model's code on fake tensors. Assigned state (attributes,
-globals, containers, memoized results) is restored afterwards. A generator that has advanced cannot be
-restored, nor state inside of another library's objects, or beyond the number of objects that a check
-examines.
+**Why it happens.** A trace runs the loss and the model's code on fake tensors. Afterwards the check restores the
+state that this code assigned: attributes, globals, containers, memoized results. It cannot turn back a generator, nor
+restore state inside of another library's objects or beyond the number of objects that it examines.
 
 **An example**
 
     batches = (load(path) for path in paths)
     isotype.check(model, lambda m: m(next(batches)).mean())     # the first batch is gone
 
-**What to do.** Pass the step's needs by value: draw the batch before, and let the loss use it. Recreate the
-objects named as still holding a tensor of the trace before the real step.
+**What to do.** Draw the batch before the check, and let the loss use this batch. Before the real step, create again
+the objects that the finding names: they may still hold a tensor of the trace.
 
 **How safe is the fix?** Nothing is changed.
 

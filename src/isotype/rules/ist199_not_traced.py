@@ -1,11 +1,11 @@
 """
-**What it means.** The step raised an error that isotype could not explain by a contract and continue
-after. The part before it was judged; the part after it was not seen.
+**What it means.** The step raised an error that no operator's contract explains, and the trace ended there. The part
+of the step before the error was checked, the part after it was not.
 
-**Why it happens.** The model needs values besides dtypes (a loop until convergence, a number read from a
+**Why it happens.** The model needs values and not only dtypes (a loop until convergence, a number that is read from a
 tensor and used as a size), it calls a kernel without a fake implementation, a library is missing, or the
-inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too: then the
-finding is an error, else a warning.
+inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too, so the finding is
+an error; else it is a warning.
 
 **An example**
 
@@ -60,8 +60,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     if blamed is not None:
         yield blamed
         return
-    seen = sum(call.phase == failure.phase for call in trace.calls)
-    was = "was" if seen == 1 else "were"
+    traced = sum(call.phase == failure.phase for call in trace.calls)
+    was = "was" if traced == 1 else "were"
     yield Finding(
         code="IST199",
         severity="error" if error else "warning",
@@ -73,7 +73,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=(
             "no part of the step was checked"
             if failure.phase == "load"
-            else f"{plural(seen, 'operator')} of the {failure.phase} {was} checked before; nothing after {_place(failure)} was",
+            else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked before; nothing after {_place(failure)} was",
         ),
         fixes=(
             advice(

@@ -29,12 +29,12 @@ yk7333/d3po #6; koda-dernet/Side-Step #39.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
@@ -49,33 +49,29 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)
-    moved = tuple(weight for weight in half if weight.was is not None)
-    if half:
-        yield finding_of(
-            "IST301",
-            "error",
-            f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters",
-            half,
-            cause=_cast_by_the_step(moved[0]) if moved == half else "",
-            phase="unscale",
-            op="GradScaler.unscale_",
-            notes=device_says("Attempting to unscale FP16 gradients."),
-            fixes=(*_float32_inputs(moved), *float32_masters(trace, half)),
-        )
-
-
-def _cast_by_the_step(weight: Weight) -> str:
-    assert weight.was is not None
-    return f"{weight.name} is cast from {dtype_name(weight.was)} to {dtype_name(weight.dtype)} by the step's own code"
-
-
-def _float32_inputs(moved: Sequence[Weight]) -> Iterator[Fix]:
-    """Yield the fix for code that casts its parameters to its input's dtype: casting the parameters would not
-    last.
-    """
-    places = modules(moved)
-    if places:
-        yield fix(f"take the inputs of {', '.join(places)} in float32", "input", places, "float32")
+    if not half:
+        return
+    cast = {weight.name: weight.was for weight in half if weight.was is not None}
+    cause, fixes = "", float32_masters(trace, half)
+    if cast:
+        # The step's code casts its parameters to the dtype of its input: a cast of the parameters would not last.
+        places = modules(weight for weight in half if weight.name in cast)
+        text = f"take the inputs of {', '.join(places)} in float32"
+        fixes = (fix(text, "input", places, "float32"), *fixes)
+    if len(cast) == len(half):
+        name, before = next(iter(cast.items()))
+        cause = f"{name} is cast from {dtype_name(before)} to float16 by the step's own code"
+    yield finding_of(
+        "IST301",
+        "error",
+        f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters",
+        half,
+        cause=cause,
+        phase="unscale",
+        op="GradScaler.unscale_",
+        notes=device_says("Attempting to unscale FP16 gradients."),
+        fixes=fixes,
+    )
 
 
 def _refused(trace: Trace) -> tuple[Weight, ...]:

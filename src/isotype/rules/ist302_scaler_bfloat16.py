@@ -37,7 +37,7 @@ from isotype.rules.kit.words import device_says, setting
 TITLE = "GradScaler without float16"
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-_TAKEN = "CUDA refuses bfloat16 gradients here; this device accepts them, but bfloat16 needs no scale"
+_ACCEPTED = "CUDA refuses bfloat16 gradients here; this device accepts them, but bfloat16 needs no scale"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -50,6 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     low = trained(trace, torch.bfloat16)
     if low:
         cuda = setup.profile.kind in ("cuda", "rocm")
+        masters = float32_masters(trace, low)
         yield finding_of(
             "IST302",
             "error" if cuda else "warning",
@@ -57,10 +58,8 @@ def find(trace: Trace) -> Iterator[Finding]:
             low,
             phase="unscale",
             op="GradScaler.unscale_",
-            notes=device_says(_REFUSAL) if cuda else (_TAKEN,),
-            fixes=(*float32_masters(trace, low), without)
-            if fp16
-            else (without, *float32_masters(trace, low)),
+            notes=device_says(_REFUSAL) if cuda else (_ACCEPTED,),
+            fixes=(*masters, without) if fp16 else (without, *masters),
         )
     elif not fp16 and trained(trace) and torch.float16 not in trace.flops:
         yield finding_of(

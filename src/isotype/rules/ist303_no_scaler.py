@@ -35,6 +35,7 @@ from isotype.core.names import agree
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace
 from isotype.rules import ist404_compute_dtype
+from isotype.rules.kit import costs
 from isotype.rules.kit.value_ranges import flushed
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
 
@@ -48,26 +49,25 @@ def find(trace: Trace) -> Iterator[Finding]:
     if setup.scaler or "backward" not in setup.phases or not weights:
         return
     half = trained(trace, torch.float16)
-    if not half and not _computed(trace):
-        return
+    cause, notes = "", list(_measured(trace))
     if half:
-        adam = "adam" in setup.optimizer.lower()
-        epsilon = "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0"
-        notes = (*([epsilon] if adam else []), *_measured(trace))
         message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
-        fixes = tuple(_fixes(trace))
-        yield finding_of("IST303", "warning", message, half, phase="backward", notes=notes, fixes=fixes)
+        if "adam" in setup.optimizer.lower():
+            notes.insert(0, "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0")
+    elif _backward_in_float16(trace):
+        message = "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero"
+        autocast = setup.autocast == torch.float16
+        cause = f"{'autocast to float16' if autocast else 'float16 compute'} without a GradScaler"
+    else:
         return
     yield finding_of(
         "IST303",
         "warning",
-        "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero",
-        weights,
-        cause="autocast to float16 without a GradScaler"
-        if setup.autocast == torch.float16
-        else "float16 compute without a GradScaler",
+        message,
+        half or weights,
+        cause=cause,
         phase="backward",
-        notes=tuple(_measured(trace)),
+        notes=tuple(notes),
         fixes=tuple(_fixes(trace)),
     )
 
@@ -83,9 +83,9 @@ def _measured(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:
-    """Yield float32 masters for 16-bit ones, which a GradScaler refuses, and a scaler for float16 compute.
+    """Yield fixes to float32 masters, since a GradScaler refuses 16-bit ones, and to a scaler for float16 compute.
 
-    A step that computes in bfloat16 or float32 with float32 masters has nothing to scale (IST302).
+    A step that computes in bfloat16 or float32 with float32 masters needs no scaler (IST302).
     """
     compute = trace.setup.autocast or trace.setup.compute
     scale = Action("setting", "scaler", "True")
@@ -94,25 +94,17 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
         yield Fix("scale the loss with a GradScaler", "safe", actions=(scale,))
         return
     for fix in float32_masters(trace, low):
-        cast = next((parse_dtype(each.value) for each in fix.actions if each.kind == "setting"), compute)
+        cast = next((parse_dtype(act.value) for act in fix.actions if act.kind == "setting"), compute)
         if cast != compute:
             continue  # autocast to the masters' former dtype, not to the model's
-        if compute != torch.float16:
-            yield fix
-        else:
-            yield replace(
-                fix, description=f"{fix.description}, with a GradScaler", actions=(*fix.actions, scale)
-            )
+        if compute == torch.float16:
+            text = f"{fix.description}, with a GradScaler"
+            fix = replace(fix, description=text, actions=(*fix.actions, scale))
+        yield fix
 
 
-def _computed(trace: Trace) -> int:
-    """Return the FLOPs of the backward in float16, without those of 4-bit layers that only IST404 covers."""
+def _backward_in_float16(trace: Trace) -> bool:
+    """Return whether a matmul of the backward runs in float16, apart from those of 4-bit layers, see IST404."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
-    return sum(
-        call.flops * call.repeats
-        for call in trace.calls
-        if call.phase == "backward"
-        and call.results
-        and call.results[0][0] == torch.float16
-        and call.module not in other
-    )
+    backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
+    return any(costs.run_dtype(call) == torch.float16 for call in backward)

@@ -1,9 +1,9 @@
 """
 **What it means.** Trainable parameters are not in the policy's master dtype: a trainer cast them after
 their creation (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them
-float32, or they took the base's dtype.
+float32, or they were created in the base model's dtype.
 
-**Why it is bad.** 16-bit masters lose updates smaller than half their spacing (IST801); 32-bit ones take
+**Why it is bad.** 16-bit masters lose updates smaller than half their spacing (IST801), and 32-bit masters take
 twice the planned memory. Under float16 autocast, bfloat16 parameters have fewer digits than the arithmetic
 around them.
 
@@ -31,9 +31,10 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.records.finding import Finding, Fix
-from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import casts, count, finding_of, float32_masters, trained
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.weight_sets import cast_fix, count, finding_of, float32_masters, trained
+from isotype.rules.kit.words import safety_of_cast
 
 TITLE = "Trainable parameters in another dtype than the policy's masters"
 
@@ -52,6 +53,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not wrong:
         return
     dtypes = " and ".join(sorted({dtype_name(weight.dtype) for weight in wrong}))
+    exact = ", in which every value is exact" if safety_of_cast(wrong, master) == "safe" else ""
+    cast = cast_fix(f"cast the trainable parameters to {dtype_name(master)}{exact}", wrong, master)
     yield finding_of(
         "IST304",
         "warning",
@@ -59,15 +62,5 @@ def find(trace: Trace) -> Iterator[Finding]:
         f"{dtype_name(master)}: {dtypes}",
         wrong,
         phase="optimizer",
-        fixes=float32_masters(trace, wrong) if master == torch.float32 else (_cast(wrong, master),),
-    )
-
-
-def _cast(weights: tuple[Weight, ...], master: torch.dtype) -> Fix:
-    exact = all(weight.exact_in == master for weight in weights)
-    name = dtype_name(master)
-    return Fix(
-        f"cast the trainable parameters to {name}" + (", in which every value is exact" if exact else ""),
-        "safe" if exact else "unsafe",
-        actions=casts(weights, master),
+        fixes=float32_masters(trace, wrong) if master == torch.float32 else (cast,),
     )

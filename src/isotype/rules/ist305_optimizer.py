@@ -85,7 +85,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return `[3]` for `grads[3]`: operators on lists have the tensors of one parameter at the same index."""
+    """Return `[3]` for `grads[3]`: in operators on lists, the tensors of one parameter have the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 
@@ -95,31 +95,27 @@ def _mismatched(call: Call) -> Operand:
     updated: dict[str, torch.dtype] = {}
     for operand in floats:
         updated.setdefault(_entry(operand), operand.dtype)
-    other = [each for each in floats if each.shape and each.dtype != updated[_entry(each)]]
-    entries = {_entry(each) for each in other}
-    kept = [each for each in floats if each.origin.kind == "outside" and _entry(each) in entries]
-    gradients = [each for each in other or floats if each.origin.kind == "gradient"]
-    return (kept or gradients or other or list(call.operands))[0]
+    other = [operand for operand in floats if operand.shape and operand.dtype != updated[_entry(operand)]]
+    entries = {_entry(operand) for operand in other}
+    state = [o for o in floats if o.origin.kind == "outside" and _entry(o) in entries]
+    gradients = [operand for operand in other or floats if operand.origin.kind == "gradient"]
+    return (state or gradients or other or list(call.operands))[0]
 
 
 def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
-    """Return the parameter of a gradient operand, by its neighbours or origin; "" for other operands."""
+    """Return the name of the parameter of a gradient, from its neighbours or its origin; "" for other operands."""
     if operand.origin.kind != "gradient":
         return ""
-    beside = [each.origin for each in call.operands if _entry(each) == _entry(operand)]
-    origins = [each for each in beside if each.kind == "parameter"] + list(operand.origin.path())
-    return next((each.name for each in origins if each.kind == "parameter" or each.name in trace.owners), "")
+    neighbours = (other.origin for other in call.operands if _entry(other) == _entry(operand))
+    origins = [*(origin for origin in neighbours if origin.kind == "parameter"), *operand.origin.path()]
+    return next((o.name for o in origins if o.kind == "parameter" or o.name in trace.owners), "")
 
 
 def _cause(call: Call, mismatched: Operand, trace: Trace) -> str:
-    dtype = dtype_name(mismatched.dtype)
-    if mismatched.origin.kind == "gradient":
-        return f"the gradient of {_parameter(call, mismatched, trace) or mismatched.origin.name} is {dtype}"
-    return (
-        f"{mismatched.origin.name} is {dtype}"
-        if mismatched.origin.kind == "outside"
-        else cause_text(mismatched.origin.cause, trace.owners)
-    )
+    origin, dtype = mismatched.origin, dtype_name(mismatched.dtype)
+    if origin.kind == "gradient":
+        return f"the gradient of {_parameter(call, mismatched, trace) or origin.name} is {dtype}"
+    return f"{origin.name} is {dtype}" if origin.kind == "outside" else cause_text(origin.cause, trace.owners)
 
 
 def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:

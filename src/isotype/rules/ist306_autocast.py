@@ -3,7 +3,7 @@
 set `fp16=True` by itself, or a flag was not passed on.
 
 **Why it is bad.** The run is not the requested one. float16 in place of bfloat16 overflows above 65504;
-bfloat16 in place of float16 runs in software on devices without it.
+bfloat16 in place of float16 is emulated in software on devices without bfloat16.
 
 **An example that fails**
 

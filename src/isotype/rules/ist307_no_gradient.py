@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from isotype.core.names import short
+from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, Fix, in_library
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
@@ -56,30 +56,34 @@ def find(trace: Trace) -> Iterator[Finding]:
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return
-    by_function: dict[str, list[Unreached]] = {}
-    for each in trace.unreached:
-        if each.ignored:
-            continue
-        by_function.setdefault(each.function, []).append(each)
-    for function, unreached in by_function.items():
+    by_function = grouped((part for part in trace.unreached if not part.ignored), lambda part: part.function)
+    for function, parts in by_function.items():
+        weights = [trace.owners[part.weight] for part in parts]
         why = _in_function if function else _without_gradients
-        yield _finding(
-            trace, refused, [trace.owners[each.weight] for each in unreached], *why(trace, unreached)
-        )
-    left_out = set(_left_out(trace))
+        yield _finding(trace, refused, weights, *why(trace, parts[0], _named(weights)))
+    ignored = [trace.owners[part.weight] for part in trace.unreached if part.ignored]
+    left_out = _left_out(trace, ignored)
+    unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
-        weights = [trace.owners[name] for name in sorted(left_out)]
-        yield _finding(trace, None, weights, *_not_repeated(weights))
-    ignored = [
-        each
-        for each in trace.unreached
-        if each.ignored and each.weight not in left_out and trace.owners[each.weight].adapter
-    ]
-    if ignored and refused is None and trace.reached:
-        weights = [trace.owners[each.weight] for each in ignored]
-        yield replace(_finding(trace, None, weights, *_ignored(trace, ignored)), severity="note")
+        how = (
+            "the forward switches them on by a context manager or a flag: keep it on in the backward, too, "
+            "or checkpoint with use_reentrant=False, which raises an error"
+        )
+        cause = (
+            f"the forward uses {_named(left_out)}; gradient checkpointing computes its layer again without it"
+        )
+        yield _finding(trace, None, left_out, cause, (advice("use_reentrant", how),))
+    if unused and refused is None and trace.reached:  # the pooling head of a vision tower
+        how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
+        cause = f"the loss does not depend on what is computed with {_named(unused)}"
+        finding = _finding(trace, None, unused, cause, (advice("exclude_modules", how),))
+        yield replace(finding, severity="note")
     if not by_function and (refused is not None or (trace.reached == 0 and trained(trace))):
         yield _none_reached(trace, refused)
+
+
+def _named(weights: Iterable[Weight]) -> str:
+    return and_its_like(weight.name for weight in weights)
 
 
 def _finding(
@@ -99,10 +103,8 @@ def _finding(
     return finding if refused is None else replace(finding, op=refused.op, phase=refused.phase)
 
 
-def _in_function(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """Return (cause, fixes) of reentrant gradient checkpointing, or another function with its own backward."""
-    first = unreached[0]
-    named = and_its_like(each.weight for each in unreached)
+def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, Iterator[Fix]]:
+    """Return (cause, fixes) for reentrant gradient checkpointing, or another function with its own backward."""
     cause = (
         f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
     )
@@ -114,49 +116,24 @@ def _required(trace: Trace, unreached: Unreached) -> Iterator[Fix]:
     embeddings = [name for name in unreached.behind if "Embedding" in trace.modules.get(name, "")]
     for name in dict.fromkeys((*embeddings[-1:], *unreached.behind[-1:])):
         yield fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
-    yield advice(
-        unreached.function,
-        "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()",
-        "use_reentrant=False",
-    )
+    how = "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()"
+    yield advice(unreached.function, how, "use_reentrant=False")
 
 
-def _without_gradients(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """Return (cause, fixes) of `torch.no_grad()` around a trained part of the model."""
-    first = unreached[0]
-    named = and_its_like(each.weight for each in unreached)
+def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str, Iterator[Fix]]:
+    """Return (cause, fixes) for `torch.no_grad()` around a trained part of the model."""
     how = f"run {first.module or 'it'} outside of torch.no_grad(){_at(first)}, or freeze what is not trained"
     return f"gradients are off where {named} is used{_at(first)}", iter((advice(first.weight, how),))
 
 
-def _ignored(trace: Trace, unreached: Sequence[Unreached]) -> tuple[str, Iterator[Fix]]:
-    """Return (cause, fixes) of a part of the model with an unused result, such as a vision tower's pooling head."""
-    named = and_its_like(each.weight for each in unreached)
-    how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
-    return f"the loss does not depend on what is computed with {named}", iter(
-        (advice("exclude_modules", how),)
-    )
-
-
-def _left_out(trace: Trace) -> Iterator[str]:
-    """Yield parameters without a gradient whose layer is computed again in the backward, but without them."""
-    again = [call for call in trace.calls if call.recomputed]
-    layers = {layer_of(call.module) for call in again}
-    used = {operand.origin.name for call in again for operand in call.operands}
-    for each in trace.unreached:
-        if each.ignored and layer_of(each.weight) in layers and each.weight not in used:
-            yield each.weight
-
-
-def _not_repeated(weights: Sequence[Weight]) -> tuple[str, Iterator[Fix]]:
-    """Return (cause, fixes) of gradient checkpointing that computes something else again than the forward has."""
-    named = and_its_like(weight.name for weight in weights)
-    how = (
-        "the forward switches them on by a context manager or a flag: keep it on in the backward, too, "
-        "or checkpoint with use_reentrant=False, which raises an error"
-    )
-    cause = f"the forward uses {named}; gradient checkpointing computes its layer again without it"
-    return cause, iter((advice("use_reentrant", how),))
+def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
+    """Return the parameters without a gradient whose layer is computed again in the backward, but without them."""
+    recomputed = [call for call in trace.calls if call.recomputed]
+    layers = {layer_of(call.module) for call in recomputed}
+    used = {operand.origin.name for call in recomputed for operand in call.operands}
+    inside = (weight for weight in ignored if layer_of(weight.name) in layers)
+    left_out = (weight for weight in inside if used.isdisjoint((weight.name, *weight.tied)))
+    return sorted(left_out, key=lambda weight: weight.name)
 
 
 def _at(unreached: Unreached) -> str:
@@ -164,9 +141,7 @@ def _at(unreached: Unreached) -> str:
 
 
 def _none_reached(trace: Trace, refused: Call | None) -> Finding:
-    """Return the finding if nothing is trainable, no trainable parameter is used, or the loss is detached
-    from them.
-    """
+    """Return the finding for a frozen adapter, an unused trainable parameter, or a detached loss."""
     weights = trained(trace)
     if not weights:
         frozen = [weight for weight in trace.weights if weight.adapter and weight.dtype.is_floating_point]
@@ -184,7 +159,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     }
     taking_part = [weight for weight in weights if used.intersection((weight.name, *weight.tied))]
     if not taking_part:
-        named = and_its_like(weight.name for weight in weights)
+        named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
     cut = _cut(trace)

@@ -1,10 +1,10 @@
 """
-**What it means.** A 4-bit layer's quantization state has the dtype to which its weight is dequantized, and
-it is not the layer's compute dtype. The state is saved with the checkpoint: loading with another `dtype=`
+**What it means.** The quantization state of a 4-bit layer names the dtype to which the weight is dequantized, and
+this dtype is not the layer's compute dtype. The state is saved with the checkpoint: loading with another `dtype=`
 does not change it, and neither does `.to()`.
 
-**Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, a copy of the whole weight.
-Other code that dequantizes (fused LoRA kernels, merges, widened layers) gets the state's dtype, but
+**Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, which copies the whole weight.
+Other code that dequantizes (fused LoRA kernels, merges, widened layers) gets weights in the state's dtype, but
 activations in another: `expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16`.
 
 **An example that fails**
@@ -42,8 +42,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Yield 4-bit layers by (state dtype, compute dtype) if the two differ."""
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
     for weight, state in quantized(trace):
-        # A compute dtype of float32 belongs to IST404: there the state is right and the layer is not. So does
-        # another 16-bit dtype than the model's if the state has the model's.
+        # IST404 reports a compute dtype of float32, and a state of the model's dtype in a layer of another dtype.
         right = state.state in (None, state.compute, trace.setup.compute)
         if state.state is not None and state.compute in HALVES and not right:
             stale.setdefault((state.state, state.compute), []).append(weight)

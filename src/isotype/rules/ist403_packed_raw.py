@@ -35,9 +35,9 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, plural, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import Call, Failure, Operand, Trace, Weight
+from isotype.records.trace import Call, Failure, Operand, Quantization, Trace, Weight
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of
+from isotype.rules.kit.weight_sets import count, finding_of, quantized
 from isotype.rules.kit.words import advice, device_says
 
 TITLE = "Packed codes used as a weight"
@@ -45,25 +45,23 @@ CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
-# torch's errors of a product with one packed column, real and fake: "[32, 64] X [1, 1024]", "(32x64 and
-# 1x1024)".
+# torch's errors of a product with one packed column, fake and real: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield cast or dense tensors in place of codes, products with codes, and failures explained by codes."""
-    cast = [weight for weight in trace.weights if _was_cast(weight)]
+    cast = [(weight, dtype_name(state.packed)) for weight, state in quantized(trace) if _was_cast(state)]
     if cast:
-        kept = cast[0].quantization
-        assert kept is not None
+        first, dtype = cast[0]
         yield finding_of(
             "IST403",
             "error",
-            f"{agree(count(cast), 'quantized weight', 'hold')} {dtype_name(kept.packed)} values where packed codes belong",
-            cast,
-            cause=f"{cast[0].name} was assigned or cast to {dtype_name(kept.packed)}",
-            fixes=(advice(cast[0].module, "load the model again and leave packed weights as they are"),),
+            f"{agree(count(w for w, _ in cast), 'quantized weight', 'hold')} {dtype} values where packed codes belong",
+            [weight for weight, _ in cast],
+            cause=f"{first.name} was assigned or cast to {dtype}",
+            fixes=(advice(first.module, "load the model again and leave packed weights as they are"),),
         )
     rounded = _activations_as_codes(trace)
     if rounded:
@@ -72,7 +70,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if products:
         yield _product(*products[0], len(products))
         return
-    # A plain layer with packed codes fails by its shapes, before dtypes are compared.
+    # The shapes of packed codes make a plain layer fail before its dtypes are compared.
     bare = [w for w in trace.weights if not w.buffer and w.quantization is None and _is_bare(w)]
     if bare:
         yield finding_of(
@@ -88,8 +86,21 @@ def find(trace: Trace) -> Iterator[Finding]:
                 ),
             ),
         )
-    elif trace.failure is not None:
-        yield from _failed(trace, trace.failure)
+    failure = trace.failure
+    explanation = None if bare or failure is None else _cause(failure, trace.owners)
+    if failure is not None and explanation is not None:
+        cause, fix = explanation
+        yield Finding(
+            "IST403",
+            "error",
+            "packed codes are used as a weight",
+            module=failure.module,
+            phase=failure.phase,
+            source=failure.source,
+            cause=cause,
+            notes=(f"the step ends with {failure.error}", "nothing after it was checked"),
+            fixes=(fix,),
+        )
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
@@ -98,11 +109,10 @@ def explains(trace: Trace, failure: Failure) -> bool:
     return layer is not None or _cause(failure, trace.owners) is not None
 
 
-def _was_cast(weight: Weight) -> bool:
-    kept = weight.quantization
-    if kept is None or not kept.present:
-        return False
-    return kept.packed != kept.storage if kept.storage is not None else kept.packed.is_floating_point
+def _was_cast(state: Quantization) -> bool:
+    if state.storage is None:
+        return state.present and state.packed.is_floating_point
+    return state.present and state.packed != state.storage
 
 
 def _is_bare(weight: Weight) -> bool:
@@ -145,17 +155,12 @@ def _activations_as_codes(trace: Trace) -> list[Call]:
     for call in trace.calls if codes else ():
         if call.op == "aten._to_copy.default" and call.phase in ("forward", "generate"):
             operand, result = call.operands[0], call.results[0][0]
-            if (
-                result in _CODES
-                and operand.dtype.is_floating_point
-                and not any(r in before for r in _ROUNDING)
-            ):
-                if call.module and any(
-                    dtype == result and module.startswith(f"{call.module}.") for module, dtype in codes
-                ):
-                    by_source.setdefault(call.source, []).append(call)
-            elif result.is_floating_point and operand.dtype in _CODES:
+            if result.is_floating_point and operand.dtype in _CODES:
                 back.add(operand.origin.cause.source)
+            elif operand.dtype.is_floating_point and not any(name in before for name in _ROUNDING):
+                inside = f"{call.module}."
+                if any(dtype == result and module.startswith(inside) for module, dtype in codes):
+                    by_source.setdefault(call.source, []).append(call)
         before = call.op
     return [call for source, calls in by_source.items() if source in back for call in calls]
 
@@ -187,37 +192,17 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
     )
 
 
-def _failed(trace: Trace, failure: Failure) -> Iterator[Finding]:
-    explanation = _cause(failure, trace.owners)
-    if explanation is None:
-        return
-    cause, fix = explanation
-    yield Finding(
-        "IST403",
-        "error",
-        "packed codes are used as a weight",
-        module=failure.module,
-        phase=failure.phase,
-        source=failure.source,
-        cause=cause,
-        notes=(f"the step ends with {failure.error}", "nothing after it was checked"),
-        fixes=(fix,),
-    )
-
-
 def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | None:
-    """Return (cause by codes of a step's failure, fix); None if codes are not involved."""
+    """Return (cause, fix) of a failure by packed codes; None for another failure."""
     column = _COLUMN.search(failure.error)
     if column is not None:
         columns = int(column[1] or column[2])
         inside = f"{failure.module}." if failure.module else ""
         packed = [w for w in owners.values() if _is_column(w) and w.shape[0] % columns == 0]
         near = next((w for w in packed if w.name.startswith(inside)), None)
-        return (
-            None
-            if near is None
-            else (f"{near.name} holds packed codes, {list(near.shape)}", _unpack(near, failure))
-        )
+        if near is None:
+            return None
+        return f"{near.name} holds packed codes, {list(near.shape)}", _unpack(near, failure)
     if "only accepts floating point or complex dtypes" not in failure.error:
         return None
     dtype = failure.error.rpartition("torch.")[2]

@@ -1,6 +1,6 @@
 """
-**What it means.** An operator writes to, or reads from, a tensor that the code stores outside of the
-model, in another dtype than the model's.
+**What it means.** An operator reads or writes a tensor that the code stores outside of the model, and this tensor
+has another dtype than the model.
 
 **Why it happens.** A library allocates a scratch buffer once, for the first model (for dequantized weights, a
 cache, a table of positions), and reuses it for the next model. The first model was bfloat16, the second is
@@ -37,7 +37,7 @@ TITLE = "A shared scratch tensor with another dtype"
 
 
 def _is_shared(broken: Broken) -> bool:
-    # Outside tensors in an optimizer are its own state.
+    # A tensor outside of the model that an optimizer uses is the optimizer's state.
     return broken.mismatched.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
 
 

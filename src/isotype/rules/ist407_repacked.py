@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.records.finding import Finding, Fix
-from isotype.records.trace import Trace, Weight
+from isotype.records.finding import Finding, Severity
+from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
 from isotype.rules.kit.words import fix
 
@@ -44,32 +44,25 @@ def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
     if not setup.profile.repacks_4bit:
         return
-    left = [(weight, state.repacking) for weight, state in quantized(trace) if state.repacking is not None]
-    failing = [weight for weight, why in left if why]
-    evaluated = "generate" in setup.phases
+    repacked = [
+        (weight, state.repacking) for weight, state in quantized(trace) if state.repacking is not None
+    ]
+    failing = [(weight, error) for weight, error in repacked if error]
+    weights = [weight for weight, _ in failing or repacked]
+    device = setup.profile.title
+    severity: Severity = "error" if failing else "warning"
     if failing:
-        why = next(why for _, why in left if why)
-        yield finding_of(
-            "IST407",
-            "error" if evaluated else "note",
-            f"an evaluation on {setup.profile.title} raises: bitsandbytes cannot repack "
-            f"{count(failing)} 4-bit weights",
-            failing,
-            cause=f"{failing[0].module}: {why}",
-            fixes=(_keep(failing),),
+        message = (
+            f"an evaluation on {device} raises: bitsandbytes cannot repack {count(weights)} 4-bit weights"
         )
-    elif left and "backward" in setup.phases:
-        weights = [weight for weight, _ in left]
-        yield finding_of(
-            "IST407",
-            "warning" if evaluated else "note",
-            f"the first evaluation on {setup.profile.title} repacks {count(weights)} 4-bit weights, and the new layout "
-            "has no backward",
-            weights,
-            cause=f"bitsandbytes repacks {weights[0].module} when it is evaluated",
-            fixes=(_keep(weights),),
-        )
-
-
-def _keep(weights: list[Weight]) -> Fix:
-    return fix("keep the layout that trains", "layout", modules(weights), "training")
+        cause = f"{weights[0].module}: {failing[0][1]}"
+    elif weights and "backward" in setup.phases:
+        message = f"the first evaluation on {device} repacks {count(weights)} 4-bit weights, and the new layout has no backward"
+        cause = f"bitsandbytes repacks {weights[0].module} when it is evaluated"
+    else:
+        return
+    keep = fix("keep the layout that trains", "layout", modules(weights), "training")
+    evaluated = "generate" in setup.phases
+    yield finding_of(
+        "IST407", severity if evaluated else "note", message, weights, cause=cause, fixes=(keep,)
+    )

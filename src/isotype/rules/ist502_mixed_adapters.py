@@ -1,9 +1,9 @@
 """
 **What it means.** The trained adapters have several dtypes.
 
-**Why it is bad.** The saved adapter file has both dtypes. PEFT loads it in float32 (`autocast_adapter_dtype`)
-or in the base's dtype, so that a resumed run does not continue with the trained values; FSDP refuses to
-flatten them together; small updates are lost in the narrow ones only.
+**Why it is bad.** The saved adapter file has several dtypes. PEFT loads it in float32 (`autocast_adapter_dtype`)
+or in the base model's dtype, so that a resumed run does not continue with the trained values. FSDP refuses to
+flatten parameters of several dtypes together. Adapters in a narrow dtype lose small updates, the others do not.
 
 **Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized
 model to bfloat16, DoRA's magnitudes excepted), an adapter is loaded from a float16 file beside a new one, a

@@ -1,15 +1,15 @@
 """
-**What it means.** A frozen 16-bit weight or buffer is added to in place, outside of the optimizer: an
-adapter is merged into its base, an exponential moving average of trained weights or a statistic is updated.
+**What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it merges an
+adapter into its base, or updates a statistic or an exponential moving average of trained weights.
 
 **Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring
-numbers are lost, larger ones are rounded. A merged model is not base plus adapter, and unmerging does not
-restore the base: merged and unmerged before each rollout, as RL trainers do, the base drifts away (by 1 % of
-its weights' size after one round in bfloat16, by two thirds after a thousand). A moving average with decay
-0.999 takes a thousandth of the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT's
-adapters of parameters (`target_parameters`: experts) are added to the weight in each forward, in the weight's
-dtype: the first updates of a training are the smallest. The delta of every expert and its gradient are
-computed, even for experts without tokens.
+numbers are lost, larger addends are rounded. A merged model is not base plus adapter, and unmerging does not
+restore the base. RL trainers merge and unmerge before each rollout: the base drifts away (by 1 % of its weights' size
+after one round in bfloat16, by two thirds after a thousand). A moving average with decay 0.999 takes a thousandth of
+the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT adds its adapters of parameters
+(`target_parameters`: experts) to the weight in each forward, in the weight's dtype, although the first updates of a
+training are the smallest. It computes the delta of every expert and the gradient of this delta, even for experts
+without tokens.
 
 **Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a
 copy of a 16-bit model; `model.to(bfloat16)` casts buffers along.
@@ -64,14 +64,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Yield sums into frozen 16-bit weights and buffers: merges of adapters, PEFT's deltas of experts, others."""
     formed: dict[str, tuple[Weight, Call]] = {}
     merged: dict[str, tuple[Weight, Call]] = {}
-    kept: dict[str, tuple[Weight, Call]] = {}
+    others: dict[str, tuple[Weight, Call]] = {}
     for call in trace.calls:
         if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
             for weight in _targets(call, trace):
                 formed.setdefault(weight.name, (weight, call))
         if call.phase in ("forward", "generate") and not call.recomputed and _ADDING.match(call.op):
             added = [operand for operand in call.operands if not operand.role.startswith("self")]
-            into = merged if any(_of_adapter(operand, trace) for operand in added) else kept
+            into = merged if any(_of_adapter(operand, trace) for operand in added) else others
             for weight in _targets(call, trace):
                 into.setdefault(weight.name, (weight, call))
     if merged:
@@ -83,15 +83,15 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"whole deltas of adapters are computed and added to {where}: {_LOST}", formed, _FUSE
         )
         yield replace(finding, notes=(*finding.notes, _share(trace)))
-    if kept:
-        what = _tensors(kept, "tensor is", "tensors are")
-        fixes = _float32([weight for weight, _ in kept.values()])
-        yield _finding(f"{what} added to in place outside of the optimizer: {_LOST}", kept, fixes)
+    if others:
+        what = _tensors(others, "tensor is", "tensors are")
+        fixes = _float32([weight for weight, _ in others.values()])
+        yield _finding(f"{what} added to in place outside of the optimizer: {_LOST}", others, fixes)
 
 
 def _share(trace: Trace) -> str:
-    """Return the FLOPs of deltas and of the gradients of whole stacks, in words."""
-    grown = sum(
+    """Return the FLOPs of the deltas and of the gradients of whole stacks, in words."""
+    of_deltas = sum(
         call.flops * call.repeats
         for call in trace.calls
         if call.results
@@ -99,7 +99,7 @@ def _share(trace: Trace) -> str:
         and (_PEFT in call.source or (call.phase == "backward" and "_grouped_mm" in call.op))
     )
     whole = sum(call.flops * call.repeats for call in trace.calls)
-    return f"these deltas and their gradients, of every expert, are {grown / max(whole, 1):.0%} of the step's FLOPs"
+    return f"these deltas and their gradients, of every expert, are {of_deltas / max(whole, 1):.0%} of the step's FLOPs"
 
 
 def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
@@ -141,11 +141,11 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
     return replace(finding, phase=call.phase)
 
 
-def _tensors(updates: dict[str, tuple[Weight, Call]], one: str, many: str) -> str:
-    """Return number and dtype of tensors, in words."""
+def _tensors(updates: dict[str, tuple[Weight, Call]], singular: str, plural: str) -> str:
+    """Return number and dtype of the updated tensors, in words."""
     weights = [weight for weight, _ in updates.values()]
     dtype, number = dtype_name(weights[0].dtype), count(weights)
-    return f"a {dtype} {one}" if number == 1 else f"{number} {dtype} {many}"
+    return f"a {dtype} {singular}" if number == 1 else f"{number} {dtype} {plural}"
 
 
 _FUSE = (advice("experts", "let the adapters act on activations: isotype.fuse(model)"),)
@@ -167,7 +167,8 @@ def _float32(weights: list[Weight]) -> tuple[Fix, ...]:
         *actions("buffer", names(buffers), "float32"),
     )
     what = starred(weights[0].name) + (" and its like" if len(weights) > 1 else "")
+    how = "keep running sums and averages in float32, and cast what is read from them"
     return (
         Fix(f"keep {what} in float32", "safe", actions=to_float32),
-        advice(weights[0].name, "keep running sums and averages in float32, and cast what is read from them"),
+        advice(weights[0].name, how),
     )

@@ -41,7 +41,6 @@ from isotype.rules.kit import slow_dtype
 TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"
 
-
 # Overloads with a result dtype.
 _WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.baddbmm.dtype")
 

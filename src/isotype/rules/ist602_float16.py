@@ -2,9 +2,9 @@
 **What it means.** The step computes in float16, and the device has no fast float16 matmuls: most CPUs, and
 NVIDIA GPUs of compute capability 6.1 and 5.x.
 
-**Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software: its
-float16 matmuls ran 36 times slower than float32's on one with AVX2 and 40 times slower than bfloat16's on one
-with AVX512-BF16, where LoRA of a 135M model took 65 seconds a step against 2. One with AMX runs float16 in
+**Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software. On a CPU with
+AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AVX512-BF16 they ran 40 times slower
+than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. A CPU with AMX runs float16 in
 hardware, as fast as float32 and three times slower than bfloat16. float16 also needs loss scaling.
 
 **Why it happens.** `fp16=True` or a float16 checkpoint in a script for a GPU, run on a CPU for a test.
@@ -17,9 +17,9 @@ hardware, as fast as float32 and three times slower than bfloat16. float16 also 
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** The time of the matmuls by their measured rates (CPUs), or the roofline with float32's rate
-for float16 if the device profile has data-sheet rates. Reported from 1 % of that time on, however few the
-FLOPs.
+**The estimate.** On CPUs, the time of the matmuls by their measured rates; on devices with data-sheet rates, the
+roofline with float32's rate for float16. float16 matmuls are reported if they take 1 % of that time, even if they
+have fewer of the FLOPs.
 
 **How safe is the fix?** To float32: safe. Weights from float16 to bfloat16 lose three bits: unsafe.
 

@@ -16,8 +16,8 @@ wheel was built for another CUDA version than torch's.
     pip install --upgrade "torch>=2.6"
 
 **What is not reported.** Anything for a device that is not in this machine: its libraries are unknown.
-Compared are the requirements that the packages declare, minimum versions that some check only at run time,
-and known pairs with a public link. `isotype doctor` reports the same without a model.
+The rule compares the requirements that packages declare, the minimum versions that some packages check only at run
+time, and known incompatible pairs with a public link. `isotype doctor` reports the same without a model.
 
 **How safe is the fix?** It changes the environment, so only you can do it.
 

@@ -4,8 +4,8 @@ support the dtype of queries, keys and values.
 
 **Why it is bad.** FlashAttention takes float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0
 and later and on AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on
-a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". On a CPU there is none. `sdpa`
-selects a slower kernel instead, which materializes all scores or runs in float32.
+a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for CPUs.
+`sdpa` selects a slower kernel instead, which materializes all scores or runs in float32.
 
 **Why it happens.** `attn_implementation="flash_attention_2"` on older hardware, or on a float32 model without
 autocast; float32 norms (PEFT, `prepare_model_for_kbit_training`) that make queries float32.
@@ -18,8 +18,8 @@ autocast; float32 norms (PEFT, `prepare_model_for_kbit_training`) that make quer
 
     AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
 
-**How safe is the fix?** `sdpa` and FlashAttention compute the same attention. The kernel requires a narrower
-dtype for queries, keys and values.
+**How safe is the fix?** `sdpa` and FlashAttention compute the same attention. A cast of queries, keys and values to
+16 bits rounds them, as the flash kernel requires.
 
 **Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406.
 """
@@ -52,11 +52,11 @@ def find(trace: Trace) -> Iterator[Finding]:
     if flash and not _has_flash(trace):
         yield _absent(trace)
         return
-    taken = setup.profile.flash_attention
+    accepted = setup.profile.flash_attention
     fused = (call for call in trace.calls if _is_attention(call))
     for dtype, calls in grouped(fused, lambda call: call.operands[0].dtype).items():
-        wanted = setup.compute in taken and setup.profile.kind != "cpu"
-        if dtype not in taken and dtype.itemsize > setup.compute.itemsize and wanted:
+        wanted = setup.compute in accepted and setup.profile.kind != "cpu"
+        if dtype not in accepted and dtype.itemsize > setup.compute.itemsize and wanted:
             yield _wide(trace, calls, dtype, flash)
 
 

@@ -1,24 +1,23 @@
 """
 **What it means.** The peak of a step's tensors, in any step or evaluation, exceeds the memory available to
-a step: 85 % of a GPU's memory, half of a CPU's, of the free memory if the device is in this machine. Check,
-plan and `--gradient_checkpointing auto` use the same peak and the same share.
+a step: 85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the share is that of its
+free memory. Check, plan and `--gradient_checkpointing auto` use the same peak and the same share.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
 **What is counted.** Every storage once, from its creation until its last tensor is freed, by kind: weights
 with their quantization states, adapters, gradients, optimizer states, activations. From the second step on
-the optimizer's states exist beside the activations, and from a step's second micro-batch on the gradients.
-Not counted: the allocator's rounding and fragmentation, workspaces of kernels, the driver's context (0.3 to
-0.6 GB of a GPU), for which the rest of the memory is reserved.
+the optimizer states exist beside the activations, and from a step's second micro-batch on the gradients too.
+The rest of the memory is reserved for what is not counted: the allocator's rounding and fragmentation, workspaces of
+kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
-**What helps, and by how much.** Estimates, one at a time: gradient checkpointing keeps each of n layers'
-input and the activations of one layer, about `1/n` of the activations and the inputs (Chen et al., "Training
-Deep Nets with Sublinear Memory Cost", 2016); nf4 stores a weight in 4 bits and a float32 scale for 64
-weights, 0.5625 bytes (Dettmers et al., "QLoRA", 2023); frozen float32 weights in 16 bits take half; 8-bit
-optimizer states take a quarter of float32 ones; activations shrink in proportion to batch times length;
-sharded over N devices (FSDP2) each holds 1/N of weights, gradients and optimizer states, its own activations,
-everything outside of the blocks, and up to three whole blocks: one in use, its gathering buffer, and the next
-one's.
+**What helps, and by how much.** The report estimates each saving alone. Gradient checkpointing keeps the inputs of
+all n layers and the activations of one layer, about `1/n` of the activations (Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", 2016). nf4 takes 0.5625 bytes per weight: 4 bits, and a float32 scale for 64 weights (Dettmers
+et al., "QLoRA", 2023). Frozen float32 weights take half in 16 bits, and optimizer states take a quarter in 8 bits.
+Activations shrink in proportion to batch times length. Sharded over N devices (FSDP2), each device holds 1/N of the
+weights, gradients and optimizer states, its own activations, everything outside of the blocks, and up to three whole
+blocks: the block in use, its gathering buffer, and the buffer of the next block.
 
 **An example**
 
@@ -44,11 +43,11 @@ from collections.abc import Iterator
 from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
-from isotype.core.names import format_bytes, plural, stacked
+from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind
-from isotype.records.trace import Trace, Weight
+from isotype.records.trace import Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import HALVES, is_frozen_base
+from isotype.rules.kit.weight_sets import HALVES, is_frozen_base, quantized
 from isotype.rules.kit.words import fix
 
 TITLE = "The step does not fit into the device's memory"
@@ -86,8 +85,8 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def unquantized_experts(trace: Trace) -> Iterator[str]:
-    """Yield a sentence on a quantized model's experts stacked in float parameters, and why."""
-    formats = {weight.quantization.format for weight in trace.weights if weight.quantization is not None}
+    """Yield a sentence on the experts of a quantized model that stay float parameters, and on the reason."""
+    formats = {state.format for _, state in quantized(trace)}
     experts = [
         weight
         for weight in trace.weights
@@ -105,7 +104,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """Yield the largest tensors of the step in words, those of equal layers as one, without views."""
+    """Yield a sentence on each of the largest tensors and weights; equal ones of several layers share a sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
         # The schema of this view does not declare that the result shares its operand's memory.
@@ -121,13 +120,11 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
     for (module, source, dtype, shape), (size, times) in largest:
         where = f"in {module or 'the model'} at {source}"
         yield f"one tensor of {_counted(size, times)}: {dtype} {list(shape)} {where}"
-    weights: dict[tuple[str, str, tuple[int, ...]], list[Weight]] = {}
-    for weight in trace.weights:
-        key_of = (_NUMBERS.sub(".*.", weight.name), dtype_name(weight.dtype), weight.shape)
-        weights.setdefault(key_of, []).append(weight)
-    for (name, dtype, shape), some in sorted(weights.items(), key=lambda item: -item[1][0].bytes)[:_HEAVIEST]:
-        times = sum(weight.repeats for weight in some)
-        yield f"one weight of {_counted(some[0].bytes, times)}: {dtype} {list(shape)} {name}"
+    weights = grouped(trace.weights, lambda w: (_NUMBERS.sub(".*.", w.name), dtype_name(w.dtype), w.shape))
+    heaviest = sorted(weights.items(), key=lambda item: -item[1][0].bytes)[:_HEAVIEST]
+    for (name, dtype, shape), equal in heaviest:
+        times = sum(weight.repeats for weight in equal)
+        yield f"one weight of {_counted(equal[0].bytes, times)}: {dtype} {list(shape)} {name}"
 
 
 def _counted(size: int, times: int) -> str:
@@ -135,7 +132,7 @@ def _counted(size: int, times: int) -> str:
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
-    """Yield the largest savings first, noting whether one alone is enough."""
+    """Yield advice, the largest saving first; advice that is enough alone says so."""
     savings = sorted(_savings(trace), key=lambda saving: -saving[1])
     for advice, saved, target, value in savings:
         enough = ", which is enough" if saved >= over else ""
@@ -182,7 +179,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield the smallest number of devices on which the step fits under FSDP2, with the saving on each."""
+    """Yield the smallest number of devices on which the step fits under FSDP2, with the saving per device."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
@@ -201,10 +198,10 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     stays = sum(peak.get(kind, 0) for kind in ("weights", "adapters", "activations", "inputs", "buffers"))
     stays += outside + 3 * max(groups.values(), default=0) - whole // before
     for devices in _DEVICES:
-        each = stays + sharded // devices
-        if devices > before and setup.limit.holds(each):
+        share = stays + sharded // devices
+        if devices > before and setup.limit.holds(share):
             advice = f"shard it over {devices} devices (--fsdp 2 --devices {devices}; trained with --fsdp full_shard)"
-            yield (advice, trace.memory.peak - each, "devices", str(devices))
+            yield (advice, trace.memory.peak - share, "devices", str(devices))
             return
 
 

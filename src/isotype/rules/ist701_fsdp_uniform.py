@@ -1,6 +1,6 @@
 """
 **What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which
-has one dtype; FSDP2 reduces the gradients of a unit's trained parameters together. The unit has parameters of
+has one dtype; FSDP2 reduces the gradients of a unit's trained parameters together. Here a unit has parameters of
 several dtypes: float32 adapters on a bfloat16 base (FSDP1), norms that were upcast, 4-bit codes packed in another dtype.
 
 **Why it is bad.** FSDP1 raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32` when it
@@ -44,7 +44,7 @@ TITLE = "FSDP over parameters of several dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding for all units of FSDP with several float dtypes: FSDP1's weights, FSDP2's trained weights."""
+    """Yield one finding for all units with several float dtypes among their weights (FSDP1) or trained weights (FSDP2)."""
     version = trace.setup.fsdp
     if version == 2 and trace.setup.policy is None:
         # A policy's model is sharded by isotype, which groups trained weights by dtype.
@@ -54,13 +54,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     # Integer codes belong to IST702.
     floats = (weight for weight in weights if weight.dtype.is_floating_point)
     units = grouped(floats, lambda weight: layer_of(weight.name))
-    mixed = {unit: own for unit, own in units.items() if len({weight.dtype for weight in own}) > 1}
+    mixed = {unit: group for unit, group in units.items() if len({weight.dtype for weight in group}) > 1}
     if not mixed:
         return
     sizes: Counter[torch.dtype] = Counter()
     for weights in mixed.values():
         for weight in weights:
-            # Codes can be packed in any dtype: use that of the others.
+            # Codes can be packed in any dtype, so the dtype of the other weights decides.
             sizes[weight.dtype] += 0 if weight.quantization else weight.bytes // weight.dtype.itemsize
     most = max(sizes, key=lambda dtype: sizes[dtype])
     mismatched = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
@@ -96,7 +96,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     if safe:
         yield cast
     first = trace.setup.fsdp == 1
-    # FSDP2 reduces the gradients of a unit together, so its trained parameters need one dtype there too.
+    # FSDP2 reduces the gradients of a unit together, so trained parameters need one dtype under FSDP2 too.
     if first and len({weight.dtype for weight in trained(trace)}) <= 1:
         yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")
     elif not first or all(weight.trainable for weight in trace.weights if not weight.buffer):

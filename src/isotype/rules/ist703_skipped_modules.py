@@ -2,8 +2,8 @@
 **What it means.** Some batches run a part of the model and others do not: rows with pictures run the vision tower, rows of text alone do not.
 FSDP2 and ZeRO-3 gather the weights of a part when it runs, in all processes together.
 
-**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and starts the next
-collective while the others are in the tower's: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
+**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and starts its next
+collective, while the other processes gather the tower's weights: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
 
 **An example that fails**
 
@@ -31,7 +31,6 @@ from collections.abc import Iterator
 
 from isotype.core.names import listed
 from isotype.records.finding import Finding
-from isotype.records.reach import Parting
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
@@ -49,20 +48,18 @@ def find(trace: Trace) -> Iterator[Finding]:
     else:
         what = "the gradients of some batches do not reach the same modules"
         how = "let every batch use all trained modules: a term of 0 times their result in the loss is enough"
+    notes = ["measured on the first batches of the training data"]
+    if reach.parting is not None:
+        first, other = (call or "is at its end" for call in (reach.parting.first, reach.parting.other))
+        place = f"in collective {reach.parting.at + 1} of the step"
+        notes.insert(0, f"{place} one process {first}, and another {other} (FSDP2 with a fake process group)")
     yield Finding(
         "IST703",
         "error",
         f"{what}: processes that share the model wait for each other",
         module=reach.skipped[0] if reach.skipped else "",
         cause="FSDP gathers the weights of a module in all processes together, when it runs",
-        notes=(*_met(reach.parting), "measured on the first batches of the training data"),
+        notes=tuple(notes),
         fixes=(advice("data_collator", how),),
         places=reach.skipped,
     )
-
-
-def _met(parting: Parting | None) -> Iterator[str]:
-    """Yield the collectives in which two processes meet."""
-    if parting is not None:
-        first, other = (each or "is at its end" for each in (parting.first, parting.other))
-        yield f"in collective {parting.at + 1} of the step one process {first}, and another {other} (FSDP2 with a fake process group)"

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.core.names import starred
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice, and_its_like
@@ -39,22 +38,17 @@ def find(trace: Trace) -> Iterator[Finding]:
     missing = () if trace.reach is None else trace.reach.ungraded
     if setup.devices < 2 or setup.fsdp or setup.find_unused or not missing:
         return
-    names = list(dict.fromkeys(map(starred, missing)))
+    how = "set find_unused_parameters=True, or train only what every batch uses"
     yield Finding(
         "IST705",
         "error",
-        f"DDP waits for the gradients of {and_its_like(names)}, which some batch does not use",
+        f"DDP waits for the gradients of {and_its_like(missing)}, which some batch does not use",
         module=missing[0].rpartition(".")[0],
         phase="backward",
         cause="DDP averages every trainable parameter's gradient over the processes in every step",
         notes=(
             "DDP says: Expected to have finished reduction in the prior iteration before starting a new one",
         ),
-        fixes=(
-            advice(
-                "ddp_find_unused_parameters",
-                "set find_unused_parameters=True, or train only what every batch uses",
-            ),
-        ),
-        places=tuple(missing[:8]),
+        fixes=(advice("ddp_find_unused_parameters", how),),
+        places=missing[:8],
     )

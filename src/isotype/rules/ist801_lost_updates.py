@@ -1,11 +1,11 @@
 """
-**What it means.** Trainable parameters are in 16 bits and the learning rate is below half the spacing of
-that dtype at the parameters' magnitude. An Adam update is about as large as the learning rate, so the sum
-rounds back to the old value; SGD's is the learning rate times the gradient, if that was measured. The spacing
-of bfloat16 at x is 2^(floor(log2 |x|) - 7), of float16 2^(floor(log2 |x|) - 10).
+**What it means.** Trainable parameters are in 16 bits, and their updates are below half the spacing of that dtype at
+the parameters' magnitude, so that the sum rounds back to the old value. An Adam update is about as large as the
+learning rate; an SGD update is the learning rate times the gradient, if the gradient was measured. The spacing at x
+is 2^(floor(log2 |x|) - 7) in bfloat16 and 2^(floor(log2 |x|) - 10) in float16.
 
-**Why it is bad.** Most weights do not change, the larger ones first, especially norms near one; weight decay
-(learning rate times decay) is lost much earlier. The loss falls a little and stops, without an error.
+**Why it is bad.** Most weights do not change. Larger weights are affected first, especially those of norms near one.
+Weight decay (learning rate times decay) is lost much earlier. The loss falls a little and stops, without an error.
 
 **An example that costs**
 
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -59,13 +58,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     lost = [
         weight
         for weight in trained(trace, *HALVES)
-        if _rounds_away(sizes[weight.name].value, weight.dtype, updates[weight.name])
+        if _rounds_away(sizes[weight.name][0], weight.dtype, updates[weight.name])
     ]
     if not lost:
         return
-    worst = max(lost, key=lambda weight: sizes[weight.name].value)
+    worst = max(lost, key=lambda weight: sizes[weight.name][0])
     rate = max(updates[weight.name] for weight in lost)
-    size, known = sizes[worst.name].value, sizes[worst.name].known
+    size, source = sizes[worst.name]
     step = spacing(size, worst.dtype)
     yield finding_of(
         "IST801",
@@ -74,25 +73,16 @@ def find(trace: Trace) -> Iterator[Finding]:
         lost,
         phase="optimizer",
         notes=(
-            f"{worst.name}: {known} near {size:.2g}, where {dtype_name(worst.dtype)} has steps of {step:.1e}",
+            f"{worst.name}: {source} near {size:.2g}, where {dtype_name(worst.dtype)} has steps of {step:.1e}",
         ),
         fixes=tuple(_fixes(trace, lost)),
     )
 
 
-@dataclass(frozen=True)
-class _Size:
-    """Magnitude of a weight's values (0 if unknown), and its source."""
-
-    value: float
-    known: str = "values"
-
-
 def _update(weight: Weight, trace: Trace) -> float:
     """Return the largest change of a weight's values in the first step; infinite if unknown.
 
-    For Adam it is the learning rate, whatever the gradient; for SGD the learning rate times the measured
-    gradient.
+    Adam changes them by the learning rate, whatever the gradient; SGD by the learning rate times the gradient.
     """
     rate, optimizer = trace.setup.learning_rate or 0.0, trace.setup.optimizer.lower()
     if "adam" in optimizer:
@@ -104,29 +94,29 @@ def _update(weight: Weight, trace: Trace) -> float:
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
     """Return the measured range of a weight's module, or of another module; zeros without a measurement."""
     name = base_name(weight.module if module is None else module)
-    known = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
-    return known.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
+    measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
+    return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
 
 
 def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
     return math.isfinite(size) and size > 0 and rate < spacing(size, dtype) / 2
 
 
-def _size(weight: Weight, trace: Trace) -> _Size:
-    """Return the median of a weight's nonzero values, its own or measured; else of its initialization.
+def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
+    """Return the median magnitude of a weight's nonzero values (0 if unknown), and its source in words.
 
-    A DoRA magnitude is the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5):
-    for `n` values with the layer's measured median m it is sqrt(n) m / 0.6745 (for a normal distribution);
-    without a measurement the initialization's deviation is the smaller of transformers' 0.02 and torch's 1 /
-    sqrt(3 n).
+    If the weight has no values and was not measured, the median is that of its initialization. A DoRA magnitude is
+    the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): sqrt(n) m / 0.6745 for a row
+    of `n` normally distributed values with the measured median m. Without a measurement, the deviation of the
+    initialization is the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
     """
     if weight.median_magnitude is not None:
-        return _Size(weight.median_magnitude)
+        return weight.median_magnitude, "values"
     measured = _measured(weight, trace).median_weight
     if measured and not weight.adapter:
-        return _Size(measured, "measured values")
+        return measured, "measured values"
     if "magnitude" not in weight.name:
-        return _Size(0.0)
+        return 0.0, ""
     layer = weight.name.partition("magnitude")[0].rpartition(".")[0]
     inputs = [
         other.shape[1]
@@ -136,26 +126,21 @@ def _size(weight: Weight, trace: Trace) -> _Size:
         and "lora_a" in other.name.lower()
     ]
     if not inputs:
-        return _Size(0.0)
+        return 0.0, ""
     base = _measured(weight, trace, layer).median_weight
     if base:
-        return _Size(math.sqrt(inputs[0]) * base / 0.6745, "by the measured weights of its layer, values")
-    return _Size(
-        min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; initialised, its values are"
-    )
+        return math.sqrt(inputs[0]) * base / 0.6745, "by the measured weights of its layer, values"
+    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; initialised, its values are"
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
     if all(weight.kind == "norm" for weight in lost):
         compute = trace.setup.compute
-        # Autocast or a float32 model accepts float32 norms; a 16-bit one needs their outputs cast.
+        # A float32 model accepts float32 norms, and so does autocast; a 16-bit model needs their outputs cast.
         border = borders(lost, compute) if compute in HALVES else ()
         actions = (*casts(lost, torch.float32), *border)
-        yield Fix(
-            "keep the norms' weights in float32 and their outputs in the compute dtype",
-            "safe",
-            actions=actions,
-        )
-    adapters = [weight for weight in trained(trace, *HALVES) if weight.adapter]
-    everything = list(trained(trace, *HALVES))
-    yield from float32_masters(trace, adapters if all(weight.adapter for weight in lost) else everything)
+        text = "keep the norms' weights in float32 and their outputs in the compute dtype"
+        yield Fix(text, "safe", actions=actions)
+    low = trained(trace, *HALVES)
+    adapters = tuple(weight for weight in low if weight.adapter)
+    yield from float32_masters(trace, adapters if all(weight.adapter for weight in lost) else low)

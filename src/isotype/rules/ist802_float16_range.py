@@ -1,6 +1,6 @@
 """
-**What it means.** float16's largest number is 65504. A weight is infinite already, or becomes so when
-cast; or a norm's gain is so large that its output can exceed the limit: a normalized vector of n values has
+**What it means.** float16's largest number is 65504. A weight is infinite already, or becomes infinite when it is
+cast. Or the weight of a norm is so large that its output can exceed the limit: a normalized vector of n values has
 entries up to sqrt(n), times the largest weight. Or a mask filled with float32's smallest number is cast: its
 fill becomes minus infinity, and the softmax of a fully masked row (padding on the left) becomes NaN.
 
@@ -30,7 +30,7 @@ from dataclasses import replace
 
 import torch
 
-from isotype.core.names import agree, plural, short
+from isotype.core.names import agree, grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
@@ -59,6 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield from _emptied_rows(trace)
     infinite = [weight for weight in trace.weights if _is_infinite(weight)]
     if infinite:
+        how = "load or merge it again in the checkpoint's own dtype: a cast to float16 has overflowed"
         yield finding_of(
             "IST802",
             "error",
@@ -66,12 +67,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             infinite,
             phase="load",
             cause=f"{infinite[0].name} holds {infinite[0].largest}",
-            fixes=(
-                advice(
-                    infinite[0].name,
-                    "load or merge it again in the checkpoint's own dtype: a cast to float16 has overflowed",
-                ),
-            ),
+            fixes=(advice(infinite[0].name, how),),
         )
     if torch.float16 not in (trace.setup.autocast, trace.setup.compute):
         return
@@ -109,9 +105,8 @@ def _emptied_rows(trace: Trace) -> Iterator[Finding]:
     """
     if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
         return
-    emptied = [call for call in trace.calls if call.emptied and call.phase == "forward"]
-    for source in dict.fromkeys(call.source for call in emptied):
-        first, *others = [call for call in emptied if call.source == source]
+    emptied = (call for call in trace.calls if call.emptied and call.phase == "forward")
+    for source, (first, *others) in grouped(emptied, lambda call: call.source).items():
         yield finding_at(
             "IST802",
             "error",

@@ -3,10 +3,10 @@
 `.to(bfloat16)`, `.half()` and DeepSpeed cast buffers along with parameters; `from_pretrained(dtype=…)` does
 not. Autocast computes the product of positions and frequencies in 16 bits if the model does not disable it.
 
-**Why it is bad.** An angle of 2000 radians is rounded to the nearest 8 in bfloat16: the cosine is arbitrary.
-Distant positions become equal, and training and serving disagree, without an error. The timesteps of a
-diffusion model are such numbers too: in bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. Known values of
-the batch are tracked to the sine.
+**Why it is bad.** An angle of 2000 radians is rounded to the nearest multiple of 8 in bfloat16: its cosine is
+arbitrary. Distant positions become equal, and training and serving disagree, without an error. The timesteps of a
+diffusion model are such numbers too: in bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. The check computes
+known values of the batch up to the sine.
 
 **An example that costs**
 
@@ -43,7 +43,7 @@ _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit rotary buffers, and 16-bit products inside rotary modules."""
+    """Yield 16-bit rotary buffers, or angles that were rounded before a sine, and 16-bit products in rotary modules."""
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
     if rounded:
         yield finding_of(
@@ -77,19 +77,24 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _angles(trace: Trace) -> Iterator[Finding]:
-    """Yield sines and cosines of values rounded on the way from the inputs: timesteps, positions, times."""
+    """Yield sines and cosines of timesteps, positions and times that were rounded after the inputs."""
     off = (call for call in trace.calls if call.off > _OFF and not call.recomputed)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
-        line = ":" in at
+        if ":" in at:
+            cause = f"a cast to 16 bit at {short(at)}"
+            keep = fix(f"keep it in float32 at {short(at)}", "line", (at,), "float32")
+        else:
+            cause = f"the input {at} is given in 16 bit"
+            keep = advice(at, "give it as an integer or in float32, and cast what the sines make of it")
         yield finding_at(
             "IST803",
             "warning",
             f"{first.op} of an angle that is off by up to {first.off:.2g} radians: it is computed from a number rounded to 16 bits",
             first,
             calls,
-            cause=f"a cast to 16 bit at {short(at)}" if line else f"the input {at} is given in 16 bit",
-            fixes=_line_or_input(at, line),
+            cause=cause,
+            fixes=(keep,),
         )
 
 
@@ -97,27 +102,16 @@ def _angles(trace: Trace) -> Iterator[Finding]:
 _OFF = 0.5
 
 
-def _line_or_input(at: str, line: bool) -> tuple[Fix, ...]:
-    if line:
-        return (fix(f"keep it in float32 at {short(at)}", "line", (at,), "float32"),)
-    return (advice(at, "give it as an integer or in float32, and cast what the sines make of it"),)
-
-
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
     if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
         return (fix("compute the rotary frequencies again in float32", "buffer", names(rounded), "float32"),)
-    return (
-        advice(
-            rounded[0].module,
-            "compute the frequencies in float32 after the model was cast: casting them back leaves them rounded",
-        ),
-    )
+    how = "compute the frequencies in float32 after the model was cast: casting them back leaves them rounded"
+    return (advice(rounded[0].module, how),)
 
 
 def _is_rounded_product(call: Call, trace: Trace) -> bool:
     leaf = call.module.rpartition(".")[2]
     rotary = _MODULES.search(leaf) or _MODULES.search(trace.modules.get(call.module, ""))
     product = any(name in call.op for name in (".mm.", ".bmm.", ".matmul.", ".einsum."))
-    return bool(
-        rotary and product and call.phase == "forward" and call.results and call.results[0][0] in HALVES
-    )
+    rounded = bool(call.results) and call.results[0][0] in HALVES
+    return bool(rotary) and product and rounded and call.phase == "forward"

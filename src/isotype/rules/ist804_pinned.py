@@ -36,9 +36,7 @@ TITLE = "A pinned parameter in 16 bit"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield pinned parameters in float16 (a warning) or bfloat16 (a note: transformers does not restore most
-    of them).
-    """
+    """Yield pinned parameters in float16 (a warning), or in bfloat16 (a note, since transformers restores few)."""
     for dtype in HALVES:
         rounded = [
             w for w in trace.weights if w.pinned and w.dtype == dtype and not w.adapter and not w.quantization
@@ -57,16 +55,11 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _fixes(trace: Trace, rounded: list[Weight]) -> tuple[Fix, ...]:
-    cast = casts(rounded, torch.float32)
-    border = borders(rounded, trace.setup.compute)
+    cast, keep = casts(rounded, torch.float32), "keep the pinned parameters in float32"
+    with_borders = (*cast, *borders(rounded, trace.setup.compute))
+    how = "load with from_pretrained(dtype=…), which keeps them; do not cast the model afterwards"
     return (
-        Fix("keep the pinned parameters in float32", "safe", actions=cast),
-        Fix(
-            "keep the pinned parameters in float32 and cast at their modules' borders",
-            "safe",
-            actions=(*cast, *border),
-        ),
-        advice(
-            "dtype", "load with from_pretrained(dtype=…), which keeps them; do not cast the model afterwards"
-        ),
+        Fix(keep, "safe", actions=cast),
+        Fix(f"{keep} and cast at their modules' borders", "safe", actions=with_borders),
+        advice("dtype", how),
     )

@@ -33,7 +33,7 @@ from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix, finding_at
 from isotype.records.trace import Call, Operand, Trace, Weight
 from isotype.rules.kit.weight_sets import HALVES
-from isotype.rules.kit.words import advice, evidence
+from isotype.rules.kit.words import actions, advice, evidence
 
 TITLE = "Experts chosen from 16-bit scores"
 
@@ -48,14 +48,14 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit products with a weight of one row per expert from which the largest are chosen."""
+    """Yield 16-bit products with a router's weight whose largest results choose the experts."""
     routers: dict[str, tuple[Call, Operand]] = {}
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
         if call.phase != "forward" or call.recomputed or not call.operands or not call.results:
             continue
         if call.op in _PRODUCTS:
-            products += [(call, each) for each in call.operands if _is_weight(trace.owners, each)]
+            products += [(call, operand) for operand in call.operands if _is_weight(trace.owners, operand)]
         elif call.op in _CHOICES and call.operands[0].dtype.is_floating_point:
             scores = _scores_of(call, products)
             if scores is not None and {scores[0].results[0][0], call.operands[0].dtype} & set(HALVES):
@@ -72,7 +72,7 @@ def _is_weight(owners: Mapping[str, Weight], operand: Operand) -> bool:
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """Return the last product of the same router with the choice's shape: one number per token and expert."""
+    """Return the last product near `choice` that has a number per token and expert, with its weight."""
     wanted = choice.operands[0].shape
     outer = choice.module.rpartition(".")[0]
     for product, weight in reversed(products):
@@ -88,12 +88,10 @@ def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call
 def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Finding:
     dtype = product.results[0][0] if product.results[0][0] in HALVES else trace.setup.compute
     router = starred(owner.module)
-    own = {starred(each.name) for each in trace.weights if starred(each.module) == router and not each.buffer}
-    wide = (
-        *(Action("parameter", name, "float32") for name in sorted(own)),
-        Action("input", router, "float32"),
-    )
+    weights = {starred(w.name) for w in trace.weights if starred(w.module) == router and not w.buffer}
+    wide = (*actions("parameter", sorted(weights), "float32"), Action("input", router, "float32"))
     back = Action("output", router, dtype_name(dtype))
+    how = "cast the router's input and weight to float32 before they are multiplied, outside of autocast"
     return finding_at(
         "IST806",
         "note",
@@ -108,9 +106,6 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
                 "safe",
                 actions=(*wide, back),
             ),
-            advice(
-                product.source or product.module,
-                "cast the router's input and weight to float32 before they are multiplied, outside of autocast",
-            ),
+            advice(product.source or product.module, how),
         ),
     )

@@ -15,8 +15,8 @@ steps stops at 256, and Adam's bias correction with it: every update after that 
 
     positions = torch.arange(hidden.shape[1])                          # integers, or dtype=torch.float32
 
-**How safe is the fix?** Safe: values derived from the positions are rounded once, at the end instead of the
-start.
+**How safe is the fix?** Safe: values that are computed from the positions are rounded once, after the computation
+instead of before.
 
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915.
 """
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short
+from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import advice, cause_text, fix
@@ -43,17 +43,17 @@ _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield ranges in 16 bits that are too long for the dtype, and 16-bit step counts, by line."""
     yield from _counters(trace)
-    angles = {
-        call.rounded_at for call in trace.calls if call.off
-    }  # reported as errors of the positions' sines
-    by_source: dict[tuple[str, torch.dtype], list[Call]] = {}
-    before: Call | None = None
-    for call in trace.calls:
-        now = call.phase in ("forward", "generate") and not call.recomputed and call.source not in angles
-        if now and (_counts(call) or (before is not None and _casts(call, before))) and _is_too_long(call):
-            by_source.setdefault((call.source, call.results[0][0]), []).append(call)
-        before = call
-    for (source, dtype), calls in by_source.items():
+    angles = {call.rounded_at for call in trace.calls if call.off}  # IST803 reports their sines
+    too_long = (
+        call
+        for before, call in zip((None, *trace.calls), trace.calls, strict=False)
+        if call.phase in ("forward", "generate")
+        and not call.recomputed
+        and call.source not in angles
+        and (_counts(call) or (before is not None and _casts(call, before)))
+        and _is_too_long(call)
+    )
+    for (source, dtype), calls in grouped(too_long, lambda call: (call.source, call.results[0][0])).items():
         name, count = dtype_name(dtype), calls[0].results[0][1][0]
         yield finding_at(
             "IST808",
@@ -72,37 +72,31 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _counters(trace: Trace) -> Iterator[Finding]:
     """Yield numbers that an optimizer creates in 16 bits and increments in each step."""
-    by_source: dict[str, list[Call]] = {}
-    for call in trace.calls:
-        if call.phase == "optimizer" and call.op.startswith("aten.add_.") and _is_counter(call):
-            by_source.setdefault(call.operands[0].origin.cause.source, []).append(call)
-    for source, calls in by_source.items():
+    counters = filter(_is_counter, trace.calls)
+    for source, calls in grouped(counters, lambda call: call.operands[0].origin.cause.source).items():
         cause = calls[0].operands[0].origin.cause
-        name = dtype_name(cause.dtype)
+        name, last = dtype_name(cause.dtype), f"{_EXACT[cause.dtype]:,}"
+        in_float32 = fix(f"count in float32 at {short(source)}", "line", (source,), "float32")
+        in_python = advice("step", "count in a Python number, or in a float32 tensor")
         yield finding_at(
             "IST808",
             "warning",
-            f"a count in {name} stops at {_EXACT[cause.dtype]:,}",
+            f"a count in {name} stops at {last}",
             calls[0],
             calls,
             cause=cause_text(cause),
-            notes=(f"in {name} {_EXACT[cause.dtype]:,} + 1 is {_EXACT[cause.dtype]:,}",),
-            fixes=(
-                *(
-                    [fix(f"count in float32 at {short(source)}", "line", (source,), "float32")]
-                    if source
-                    else []
-                ),
-                advice("step", "count in a Python number, or in a float32 tensor"),
-            ),
+            notes=(f"in {name} {last} + 1 is {last}",),
+            fixes=(in_float32, in_python) if source else (in_python,),
         )
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether an integer is added to the call's only tensor, created for this purpose."""
-    (operand, *others), cause = call.operands, call.operands[0].origin.cause
-    single = not others and not call.numbers and math.prod(operand.shape) == 1
-    return single and operand.dtype in _EXACT and cause.kind in ("constant", "outside")
+    """Return whether the optimizer adds an integer to a tensor of one element that was created as a counter."""
+    if call.phase != "optimizer" or not call.op.startswith("aten.add_.") or call.numbers:
+        return False
+    operand, *others = call.operands
+    counter = not others and math.prod(operand.shape) == 1 and operand.dtype in _EXACT
+    return counter and operand.origin.cause.kind in ("constant", "outside")
 
 
 def _counts(call: Call) -> bool:
@@ -110,7 +104,7 @@ def _counts(call: Call) -> bool:
 
 
 def _casts(call: Call, before: Call) -> bool:
-    """Return whether a call casts the result of the preceding count on the same line."""
+    """Return whether a call casts the result of `before`, an `arange` on the same line."""
     return _counts(before) and call.op.startswith("aten._to_copy.") and call.source == before.source
 
 

@@ -3,7 +3,7 @@
 scale, more than half of their values are below 3e-8, which float16 rounds to zero.
 
 **Why it is bad.** Parameters that depend on these values do not change. A GradScaler doubles its scale, but
-only once in 2000 steps without an overflow, so most of a short training is over before.
+only once in 2000 steps without an overflow: most of a short training is over by then.
 
 **An example that costs**
 
@@ -18,8 +18,8 @@ only once in 2000 steps without an overflow, so most of a short training is over
 **How safe is the fix?** Safe: the loss is multiplied by a power of two and gradients are divided by it again.
 The scaler halves a scale that is too large, at the cost of a step.
 
-**What was compared.** The share of nonzero values of every float16 gradient of the step, weighted by their
-number. Without a GradScaler, IST303 reports the share.
+**What was compared.** For every float16 gradient of the step, the share of its nonzero values that become zero,
+weighted by the size of the gradient. Without a GradScaler, IST303 reports the share.
 
 **Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: detection networks whose
 training diverged because most values of their gradients were below float16's range.
@@ -51,7 +51,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     if setup.policy is not None and setup.policy.loss_scale > _FIRST_SCALE:
         return  # chosen by the same measurement
-    scale = first_loss_scale(shares.gradient)
+    exponent = round(math.log2(first_loss_scale(shares.gradient)))
+    scaler = f"torch.amp.GradScaler(init_scale=2.0**{exponent})"
     yield Finding(
         "IST810",
         "warning",
@@ -59,10 +60,5 @@ def find(trace: Trace) -> Iterator[Finding]:
         phase="backward",
         cause=f"the largest measured gradient is {shares.gradient:.2g}",
         notes=(f"without loss scaling it is {100 * shares.plain:.0f} %",),
-        fixes=(
-            advice(
-                "init_scale",
-                f"begin with a larger loss scale: torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale))})",
-            ),
-        ),
+        fixes=(advice("init_scale", f"begin with a larger loss scale: {scaler}"),),
     )

@@ -17,7 +17,7 @@ rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, in that row's step onl
 scores.
 
 **How safe is the fix?** Safe: a divisor below 6e-5 has already lost most of its digits in float16, and a
-division by it exceeds float16's range. Computed in float32, the line keeps its epsilon.
+quotient by it exceeds float16's range. If the line computes in float32, it keeps its epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368.
@@ -37,18 +37,14 @@ from isotype.rules.kit.words import TRANSFORMERS, advice, evidence
 TITLE = "An epsilon that is zero in float16"
 
 _GUARDS = {
-    "add": "other",
-    "add_": "other",
-    "clamp": "min",
-    "clamp_": "min",
-    "clamp_min": "min",
-    "clamp_min_": "min",
+    **dict.fromkeys(("add", "add_"), "other"),
+    **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), "min"),
 }
 """Operators that keep a value away from zero, and the argument that does so."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield numbers that are added to float16 values, or bound them from below, and vanish, by line."""
+    """Yield numbers that are zero in float16 and are added to float16 values or bound them from below, by line."""
     guards = (
         call
         for call in trace.calls
@@ -57,6 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     for calls in grouped(guards, lambda call: (call.source or call.module, _epsilon(call))).values():
         first, epsilon = calls[0], _epsilon(calls[0])
         at = f" at {short(first.source)}" if first.source else ""
+        how = f"write torch.finfo(torch.float16).tiny (6e-05) instead of {epsilon:g}, or compute in float32 there"
         yield finding_at(
             "IST811",
             "warning",
@@ -65,17 +62,12 @@ def find(trace: Trace) -> Iterator[Finding]:
             calls,
             cause=f"{_name(first)} with {epsilon:g}{at}, on float16",
             evidence=evidence(first.operands[0].origin),
-            fixes=(
-                advice(
-                    first.source or first.module,
-                    f"write torch.finfo(torch.float16).tiny (6e-05) instead of {epsilon:g}, or compute in float32 there",
-                ),
-            ),
+            fixes=(advice(first.source or first.module, how),),
         )
 
 
 def _epsilon(call: Call) -> float:
-    """Return the positive number that vanishes; 0 if there is none, or none to report."""
+    """Return the positive number that is zero in float16; 0 if there is none, or none to report."""
     if TRANSFORMERS in call.source:
         return 0.0
     number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)

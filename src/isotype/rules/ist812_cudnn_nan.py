@@ -1,13 +1,13 @@
 """
-**What it means.** On Hopper (H100, H200) attention with a mask is computed by cuDNN's kernel. The backward
-of the cuDNN in torch 2.11 to 2.14 may give the queries NaN gradients: at lengths of 64 more than a multiple
-of 128, if all scores of a row are below -88, as in heads of Qwen2.5 that attend to one token only.
+**What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. The backward of the cuDNN in
+torch 2.11 to 2.14 may return NaN as the gradient of the queries. This happens at lengths that are 64 more than a
+multiple of 128, if all scores of a row are below -88, as in heads of Qwen2.5 that attend to one token only.
 
-**Why it is bad.** The loss stays finite, one step's gradients are NaN, and so is every weight from the next
-step on. Padded batches differ in length, so that it happens after minutes or days.
+**Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next
+step on. Padded batches differ in length, so the first NaN comes after minutes or days.
 
-**Why it happens.** The kernel works on tiles of 128 keys. The fill of the half-empty last tile counts as a
-score of 0 instead of minus infinity, and exp(0 + 88) is infinite in float32.
+**Why it happens.** The kernel works on tiles of 128 keys. The empty half of the last tile counts as scores of 0
+instead of minus infinity, and exp(0 + 88) is infinite in float32.
 
 **An example that fails**
 
@@ -38,8 +38,9 @@ TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
-"""The kernel itself, and the one that represents any GPU kernel on fake tensors."""
+"""cuDNN's kernel, and the kernel that represents every GPU kernel on fake tensors."""
 _MASKS = ("attn_mask", "attn_bias")
+_SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -63,13 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         others,
         cause=f"the cuDNN of torch 2.11 to 2.14 on {trace.setup.profile.title}",
         notes=(plural(sum(call.repeats for call in hit or calls), "attention call"),),
-        fixes=(
-            advice(
-                "torch.backends.cuda.enable_cudnn_sdp",
-                "torch.backends.cuda.enable_cudnn_sdp(False) before the training, or torch 2.15",
-                "False",
-            ),
-        ),
+        fixes=(advice(_SWITCH, f"{_SWITCH}(False) before the training, or torch 2.15", "False"),),
     )
 
 

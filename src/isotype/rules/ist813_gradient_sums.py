@@ -1,10 +1,10 @@
 """
-**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Each addition rounds the sum: `n` of them leave a relative
-error of about `sqrt(n / 3) u`, where `u` is 2^-9 for bfloat16 and 2^-12 for float16 (a quarter of a step, the mean error of rounding). For `n` equal terms it is larger, since
-terms below half a step of the sum add nothing.
+**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Each addition rounds the sum. `n` additions leave a relative
+error of about `sqrt(n / 3) u`, where `u` is 2^-9 for bfloat16 and 2^-12 for float16 (a quarter of a step, the mean error of rounding). For `n` equal
+terms the error is larger, since a term below half a step of the sum adds nothing.
 
-**Why it is bad.** The optimizer steps along the gradient of the first micro-batches more than along that of the last ones. The loss falls, and larger
-steps by accumulation are worse than those of larger batches.
+**Why it is bad.** The first micro-batches weigh more in the step than the last ones. The loss falls, but a large batch that is accumulated trains
+worse than the same batch in one piece.
 
 **An example that costs**
 
