@@ -6,7 +6,7 @@ import sys
 
 
 def start() -> int:
-    """Run the command line; a Ctrl-C while it is still being imported ends it as any other does."""
+    """Run the command line and return its exit status; Ctrl-C also works while isotype is still imported."""
     try:
         from isotype.cli.main import main
 

@@ -1,6 +1,6 @@
-"""A pytest fixture that guards a model or a library: `isotype_check(model, inputs, …)` fails the test on an error.
+"""A pytest fixture for tests of a model or a library: `isotype_check(model, inputs, …)` fails the test on an error.
 
-pytest finds it by itself once isotype is installed (entry point `pytest11`).
+pytest loads the fixture if isotype is installed (entry point `pytest11`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 
 @pytest.fixture
 def isotype_check() -> Callable[..., Any]:
-    """`isotype.check` that fails the test with the whole report where a finding is an error.
+    """Return a function that calls `isotype.check` and fails the test with the whole report if a finding is an error.
 
-    Takes what `isotype.check` takes and `fail_on="error"`, `"warning"` for findings that only cost, and returns the
+    The function takes the arguments of `isotype.check`, and `fail_on="warning"` to fail on a warning, too. It returns the
     report.
 
         def test_my_layer_keeps_dtypes(isotype_check):

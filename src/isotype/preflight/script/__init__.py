@@ -1,1 +1,1 @@
-"""Scripts under `isotype run`: their imports, processes and steps, and the output about them."""
+"""Scripts under `isotype run`: the watch over their imports, processes and steps, and the output about them."""

@@ -1,4 +1,4 @@
-"""Requests for a script's step, built before it and checked then or after a crash."""
+"""Requests to check a script's step, which are built before the step, and checked then or after a crash."""
 
 from __future__ import annotations
 
@@ -30,42 +30,49 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
-"""Seconds for trying fixes before the first step, where most scripts have none to fix."""
+"""Seconds for trying fixes before the first step: most scripts have nothing to fix."""
 
 TRIED_AFTER = 60.0
 """Seconds for trying fixes after a crash."""
 
 
-def look_ahead(request: StepRequest, tried: float, seconds: float = math.inf) -> Report:
+def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
     """Return the report on a script's step without changing the script's state.
 
-    `tried`: seconds for trying the fixes; `seconds`: for tracing the step.
+    Args:
+        request: the step.
+        trial_seconds: fixes are tried only if that is expected to take no longer.
+        seconds: time limit of the trace.
     """
     with _unnoticed():
-        fake_mode()  # the first one makes torch import for seconds, which would distort the trial's time
+        fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
         report = run(request, verify=False, seconds=seconds, measure=False)
-        if report.findings and report.seconds < seconds and _trial_seconds(report) <= tried:
+        if report.findings and report.seconds < seconds and _trial_seconds(report) <= trial_seconds:
             report = run(request, measure=False)
     return report
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function from the model to the request; it keeps only the shapes of the script's inputs."""
-    kept = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "model"}
-    shapes = tree_map(_shape_only, request.inputs.inputs)
-    return partial(StepRequest, **{**kept, "inputs": replace(request.inputs, inputs=shapes)})
+    """Return a function from the model to the request that holds neither the model nor values of the script's inputs."""
+
+    def without_values(leaf: Any) -> Any:
+        return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    values = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "model"}
+    values["inputs"] = replace(request.inputs, inputs=tree_map(without_values, request.inputs.inputs))
+    return partial(StepRequest, **values)
 
 
 def request_of_script(
     beginning: Beginning, loss: Any, device: str | None, phases: Sequence[str] = DEFAULT_PHASES
 ) -> StepRequest:
-    """Return the step that begins with this forward.
+    """Return the request for the step that begins with a forward of the script's model.
 
     Args:
         beginning: the forward.
         loss: (model, inputs) -> loss.
-        device: the simulated profile; None for the model's device.
-        phases: of the step; only `"generate"` for a forward without gradients.
+        device: the device profile to simulate, or None for the model's device.
+        phases: the phases of the step; only `"generate"` for a forward without gradients.
     """
     model = unwrapped(beginning.model)
     here = device_of(model)
@@ -77,7 +84,7 @@ def request_of_script(
         device=device or here,
         autocast=autocast or False,
         scaler=scaler,
-        optimizer=_asked(optimizer) or "adamw",
+        optimizer="adamw" if optimizer is None else _without_parameters(optimizer),
         phases=tuple(phases),
         learning_rate=None if optimizer is None else learning_rate_of(optimizer),
         autocast_eval=autocast is not None,
@@ -85,26 +92,26 @@ def request_of_script(
 
 
 def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Call a model as the script did: positional inputs are numbered."""
+    """Call a model as the script did; positional inputs have the names `argument 0`, `argument 1`, …"""
     args = [value for name, value in inputs.items() if name.startswith("argument ")]
     return model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of a wrapper that distributes it over devices."""
+    """Return the model inside of DistributedDataParallel or DataParallel, or `model` itself if it is not wrapped."""
     inner = getattr(model, "module", None)
-    wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel")  # by name, to import neither
+    wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel")  # by name, to avoid an import
     return inner if wraps and isinstance(inner, nn.Module) else model
 
 
 def tried(report: Report) -> bool:
-    """Return whether the fixes were tried: a tried fix has an outcome."""
+    """Return whether the fixes of a report were tried, or there are none: a tried fix has an outcome."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if fix.scope != "advice"]
     return not fixes or any(fix.outcome for fix in fixes)
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 if it trains alone."""
+    """Return the rank of this process in a distributed training, or 0 if it trains alone."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
@@ -113,7 +120,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Disable the script's modes, and hide output and warnings of its code."""
+    """Disable the script's modes inside the `with` block, and hide output and warnings of the script's code."""
     output = contextlib.redirect_stdout(io.StringIO())
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,40 +138,34 @@ def _inputs(beginning: Beginning) -> Mapping[str, Any]:
     return dict(enumerate_inputs(beginning.args, beginning.kwargs))
 
 
-def _shape_only(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _asked(optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the optimizer as an argument of `check`, without its parameters."""
-    if optimizer is None:
-        return None
+def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
+    """Return an optimizer like `optimizer`, or its name, as an argument of `check`."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
-        return type(optimizer).__name__.lower()  # bitsandbytes' kernels, which `check` knows by name
-    known = signature(type(optimizer).__init__).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+        return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
+    parameters = signature(type(optimizer).__init__).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     return type(optimizer)([nn.Parameter(torch.zeros(1))], **options)
 
 
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
-    """Return the optimizer of `model`, and whether an enabled GradScaler exists, by searching all objects."""
+    """Return the optimizer of `model`, and whether an enabled GradScaler exists, among all objects of the process."""
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizer, scaler = None, False
-    for thing in gc.get_objects():
-        # Not isinstance: that would load a lazy object of the script.
-        if issubclass(type(thing), torch.amp.GradScaler):
-            scaler = scaler or thing.is_enabled()
-        elif issubclass(type(thing), torch.optim.Optimizer) and not hasattr(thing, "optimizer"):
-            trained = (parameter for group in thing.param_groups for parameter in group["params"])
+    for candidate in gc.get_objects():
+        # `isinstance` reads an attribute, which would load a lazy object of the script.
+        if issubclass(type(candidate), torch.amp.GradScaler):
+            scaler = scaler or candidate.is_enabled()
+        elif issubclass(type(candidate), torch.optim.Optimizer) and not hasattr(candidate, "optimizer"):
+            trained = (parameter for group in candidate.param_groups for parameter in group["params"])
             if any(id(parameter) in parameters for parameter in trained):
-                optimizer = thing
+                optimizer = candidate
     return optimizer, scaler
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
-    """Return the current autocast dtype of a forward of `model`, or accelerate's around it.
+    """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    Accelerate's is inside the forward: the trace ahead runs under it on a CPU, but not for other devices.
+    accelerate enables its autocast inside of the forward. A trace runs accelerate's code only for a CPU.
     """
     low = autocast_dtype(device)
     if low is not None:

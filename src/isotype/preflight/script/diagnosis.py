@@ -1,4 +1,4 @@
-"""Output of `isotype run`: before the first step, at the script's end, and under the traceback of a crash."""
+"""The output of `isotype run`: before the first step, at the script's end, and under the traceback of a crash."""
 
 from __future__ import annotations
 
@@ -61,14 +61,12 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning, Watch
 
 AGAIN_SECONDS = 60.0
-"""Seconds for tracing the step again after a crash."""
-
+"""Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
-"""Minimum seconds of a trace ahead without findings to be mentioned: the script waited for it."""
-
+"""Seconds from which a trace before the first step is mentioned although it found nothing: the script waited for it."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
-# Words in errors of torch and its libraries for incompatible dtypes.
+# Words by which torch and its libraries describe incompatible dtypes in errors.
 _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
     re.IGNORECASE,
@@ -76,13 +74,12 @@ _ABOUT_DTYPES = re.compile(
 
 
 class Diagnosis:
-    """Watches one script and prints about it.
+    """The watch over one script and the output about it.
 
     Args:
-        options: of `isotype run`.
-        console: for the output.
-        family: the processes of this run; one of them reports on the first step, and one explains a
-            crash.
+        options: the options of `isotype run`.
+        console: the console for the output.
+        family: the processes of this run; one of them reports on the first step, and one explains a crash.
     """
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
@@ -101,11 +98,11 @@ class Diagnosis:
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
-        """Wait for the first step."""
+        """Wait for the script's first step."""
         self.watch.attach()
 
     def stop(self) -> None:
-        """Remove all hooks from the script; recorded data stays."""
+        """Remove all hooks from the script; the recorded data stay."""
         self.watch.detach()
         self._stale.detach()
         if self._numbers is not None:
@@ -115,7 +112,7 @@ class Diagnosis:
 
     @property
     def _speaks(self) -> bool:
-        """True if this process reports on the first step; False in its forks."""
+        """True if this process reports on the first step; False in forks of this process."""
         return self._speaker == os.getpid()
 
     def _before(self, beginning: Beginning) -> None:
@@ -130,7 +127,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Record a forward before the first training step; it is only reported if it raises."""
+        """Keep the request for a forward before the first training step, which is only used if the forward raises."""
         request = request_of_script(beginning, _loss_noting(self._returned), self._device, ("generate",))
         self._request = without_tensors(request)
 
@@ -140,21 +137,18 @@ class Diagnosis:
             with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._say(f"the step could not be traced ahead: {type(error).__name__}: {_first_line(error)}")
+            self._say(f"the step could not be traced ahead: {type(error).__name__}: {_head(str(error))}")
             return None
         self._say_ahead(report, time.perf_counter() - started)
-        # An incomplete trace was already reported.
-        return replace(
-            report, findings=tuple(finding for finding in report.findings if finding.kind != "untraced")
-        )
+        # `_say_ahead` has reported that the trace is incomplete.
+        return replace(report, findings=tuple(f for f in report.findings if f.kind != "untraced"))
 
     def _say_ahead(self, report: Report, seconds: float) -> None:
         title, failure = report.trace.setup.profile.title, report.trace.failure
         spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
-        # The cost of a part of a step is not conclusive; its breaches are.
-        findings = [
-            each for each in (*report.errors, *(() if spent else report.warnings)) if each.kind != "untraced"
-        ]
+        # Warnings need the cost of the whole step; errors hold for a part of it, too.
+        findings = [*report.errors, *(() if spent else report.warnings)]
+        findings = [finding for finding in findings if finding.kind != "untraced"]
         if findings:
             untried = "" if tried(report) else "; fixes were not tried yet"
             self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
@@ -185,21 +179,21 @@ class Diagnosis:
             self._stale.stepped(torch.device(device_of(model)).type)
 
     def _reused(self) -> None:
-        """Report that a forward used casts from before the watched step."""
+        """Report that a forward used casts of weights from before the watched step."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
             self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report what only the real step shows, once."""
-        known = {finding.code for finding in self._findings()} | {finding.code for finding in self._late}
-        if new := [finding for finding in findings if finding.code not in known]:
+        """Report findings of the real step whose codes were not reported before."""
+        codes = {finding.code for finding in (*self._findings(), *self._late)}
+        if new := [finding for finding in findings if finding.code not in codes]:
             self._late += tuple(new)
             self._say("after the first step:")
             self._print_brief(new)
 
     def _setup(self) -> Setup | None:
-        """Return the settings of the watched step as far as known; None if its model is gone."""
+        """Return the settings of the watched step, as far as the watch has recorded them; None if its model is deleted."""
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
@@ -215,15 +209,16 @@ class Diagnosis:
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
-        """Report at the end of a script that exited; `stop` has been called. Returns whether an error was
-        explained.
+        """Report at the end of a script that has exited, and return whether an error was explained. Call `stop` first.
 
-        `code`: of the exit, as for `sys.exit`; `reason`: the exception that the script was handling.
+        Args:
+            code: exit code, as an argument of `sys.exit`.
+            reason: the exception that the script handled when it exited, or None.
         """
         recorder = self.watch.recorder
         explained = reason is not None and self.crashed(reason)
         if not explained and code not in (None, 0) and recorder is not None and recorder.failed is not None:
-            # A script that prints a traceback and exits.
+            # The script has printed a traceback and exited.
             explained = self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
         if not explained and (self._speaks or self._family.is_top):
             self._print_summary()
@@ -237,9 +232,9 @@ class Diagnosis:
         if not watch.seen:
             return
         steps, last = len(watch.seen), watch.seen[-1]
-        findings = [each for each in (*self._findings(), *self._late) if each.severity != "note"]
+        findings = [finding for finding in (*self._findings(), *self._late) if finding.severity != "note"]
         if self.report is None or not self.report.complete:
-            self._print_brief([each for each in findings if each not in self._late])
+            self._print_brief([finding for finding in findings if finding not in self._late])
         words = plural(len(findings), "finding") if findings else "no findings"
         step = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(f"{step} watched: {plural(last.operators, 'operator')}, {words}; {_peak(last.memory)}")
@@ -250,21 +245,21 @@ class Diagnosis:
     # -------------------------------------------------------------------------------------------------- after a crash
 
     def crashed(self, error: BaseException) -> bool:
-        """Explain an exception that ended the script; return whether it could. `stop` has been called."""
+        """Explain an exception that has ended the script, and return whether that was possible. Call `stop` first."""
         explained = False
-        for each in _chain(error):
-            text, recorder = str(each), self.watch.recorder
+        for link in _chain(error):
+            text, recorder = str(link), self.watch.recorder
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
-                explained = self._explain_once(partial(self._explain, text, type(each).__name__))
+                explained = self._explain_once(partial(self._explain, text, type(link).__name__))
                 break
             if any(words in text for words in _ABOUT_GRADIENTS) or _ABOUT_DTYPES.search(text):
-                explained = self._explain_once(partial(self._explain_elsewhere, each))
+                explained = self._explain_once(partial(self._explain_elsewhere, link))
                 break
         self.watch.forget()
         return explained
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Explain, unless another process has: a launched rank, or a worker whose error was passed on."""
+        """Call `explain`, unless another process of the run has explained the error; return whether one has."""
         if self._family.knows("explained"):
             if self._family.is_top:
                 self._say("explained above, by the process that raised it")
@@ -275,7 +270,7 @@ class Diagnosis:
         return True
 
     def _explain(self, text: str, name: str) -> None:
-        """Explain an error raised by an operator of the watched step."""
+        """Explain an error that an operator of the watched step has raised."""
         recorder = self.watch.recorder
         assert recorder is not None
         call = recorder.failed
@@ -287,12 +282,12 @@ class Diagnosis:
             self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
             self._print_call(call)
             return
-        # Only the error that ended the script is broken; caught ones are not.
-        recorder.calls[:] = [call if each is call else replace(each, breach=None) for each in recorder.calls]
+        # The script has caught the errors of other operators, so these are no breaches.
+        recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
         self._diagnose(call, f"{name}: {_head(text)}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error raised outside of watched operators: after the watch, or above operators."""
+        """Explain a dtype error that no watched operator has raised: it came later, or from code around operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = f"{type(error).__name__}: {_head(text)}"
         assert model is not None
@@ -321,8 +316,8 @@ class Diagnosis:
         if not what.tensors and not what.help:
             return
         self._plain(f"  --> {short_source(what.source)}")
-        for name, dtype, shape, own in what.tensors:
-            self._plain(f"   |   {name}  {dtype_name(dtype)}  {list(shape)}   {own}".rstrip())
+        for name, dtype, shape, in_model in what.tensors:
+            self._plain(f"   |   {name}  {dtype_name(dtype)}  {list(shape)}   {in_model}".rstrip())
         if what.help:
             self._plain(f"   = help   {what.help}")
 
@@ -331,16 +326,12 @@ class Diagnosis:
         if setup is None:
             self._print_call(call)
             return
+        condition = condition_at(call.source)
         failure = Failure(
-            call.phase,
-            call.module,
-            call.source,
-            headline,
-            dtype_related=True,
-            condition=condition_at(call.source),
+            call.phase, call.module, call.source, headline, dtype_related=True, condition=condition
         )
         trace = self.watch.trace(setup, failure)
-        # The traceback already shows that the step ended early.
+        # Without the failure, whose finding would only repeat the traceback.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
         if foreseen is not None and tried(foreseen):
@@ -358,29 +349,27 @@ class Diagnosis:
             self._print_call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:
-        """Return the report of the step traced again on fake tensors, with fixes tried."""
+        """Trace the step again on fake tensors, and return the report with tried fixes; None if that fails."""
         if self.watch.model is None or self._request is None:
             return None
         request = self._request(self.watch.model)
-        # A model evaluated before any training was meant to be trained if a backward raised.
+        # The request may be for an evaluation before the training; if a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         request = replace(request, phases=(*phases, "generate"))
         try:
             with self._working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
-            self._say(
-                f"the last known step could not be traced: {type(error).__name__}: {_first_line(error)}"
-            )
+            self._say(f"the last known step could not be traced: {type(error).__name__}: {_head(str(error))}")
             return None
 
-    # ------------------------------------------------------------------------------------------------------ speaking
+    # ------------------------------------------------------------------------------------------------------ printing
 
     def _say(self, text: str) -> None:
         self._plain(f"isotype: {text}")
 
     def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a status line on a terminal for a wait."""
+        """Return a context manager that shows `text` on a terminal while the script waits."""
         shown = self._console.is_terminal and not self._console.quiet
         return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
 
@@ -415,9 +404,9 @@ class Diagnosis:
 
 
 def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """Return (model, inputs) -> loss, which puts into `returned` whether the model returned a loss.
+    """Return a function (model, inputs) -> loss that puts into `returned` whether the model has returned a loss.
 
-    A queue, since `check` restores all other state that a loss changes.
+    `returned` is a queue, because a check restores all other objects that the function changes.
     """
 
     def loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -430,21 +419,24 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return a report with the finding that occurred first; None if there is none."""
+    """Return the report with the finding about `call` first, or None if it has no such finding.
+
+    `live` are the errors of the real step.
+    """
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
     for finding in report.errors:
         place = call.module in (finding.module, *finding.places) and finding.phase == call.phase
         if (place or finding.cause in causes) and (finding.code in codes or not live):
-            came = replace(finding, notes=("the script stopped here", *finding.notes))
+            stopped = replace(finding, notes=("the script stopped here", *finding.notes))
             others = [other for other in report.findings if other is not finding]
-            return replace(report, findings=(came, *others))
+            return replace(report, findings=(stopped, *others))
     return None
 
 
 def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Call:
-    """Return the call of `GradScaler.unscale_` with the operands that it refused (torch/amp/grad_scaler.py)."""
+    """Return the call of `GradScaler.unscale_` with the float16 gradients that it rejects (torch/amp/grad_scaler.py)."""
     operands = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.dtype == torch.float16:
@@ -457,15 +449,11 @@ def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Cal
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and its causes."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _first_line(error: BaseException) -> str:
-    return _head(str(error))
 
 
 def _head(text: str) -> str:

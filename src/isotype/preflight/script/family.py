@@ -1,6 +1,6 @@
-"""Communication of the processes of one `isotype run`, by empty files in a shared folder.
+"""Communication between the processes of one `isotype run`, by empty files in a shared folder.
 
-A training may run in this process, in one started by multiprocessing, or in many of a launcher: one of them
+A training may run in this process, in a process of multiprocessing, or in many processes of a launcher. One process
 reports on the first step, and one explains a crash.
 """
 
@@ -15,35 +15,40 @@ from pathlib import Path
 from typing import Literal
 
 VARIABLE = "ISOTYPE_RUN"
-"""Environment variable with the folder, set in processes started by `isotype run`."""
+"""Environment variable with the path of the folder, which the processes of a run inherit."""
 
 Fact = Literal["speaks", "explained", "seen"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """The processes of one run: their folder, and the process id started by the user (`top`, None in the others)."""
+    """The processes of one run.
+
+    Attributes:
+        folder: the folder that they share.
+        top: id of the process that the user started, or None in the other processes.
+    """
 
     folder: Path
     top: int | None
 
     @property
     def is_top(self) -> bool:
-        """True if this process was started by the user."""
+        """True if the user started this process."""
         return self.top == os.getpid()
 
     def claim(self, fact: Fact) -> bool:
-        """Return whether this process is the first to claim the fact."""
+        """Return whether this process is the first one that claims `fact`."""
         try:
             (self.folder / fact).touch(exist_ok=False)
         except FileExistsError:
             return False
         except FileNotFoundError:
-            return True  # the top process has ended: no other process is left
+            pass  # the top process has ended and removed the folder: no other process is left
         return True
 
     def knows(self, fact: Fact) -> bool:
-        """Return whether any process has claimed the fact."""
+        """Return whether a process has claimed `fact`."""
         return (self.folder / fact).exists()
 
     def leave(self) -> None:
@@ -54,17 +59,16 @@ class Family:
 
 
 def family() -> Family:
-    """Return the family that started this process; else a new one with this process as its top."""
-    known = os.environ.get(VARIABLE)
-    if known is not None:
-        return Family(Path(known), None)
+    """Return the family of the process that started this one, or a new family if no run started this process."""
+    if VARIABLE in os.environ:
+        return Family(Path(os.environ[VARIABLE]), None)
     folder = Path(tempfile.mkdtemp(prefix="isotype-run-"))
     os.environ[VARIABLE] = str(folder)
     return Family(folder, os.getpid())
 
 
 PREFLIGHT_SECONDS = 10.0
-"""Seconds for the trace before the first step: enough for thousands of operators."""
+"""Seconds for tracing the first step before it runs: enough for thousands of operators."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,11 @@ class Options:
     Attributes:
         target: path of the script, or name of the module.
         module: whether `target` is a module (`-m`).
-        arguments: of the script.
+        arguments: arguments of the script.
         steps: number of optimizer steps to watch.
-        device: simulated profile; None for the model's device.
-        seconds: time limit of tracing the first step before it runs; 0 disables it.
-        watch: whether all steps are watched, and a non-finite loss ends the training.
+        device: the device profile to simulate, or None for the model's device.
+        seconds: time limit for tracing the first step before it runs; 0 disables this trace.
+        watch: whether all steps are watched, so that a non-finite loss ends the training.
     """
 
     target: str

@@ -1,8 +1,8 @@
-"""`isotype run --watch`: stops a script at the first update with a non-finite loss or gradient.
+"""`isotype run --watch`: stops a script before the first update with a non-finite loss or gradient.
 
-Overhead during the run: a hook on the model that keeps references to the inputs of the current step's
-forwards, one on every optimizer's step, and wrappers of two torch functions: `backward`, for the loss, and
-GradScaler, for skipped steps. Values are read once per step, just before the update.
+The watch has a hook on the model, which keeps references to the inputs of the current step's forwards, and a hook on every
+optimizer's step. It wraps two functions of torch: `backward`, to read the loss, and `GradScaler.step`, to notice skipped
+steps. Values are read once per step, just before the update.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 
 STOPPED = 1
-"""Exit status of a stopped script."""
+"""Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of kept forwards of a step: a script may never call a torch optimizer."""
+"""Most forwards of a step that are kept: a script may never call an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of the current step: references to its inputs."""
+    """A forward of the current step: references to its inputs, the random states before it, and its autocast."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -49,9 +49,9 @@ class _Forward:
 
 
 class Numbers:
-    """Watches the values of a script's training, from `attach` to `detach`.
+    """The watch over the values of a script's training, from `attach` to `detach`.
 
-    `say` prints a line; `stop` removes all watching from the script, including this.
+    `say` prints a line; `stop` removes all hooks of isotype from the script.
     """
 
     def __init__(self, say: Callable[[str], None], stop: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Numbers:
         self._hooks: list[Any] = []
         self._replaced = Replacements()
 
-    # ------------------------------------------------------------------------------------------- coming and going
+    # ------------------------------------------------------------------------------------------ start and end
 
     def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start with the next forward of `model`."""
@@ -98,7 +98,7 @@ class Numbers:
             self._say(f"values are no longer watched: {type(error).__name__}: {first_line(error)}")
             self.detach()
 
-    # ------------------------------------------------------------------------------------------------- what is seen
+    # ----------------------------------------------------------------------------------------------- recording
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -112,7 +112,7 @@ class Numbers:
 
     def _backward(self, tensors: Any) -> None:
         losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-        self._losses += [each.detach() for each in losses if not each.dim()]
+        self._losses += [loss.detach() for loss in losses if not loss.dim()]
         self._backward_at = self._backward_at or shown(asking_line())
 
     def _around_scaler(
@@ -130,20 +130,19 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Judge a NaN loss; a loss that only its scale made infinite is a normal skipped step."""
-        losses = self._read(self._losses)
-        if any(map(math.isnan, losses)):
+        """Judge the losses if one is NaN: an infinite loss may come from the loss scale, and then the step is skipped."""
+        if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 
     def _read(self, values: list[torch.Tensor]) -> list[float]:
         if not values:
             return []
-        numbers: list[float] = torch.stack([each.float().to(self._device) for each in values]).tolist()
+        numbers: list[float] = torch.stack([value.float().to(self._device) for value in values]).tolist()
         return numbers
 
     def _updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._skipped = False
-        if self._scaler is not None:  # the GradScaler has checked the gradients itself
+        if self._scaler is not None:  # the GradScaler has checked the gradients already
             self._judge(0.0, 0.0, self._scaler)
         else:
             gradients = [
@@ -153,9 +152,9 @@ class Numbers:
                 if parameter.grad is not None and parameter.grad.layout is torch.strided
             ]
             norms = [torch.nn.utils.get_total_norm(gradients)] if gradients else []
-            read = self._read([*self._losses, *norms])
-            norm = read.pop() if gradients else None
-            self._judge(sum(read), norm, None)
+            numbers = self._read([*self._losses, *norms])
+            norm = numbers.pop() if gradients else None
+            self._judge(sum(numbers), norm, None)
         self._end_step()
 
     def _end_step(self) -> None:
@@ -171,8 +170,8 @@ class Numbers:
             return
         scale = None if scaler is None else float(scaler.get_scale())
         parts = {"loss": loss, "gradient norm": norm, "loss scale": scale}
-        seen = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
-        self._say(f"{what}: the script was stopped before the update of step {self._steps + 1} ({seen})")
+        values = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        self._say(f"{what}: the script was stopped before the update of step {self._steps + 1} ({values})")
         model, forwards = self._model, tuple(self._forwards)
         self._stop()
         if model is None or not forwards:
@@ -182,7 +181,7 @@ class Numbers:
         raise SystemExit(STOPPED)
 
     def _explain(self, model: nn.Module, forwards: tuple[_Forward, ...], scale: float | None) -> None:
-        """Run the step again and print the first non-finite value."""
+        """Run the step again and print its first non-finite value."""
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if inner is model and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._say("it was not run again: other processes hold parts of the model")

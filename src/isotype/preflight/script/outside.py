@@ -1,8 +1,9 @@
-"""Dtype errors outside of watched steps: the line, the tensors available there, and advice."""
+"""Dtype errors outside of watched steps: the line that raised, the tensors in its variables, and advice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,12 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Outside:
-    """A dtype error.
+    """The description of a dtype error.
 
     Attributes:
-        source: `file:line` of the script's or a library's code.
-        tensors: (variable name, dtype, shape, name in the model or "") of the float tensors there.
-        help: advice; "" if there is none.
+        source: `file:line` of the code that raised, in the script or a library.
+        tensors: (variable name, dtype, shape, name in the model or "") of float tensors in variables of this code.
+        help: advice, or "".
     """
 
     source: str
@@ -32,37 +33,32 @@ class Outside:
 
 
 def outside(error: BaseException, models: Iterable[nn.Module], step: Trace) -> Outside:
-    """Return the description of `error`, beside a training step of `models` that has no error."""
+    """Return the description of an error whose cause is outside of `step`, a training step of `models` without errors."""
     names = {
         id(tensor): name
         for model in models
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    source, at_hand = line_of(error), dict(tensors_at_hand(error))
-    states = dict(_of_optimizer(error, names))
-    seen = tuple(
+    source, variables = line_of(error), dict(tensors_at_hand(error))
+    states = dict(_of_optimizer(error))
+    tensors = tuple(
         (name, tensor.dtype, tuple(tensor.shape), names.get(id(tensor), ""))
-        for name, tensor in (states or at_hand).items()
+        for name, tensor in (states or variables).items()
         if tensor.dtype in FLOATS and tensor.dim()
     )
     autocast = max((call.autocast for call in step.calls if call.autocast), key=str, default=None)
-    return Outside(source, seen[:_SHOWN], _help(error, source, bool(states), seen, autocast))
+    dtypes = {dtype for _, dtype, *_ in tensors}
+    return Outside(source, tensors[:_SHOWN], _help(error, short(source), bool(states), dtypes, autocast))
 
 
 def _help(
-    error: BaseException,
-    source: str,
-    optimizes: bool,
-    seen: Iterable[tuple[str, torch.dtype, tuple[int, ...], str]],
-    autocast: torch.dtype | None,
+    error: BaseException, at: str, optimizes: bool, dtypes: set[torch.dtype], autocast: torch.dtype | None
 ) -> str:
-    at = short(source)
     if "ScalarType BFloat16" in str(error):
         return f"NumPy has no bfloat16: write .float() before .numpy() at {at}"
     if optimizes:
         return "make the optimizer after the model has its final dtypes, or load its state again"
-    dtypes = {dtype for _, dtype, *_ in seen}
-    if autocast is not None and any(isinstance(each.get("self"), nn.Module) for each in _variables(error)):
+    if autocast is not None and any(isinstance(owner, nn.Module) for owner in _owners(error)):
         return (
             f"the training step runs under autocast to {dtype_name(autocast)}, and this does not: run it under "
             "torch.autocast, too, or call isotype.enforce(model, policy)"
@@ -70,27 +66,21 @@ def _help(
     return f"cast them to one dtype at {at}" if len(dtypes) > 1 else ""
 
 
-def _variables(error: BaseException) -> Iterator[Mapping[str, object]]:
-    """Yield the variables of each frame of an error's traceback, the innermost last."""
-    step = error.__traceback__
-    while step is not None:
-        yield step.tb_frame.f_locals
-        step = step.tb_next
+def _owners(error: BaseException) -> Iterator[object]:
+    """Yield the variable `self` of every frame of an error's traceback that has one, the innermost frame last."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
 
 
-def _of_optimizer(error: BaseException, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the first parameter with a gradient or state of another dtype, if an optimizer's step raised."""
-    optimizers = (each.get("self") for each in _variables(error))
-    for optimizer in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = {"grad": parameter.grad, **optimizer.state.get(parameter, {})}
-                kept = {
-                    name: value
-                    for name, value in state.items()
-                    if isinstance(value, torch.Tensor) and value.dim()
-                }
-                if any(value.dtype != parameter.dtype for value in kept.values()):
-                    yield "parameter", parameter
-                    yield from kept.items()
-                    return
+def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a parameter with its gradient and state if an optimizer raised because their dtypes differ."""
+    optimizers = (owner for owner in _owners(error) if isinstance(owner, torch.optim.Optimizer))
+    for optimizer in optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            state = {"grad": parameter.grad, **optimizer.state.get(parameter, {})}
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+            if any(tensor.dtype != parameter.dtype for tensor in tensors.values()):
+                yield "parameter", parameter
+                yield from tensors.items()
+                return

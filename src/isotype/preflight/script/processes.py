@@ -1,8 +1,8 @@
-"""Processes started by a watched script, which are watched too.
+"""The watch over processes that a watched script starts.
 
-Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: that command is replaced by
-`isotype run`. Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a
-shell, another environment's Python) are recorded, so that the run can report what it did not watch.
+Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: `isotype run` replaces this command.
+Processes of multiprocessing, forked or spawned, start the watch themselves. The names of other programs (a shell, another
+environment's Python) are recorded, so that the run can report which programs it did not watch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ T = TypeVar("T")
 _MAY_TRAIN = re.compile(
     r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
 )
-# Data loader workers never train.
-_NEVER_TRAINS = "torch.utils.data."
+_NEVER_TRAINS = "torch.utils.data."  # the module of data loader workers
 
 
 class Session(Protocol):
-    """The watch over one process, as used here."""
+    """The methods of `isotype.preflight.script.session.Session` that this file calls."""
 
     options: Options
 
@@ -44,15 +43,15 @@ class Session(Protocol):
 
 
 class Processes:
-    """Watches the processes that a script starts, from `watch` until `leave`.
+    """The watch over the processes that a script starts, from `watch` until `leave`.
 
     Attributes:
-        unwatched: programs that may have trained and were not watched.
+        unwatched: names of programs that may have trained and were not watched.
         watched: number of watched processes.
 
     Args:
         session: the watch over this process.
-        join: starts the watch in a spawned process; a function of a module, since it is pickled.
+        join: starts the watch in a spawned process; a function that can be pickled.
     """
 
     def __init__(self, session: Session, join: Callable[[Options], None]) -> None:
@@ -62,12 +61,12 @@ class Processes:
         self._replaced = Replacements()
 
     def watch(self) -> None:
-        """Watch processes started from now on."""
+        """Watch the processes that are started after this call."""
         around_programs(self._replaced, self._popen, self._system)
         around_processes(self._replaced, self._start, self._bootstrap)
 
     def leave(self) -> None:
-        """Undo `watch`."""
+        """Stop watching new processes."""
         self._replaced.put_back()
 
     def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
@@ -75,7 +74,7 @@ class Processes:
         start(process, args if ours is None else ours, *rest, **kwargs)
 
     def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-        """Return the command of a new process under `isotype run`; None leaves it unchanged."""
+        """Return the command that runs a new process under `isotype run`, or None if its command stays unchanged."""
         if kwargs.get("shell"):
             self._remember("sh")
             return None
@@ -105,7 +104,7 @@ class Processes:
         start(process)
 
     def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
-        """Run `Process._bootstrap` in the new process, which prints errors and returns the status."""
+        """Call `Process._bootstrap` in the new process, report at its end, and return its exit status."""
         run, session = process.run, self._session
         ends: list[Callable[[], None]] = []
 
@@ -128,7 +127,7 @@ class Processes:
 
 
 class _Joins:
-    """Pickled with a spawned process; unpickling it there starts the watch."""
+    """An object that is pickled with a spawned process, and starts the watch when it is unpickled there."""
 
     def __init__(self, join: Callable[[Options], None], options: Options) -> None:
         self._join, self._options = join, options
@@ -138,14 +137,17 @@ class _Joins:
 
 
 _RUN = ("-m", "isotype.cli.run")
-# isotype run would behave differently without the script's folder in the search path (-I, -P) or without
-# installed packages (-S); -c, -h and -V run no script.
+# Under `isotype run` a script could not import from its folder with -I or -P, nor installed packages with -S; with -c, -h
+# and -V no script is run.
 _NOT_OURS = frozenset("IPSchV?")
 _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """Return the command under `isotype run` with `flags`; None if it runs no script of this environment's Python."""
+    """Return the command `words` under `isotype run` with `flags`.
+
+    Returns None if the command runs no script with this environment's Python.
+    """
     program = shutil.which(words[0])
     if program is None:
         return None
@@ -164,21 +166,24 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
 
 
 def is_python_script(path: Path) -> bool:
-    """Return whether a path is an executable text for this environment's Python, as pip creates (`torchrun`)."""
+    """Return whether a file is a script for this environment's Python with a `#!` line, such as pip's `torchrun`."""
     with path.open("rb") as file:
         head = file.read(1024).split(b"\n")
-    # A path too long for the first line is in the second one, as a shell command.
+    # If the path of Python is too long for a `#!` line, pip writes it into a shell command in the second line.
     return head[0].startswith(b"#!") and any(os.fsencode(sys.executable) in line for line in head[:2])
 
 
 def _is_this_python(path: Path) -> bool:
-    # A virtual environment's Python is a link: the same file in another folder is another environment.
+    # The Python of a virtual environment is a link: a link in another folder belongs to another environment.
     here = Path(sys.executable)
     return path.absolute().parent == here.parent and path.samefile(here)
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return the interpreter with its options; and the script, or `-m` and the module, with its arguments."""
+    """Return (Python with its options, the script or `-m` and a module, with arguments) of a command.
+
+    Returns None if the command has an option of `_NOT_OURS`, or names no script.
+    """
     position = 1
     while position < len(words):
         word = words[position]

@@ -1,4 +1,4 @@
-"""The watch over one process of an `isotype run`: waits for torch, then for a training step, and reports."""
+"""The watch over one process of an `isotype run`, from the import of torch to the report at the script's end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTHING_SEEN = "no training step was seen"
 class Session:
     """The watch over one process.
 
-    It never ends the script or changes its exit: its own errors are one printed line.
+    An error in the watch prints one line, and neither ends the script nor changes its exit status.
     """
 
     def __init__(self, options: Options) -> None:
@@ -45,7 +45,7 @@ class Session:
         self._failed = False
 
     def watch(self) -> None:
-        """Wait for torch in this process, and watch processes that the script starts."""
+        """Begin the watch when this process imports torch, and watch processes that the script starts."""
         self._processes.watch()
         self._waits = when_imported("torch", lambda: self.safely(self._begin))
 
@@ -63,44 +63,41 @@ class Session:
         self._diagnosis.begin()
 
     def stop(self) -> None:
-        """Stop watching: the script has ended."""
+        """Remove the hooks from the script, which has ended."""
         if self._diagnosis is not None:
             self.safely(self._diagnosis.stop)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Return `error` of the script with its traceback as without the watch; stops watching."""
+        """Remove the hooks, and return the script's `error` with its traceback as it would be without the watch."""
         self.stop()
         return cleaned(error)
 
     def crashed(self, error: BaseException) -> None:
-        """Explain the error that ended the script under its traceback; `failed` has been called."""
-        self.safely(lambda: self._explain(error))
+        """Explain the error that ended the script, under its traceback; call `failed` first."""
 
-    def _explain(self, error: BaseException) -> None:
-        diagnosis = self._diagnosis
-        explained = diagnosis is not None and diagnosis.crashed(error)
-        if not explained:
-            self._say_if_nothing_was_seen()
+        def explain() -> None:
+            if self._diagnosis is None or not self._diagnosis.crashed(error):
+                self._say_if_nothing_was_seen()
+
+        self.safely(explain)
 
     def left(self, code: Any, leaving: SystemExit | None = None) -> None:
-        """Report at the end of a script that exited with `code`, as for `sys.exit`."""
-        self.stop()
-        self.safely(lambda: self._end(code, leaving))
+        """Report at the end of a script that has exited with `code`, which is an argument of `sys.exit`."""
+        reason = None if leaving is None or code in (None, 0) else leaving.__context__
 
-    def _end(self, code: Any, leaving: SystemExit | None) -> None:
-        diagnosis, explained = self._diagnosis, False
-        if diagnosis is not None:
-            reason = None if leaving is None or code in (None, 0) else leaving.__context__
-            explained = diagnosis.left(code, reason)
-        if not explained:
-            self._say_if_nothing_was_seen()
+        def end() -> None:
+            if self._diagnosis is None or not self._diagnosis.left(code, reason):
+                self._say_if_nothing_was_seen()
+
+        self.stop()
+        self.safely(end)
 
     def _say_if_nothing_was_seen(self) -> None:
         if self._family.is_top and not self._failed and not self._family.knows("seen"):
             self._say(f"{NOTHING_SEEN}: {self._why_nothing()}")
 
     def _why_nothing(self) -> str:
-        """Return why the script was not watched, and how to watch it."""
+        """Return why no step of the script was watched, and how the user can let it be watched."""
         processes = self._processes
         if processes.unwatched:
             programs = ", ".join(processes.unwatched)
@@ -116,7 +113,7 @@ class Session:
         return f"no module was called with parameters that require a gradient{started}"
 
     def safely(self, act: Callable[[], T]) -> T | None:
-        """Return the result of `act`; print a line and return None if it fails."""
+        """Return the result of `act`, or print a line and return None if `act` raises."""
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - an error of the watch must not change how the script ends
@@ -126,17 +123,16 @@ class Session:
             return None
 
     def _say(self, text: str) -> None:
-        console = _errors(self._family)
-        say(console, f"isotype: {text}")
+        say(_errors(self._family), f"isotype: {text}")
 
 
 def _errors(family: Family) -> Console:
-    # Under the user's launcher every rank is a separate run; one of them reports.
+    # If the user's launcher starts `isotype run`, every rank is a run of its own; only rank 0 reports.
     return TerminalConsole(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
 
 
 def show(error: BaseException) -> None:
-    """Print an error as Python would, by its hook."""
+    """Print an error as Python would, by `sys.excepthook`."""
     if isinstance(error, ImportError) and error.__traceback__ is None:
         sys.stderr.write(f"{sys.executable}: {error}\n")
         return
@@ -144,7 +140,7 @@ def show(error: BaseException) -> None:
 
 
 def join(options: Options) -> None:
-    """Watch this process with the options of the one that spawned it."""
+    """Start the watch in this process with the options of the process that spawned it."""
     Session(options).watch()
 
 
@@ -155,15 +151,15 @@ _Entry = tuple[FrameType, int, int]
 
 
 def cleaned(error: BaseException) -> BaseException:
-    """Return the same exception with its tracebacks, including causes, without isotype's frames."""
-    known: set[int] = set()
+    """Remove isotype's frames from the tracebacks of an exception and of its causes, and return the exception."""
+    visited: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in known:
-            known.add(id(each))
-            each.__traceback__ = _rebuilt(_kept(_entries(each.__traceback__)))
-            waiting += [each.__cause__, each.__context__]
+        link = waiting.pop()
+        if link is not None and id(link) not in visited:
+            visited.add(id(link))
+            link.__traceback__ = _rebuilt(_without_ours(_entries(link.__traceback__)))
+            waiting += [link.__cause__, link.__context__]
     return error
 
 
@@ -182,7 +178,7 @@ def _rebuilt(entries: list[_Entry]) -> TracebackType | None:
     return trace
 
 
-def _kept(entries: list[_Entry]) -> list[_Entry]:
+def _without_ours(entries: list[_Entry]) -> list[_Entry]:
     first = 0
     while first < len(entries) and _file(entries[first]).startswith((_RUNPY, *_OURS)):
         first += 1
@@ -194,7 +190,7 @@ def _kept(entries: list[_Entry]) -> list[_Entry]:
             while not ours and kept and _leads_to_modes(kept[-1]):
                 del kept[-1]
             if not ours and kept and _is(kept[-1], "torch/overrides.py", "handle_torch_function"):
-                del kept[-2:]  # the function, which checked for modes; it follows again without the check
+                del kept[-2:]  # torch calls the function again, without looking for modes
             ours = True
             continue
         if ours and (_leads_to_modes(entry) or _is(entry, "torch/_ops.py", "__call__")):
@@ -216,13 +212,13 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return whether a frame is torch's wrapper around a mode's handler that disables the compiler."""
+    """Return whether a frame is that of torch's compiler switch around the handler of a mode."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the called module has no hooks of its own: then only the watch's hooks led into `inner`."""
-    # A script without torch has no such frames, and runs without importing it.
+    """Return whether the module that a frame calls has no hooks: then torch called `inner` only for hooks of the watch."""
+    # Imported here, because a script without torch must not import it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
     module = frame.f_locals.get("self")
@@ -230,7 +226,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return `Module._call_impl` at the line that calls a module without hooks."""
+    """Return the entry of `Module._call_impl` at the line by which it calls a module without hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)
