@@ -1,7 +1,4 @@
-"""bitsandbytes (0.50): private parts of its quantized weights, and a fix of its CPU kernels.
-
-Only functions that need bitsandbytes import it.
-"""
+"""bitsandbytes (0.50): private parts of its quantized weights, and a fix of its CPU kernels. Imported on use."""
 
 from __future__ import annotations
 

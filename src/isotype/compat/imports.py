@@ -62,16 +62,12 @@ class _Finder:
             if not self._executing and self.is_imported():
                 self._arrived()
             return None
-        spec = self._found_by_others(path, target)
-        if spec is not None and spec.loader is not None:
-            self._listen(spec.loader)
-        return spec
-
-    def _found_by_others(self, path: Any, target: Any) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
             find = None if finder is self else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(self._name, path, target) if find is not None else None
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None:
+                if spec.loader is not None:
+                    self._listen(spec.loader)
                 return spec
         return None
 

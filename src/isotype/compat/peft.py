@@ -1,7 +1,4 @@
-"""PEFT (0.21): attributes of its layers, the layers of `all-linear`, and adapters on parameters.
-
-Only functions that need PEFT import it.
-"""
+"""PEFT (0.21): attributes of its layers, the layers of `all-linear`, and adapters on parameters. Imported on use."""
 
 from __future__ import annotations
 

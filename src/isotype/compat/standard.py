@@ -50,12 +50,9 @@ def source_of(generator: Any) -> Any:
 
 
 def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
-    """Wrap the two functions that start programs: all functions of `subprocess` call the first one.
+    """Wrap `Popen.__init__` by `popen(start, process, args, …)`, and `os.system` by `system(start, command)`.
 
-    Args:
-        replaced: undoes the wrapping.
-        popen: called as `popen(start, process, args, …)` in place of `Popen.__init__`.
-        system: called as `system(start, command)` in place of `os.system`.
+    All functions of `subprocess` call `Popen.__init__`; `os.system` does not.
     """
     replaced.wrap(subprocess.Popen, "__init__", popen)
     replaced.wrap(os, "system", system)

@@ -18,12 +18,7 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Base of all classes that `swapped_class` creates.
-
-    Attributes:
-        original: the class that was swapped.
-        made_by: (function, arguments) that create the class again, for pickle.
-    """
+    """Base of the classes that `swapped_class` creates; for pickle, `made_by` has a function and arguments that do it again."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]

@@ -33,21 +33,14 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch.autocast, "__init__"),
     (autocast_mode, "_cast"),  # `custom_fwd(cast_inputs=…)` casts tensors on the named device
 )
-# Functions that wait for the device or query it. Nothing is running and nothing is counted; random numbers come from
-# the CPU's generator.
+# Functions that wait for the device or query it, and their results: nothing runs, nothing is counted, and random numbers
+# come from the CPU's generator.
 _QUIET: Mapping[str, Any] = {
-    "synchronize": None,
-    "empty_cache": None,
-    "ipc_collect": None,
-    "current_device": 0,
-    "set_device": None,
+    **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "set_device")),
+    **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state")),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
+    **dict.fromkeys(("current_device", "initial_seed"), 0),
     "is_current_stream_capturing": False,
-    "manual_seed": None,
-    "manual_seed_all": None,
-    "initial_seed": 0,
-    "set_rng_state": None,
-    "reset_peak_memory_stats": None,
-    "reset_max_memory_allocated": None,
     "memory_stats": {},
     "memory_summary": "",
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "current_allocated_memory"), 0),

@@ -379,15 +379,10 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Wrap three methods of a trainer; a method that is already replaced on the trainer itself is skipped.
+    """Wrap a trainer's `training_step`, `compute_loss` and gradient norm by functions of the method and its arguments.
 
-    Callbacks get neither batch nor loss, and the gradient norm of logged steps only.
-
-    Args:
-        trainer: of transformers or TRL.
-        step: called as `step(method, …)` in place of `training_step`.
-        loss: called as `loss(method, model, inputs, …)` in place of `compute_loss`.
-        norm: called as `norm(method, …)` in place of the method that returns the gradient norm.
+    Callbacks get neither batch nor loss, and the gradient norm of logged steps only. A method that is already replaced on
+    the trainer itself is skipped.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):

@@ -194,12 +194,10 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 
 @contextmanager
 def _without_a_silent_hub(model: Any) -> Iterator[bool]:
-    """Let code inside the `with` block save a PEFT model without waiting for an unreachable hub.
+    """Let code save a PEFT model without waiting for an unreachable hub; yield True if PEFT misses a resized vocabulary.
 
     On each save PEFT (0.21) reads the base model's config from the hub, to decide whether to save the embeddings. If it
     gets no config, it assumes that the vocabulary is unchanged. So the size is read here from the hub's local cache.
-
-    Yields True if the hub is unreachable and the vocabulary was resized.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]

@@ -115,10 +115,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a copy of the module with other `parameters` that shares everything else.
-
-    `module` itself stays unchanged, since other threads may call it.
-    """
+    """Return a copy of `module` with other `parameters` that shares everything else; other threads may call `module`."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -156,10 +153,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer whose codes are where bitsandbytes reads them.
-
-    FSDP2 gathers the codes into a plain parameter, which lacks the attributes of an `Int8Params`.
-    """
+    """Return an 8-bit layer whose weight is an `Int8Params`: FSDP2 gathers the codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

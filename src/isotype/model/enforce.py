@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """A change that `enforce` made.
-
-    Attributes:
-        name: fully qualified name of a parameter, buffer or module.
-        what: the change as `before -> after`.
-    """
+    """A change that `enforce` made to the parameter, buffer or module `name`; `what` is `before -> after`."""
 
     name: str
     what: str
@@ -142,15 +138,10 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of every unquantized float parameter of the modules of `all_places` under `policy`.
+    """Return the dtype of every unquantized float parameter in `all_places` under `policy`.
 
-    A parameter that modules share gets float32 if one of the modules needs it.
-
-    Args:
-        all_places: of one model.
-        policy: of the model.
-        by_ranges: module name -> boundary, from `range_boundaries`.
-        frozen: whether all parameters except adapters will be frozen.
+    A parameter that modules share gets float32 if one of the modules needs it. `by_ranges` is the result of
+    `range_boundaries`, `frozen` says whether all parameters except adapters will be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
@@ -195,11 +186,21 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
             continue
         what = f"{dtype_name(parameter.dtype)} -> {dtype_name(dtype)}"
         changes.append(Change(_full_name(place, name), what))
-        grad, parameter.grad = parameter.grad, None
-        parameter.data = parameter.data.to(dtype)
-        if grad is not None:
-            parameter.grad = grad.to(dtype)
+        exchange(parameter, "data", parameter.data.to(dtype), dtype)
     return changes
+
+
+def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
+    """Set the attribute `name` (`data` or `grad_dtype`) of a parameter, cast its gradient, and return an undo function."""
+    before, gradient = getattr(parameter, name), parameter.grad
+
+    def put(value: Any, gradient: torch.Tensor | None) -> None:
+        parameter.grad = None
+        setattr(parameter, name, value)
+        parameter.grad = gradient
+
+    put(value, None if gradient is None else gradient.to(dtype))
+    return partial(put, before, gradient)
 
 
 def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:

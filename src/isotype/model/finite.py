@@ -14,12 +14,7 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CheckpointError if a tensor has NaN or infinity, or a quantized tensor has them in its constants.
-
-    Args:
-        source: the checkpoint, for the message.
-        named: names and weights.
-    """
+    """Raise CheckpointError, which names `source`, if a weight or a constant of a quantized weight has NaN or infinity."""
     refuse(source, not_finite(named))
 
 

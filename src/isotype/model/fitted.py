@@ -101,10 +101,7 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield pieces of a flat weight: (number of the first block, float32 values, moments of their channels).
-
-    Values and moments have the shape `[blocks, blocksize]`; an incomplete last block is padded by zeros.
-    """
+    """Yield (first block, float32 values, moments of their channels) of pieces, as zero-padded `[blocks, blocksize]`."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
     if moments is not None:  # repeated, because a piece can begin at any column
@@ -155,10 +152,7 @@ def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tables `[65535]` over equal cells of [-1, 1]: the nearest 4-bit value, and its code.
-
-    A search for each element would be several times slower.
-    """
+    """Return the nearest 4-bit value and its code for 65535 cells of [-1, 1]: a search would be several times slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

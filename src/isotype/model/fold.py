@@ -35,12 +35,10 @@ _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 @dataclass(frozen=True)
 class _Fold:
-    """The layers of one list that folding keeps.
+    """The folding of one list: `kept` has the original numbers of its remaining layers.
 
-    Attributes:
-        kept: original number of the layer at each position of the folded list.
-        stands_for: number of layers that each of them represents.
-        represents: for each original number, the position of the layer that represents it.
+    `stands_for` has the number of layers that each of them represents, `represents` the position in the folded list of the
+    layer that represents each original number.
     """
 
     kept: tuple[int, ...]

@@ -10,10 +10,7 @@ import torch
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output, or the mean of the output's first float tensor if there is no loss.
-
-    Raises TypeError if the output has no float tensor.
-    """
+    """Return the loss in a model's output, or the mean of the first float tensor; raises TypeError without float tensors."""
     loss = find_loss(output)
     if loss is not None:
         return loss

@@ -51,10 +51,7 @@ class Parts:
 
 
 def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts that a list or a text (`language,projector`) names, in the order of `PARTS`; `all` means every part.
-
-    Raises ValueError with the first unknown word.
-    """
+    """Return the parts that a list or a text (`language,projector`, `all`) names; raises ValueError for an unknown word."""
     words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])

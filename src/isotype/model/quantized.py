@@ -25,10 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the distinct quantization states of a 4-bit layer: that of its weight, and that of the layer.
-
-    bitsandbytes keeps the second reference for FSDP, which drops the attributes of a weight.
-    """
+    """Return the distinct quantization states of a 4-bit layer: of its weight, and of the layer, which FSDP2 keeps."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -255,10 +252,7 @@ def _int8(layer: Any) -> nn.Module:
 
 
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the dense layer that a quantized layer has replaced: `nn.Linear`, or Conv1D with a weight `[in, out]`.
-
-    The weight is on the meta device, the bias is that of `layer`.
-    """
+    """Return the `nn.Linear` or Conv1D that a quantized layer has replaced, with its bias and a weight on the meta device."""
     with torch.device("meta"):
         if holds_turned(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)

@@ -30,10 +30,7 @@ def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
     """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
 
-    Args:
-        model: a transformers model.
-        settings: arguments of its `gradient_checkpointing_enable`.
-        adapters: whether adapters are trained on a frozen model.
+    `settings` are arguments of `gradient_checkpointing_enable`; `adapters` is True if adapters of a frozen model are trained.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return

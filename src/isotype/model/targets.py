@@ -63,10 +63,7 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Set the attribute `drawn_parameters` of a loaded model to the names of randomly initialized parameters.
-
-    `names` are those of all parameters that are in no file of the checkpoint. An adapter has to save them.
-    """
+    """Set `model.drawn_parameters` to names of parameters in no file of the checkpoint, which an adapter has to save."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 

@@ -226,14 +226,10 @@ def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
-    """Copy the attributes of the model's modules into the modules' copies in `memo`.
+    """Copy the attributes of modules into the modules' copies in `memo`, except of modules whose `id` is in `leave`.
 
-    Attributes that cannot be copied (a lock, a file, a process group) are shared.
-
-    Args:
-        model: the original.
-        memo: `id` of an object (a module, a tensor, a container) -> its copy; extended.
-        leave: `id`s of modules that are skipped.
+    `memo` has the copies of modules, tensors and containers by `id`, as for `copy.deepcopy`. Attributes that cannot be
+    copied (a lock, a file, a process group) are shared.
     """
     for module in list(model.modules()):
         copy = memo[id(module)]

@@ -17,7 +17,7 @@ from isotype.core.errors import UsageError
 from isotype.core.names import base_name, starred
 from isotype.model.boundary import BoundarySettings, boundary_of, cast_floats, set_boundary
 from isotype.model.boundary_choice import computes_float32, range_boundaries
-from isotype.model.enforce import fresh_rotary
+from isotype.model.enforce import exchange, fresh_rotary
 from isotype.model.fold import stands_for
 from isotype.model.quantized import keep_training_layout, quantization_states, restore_layout
 from isotype.model.walk import own_float_parameters, places, plain_tensors
@@ -116,13 +116,13 @@ def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
-    return _exchanged(parameter, "data", parameter.data.to(dtype), dtype)
+    return [exchange(parameter, "data", parameter.data.to(dtype), dtype)]
 
 
 def _set_gradient(target: Any, value: str) -> list[Undo]:
     module, name = target
     dtype = parse_dtype(value)
-    return _exchanged(own_parameters(module)[name], "grad_dtype", dtype, dtype)
+    return [exchange(own_parameters(module)[name], "grad_dtype", dtype, dtype)]
 
 
 def _set_trainable(target: Any, value: str) -> list[Undo]:
@@ -131,19 +131,6 @@ def _set_trainable(target: Any, value: str) -> list[Undo]:
     before = parameter.requires_grad
     parameter.requires_grad_(True)
     return [partial(parameter.requires_grad_, before)]
-
-
-def _exchanged(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> list[Undo]:
-    """Set the attribute `name` (`data` or `grad_dtype`) of a parameter, and cast its gradient to the matching `dtype`."""
-    before, gradient = getattr(parameter, name), parameter.grad
-
-    def put(value: Any, gradient: torch.Tensor | None) -> None:
-        parameter.grad = None
-        setattr(parameter, name, value)
-        parameter.grad = gradient
-
-    put(value, None if gradient is None else gradient.to(dtype))
-    return [partial(put, before, gradient)]
 
 
 def _cast_buffer(target: Any, value: str) -> list[Undo]:

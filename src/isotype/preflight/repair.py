@@ -156,10 +156,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes without those that are superfluous because a later fix removes the cause.
-
-    `after` are the findings of the step with all chosen fixes.
-    """
+    """Return the chosen fixes, which lead to the findings `after`, without those that a later fix makes superfluous."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)

@@ -111,12 +111,8 @@ def trace_of(request: StepRequest) -> Trace:
 class _Step:
     """A step that can be traced again with a fix.
 
-    Attributes:
-        code: model, inputs, loss and optimizer of the step.
-        setup: its settings.
-        reach: which inputs of the step reach which predictions.
-        untouched: the saved state of all objects that the step can reach.
-        known: actions -> findings of the step with these actions.
+    `known` has the findings of the step with given actions. `tried` has the same for the actions of tried fixes, or None if
+    these cannot be applied or cause another error.
     """
 
     code: StepCode
@@ -124,6 +120,7 @@ class _Step:
     reach: Reach | None = None
     untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = field(default_factory=dict)
 
     def trace(
         self,
@@ -154,28 +151,18 @@ class _Step:
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return the findings with only those fixes that work, and advice; downstream errors become notes."""
-        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = {}
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
-        fixed = [
-            replace(finding, fixes=self._working(finding, findings, tried, values_known))
-            for finding in findings
-        ]
-        return _roots(fixed, tried, _order(trace))
+        fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
+        return _roots(fixed, self.tried, _order(trace))
 
-    def _working(
-        self,
-        finding: Finding,
-        findings: Sequence[Finding],
-        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
-        values_known: bool,
-    ) -> tuple[Fix, ...]:
+    def _working(self, finding: Finding, findings: Sequence[Finding], values_known: bool) -> tuple[Fix, ...]:
         good: list[Fix] = []
         costly: list[Fix] = []
         advice = [fix for fix in finding.fixes if all(action.kind == "advice" for action in fix.actions)]
         for fix in finding.fixes:
             if fix in advice or len(good) == _FIXES_SHOWN[finding.severity]:
                 continue
-            after = self._with(fix.actions, finding, findings, tried)
+            after = self._with(fix.actions, finding, findings)
             if after is None:
                 continue
             if resolves(finding, findings, after):
@@ -185,19 +172,15 @@ class _Step:
         return (*(good or costly[:1]), *advice)
 
     def _with(
-        self,
-        actions: tuple[Action, ...],
-        finding: Finding,
-        findings: Sequence[Finding],
-        tried: dict[tuple[Action, ...], tuple[Finding, ...] | None],
+        self, actions: tuple[Action, ...], finding: Finding, findings: Sequence[Finding]
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`, or None if these cannot be applied or do not resolve `finding`.
 
         The trace stops when its forward already shows that: a new error excludes the actions as a fix of any finding, the
         error of `finding` excludes them as a fix of `finding`.
         """
-        if actions in tried:
-            return tried[actions]
+        if actions in self.tried:
+            return self.tried[actions]
         errors = faults(other for other in findings if other.severity == "error")
         shown: frozenset[tuple[str, str]] = frozenset()
 
@@ -211,13 +194,13 @@ class _Step:
                 trace = self.trace(actions, enough=fails)
                 if not shown <= errors - {(finding.code, finding.cause)}:
                     if not shown <= errors:
-                        tried[actions] = None
+                        self.tried[actions] = None
                     return None
                 self.known[actions] = judge(trace)
-            tried[actions] = self.known[actions]
+            self.tried[actions] = self.known[actions]
         except UsageError:
-            tried[actions] = None  # this model lacks a target of the actions
-        return tried[actions]
+            self.tried[actions] = None  # this model lacks a target of the actions
+        return self.tried[actions]
 
 
 def _code_of(request: StepRequest) -> StepCode:

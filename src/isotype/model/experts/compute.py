@@ -38,12 +38,7 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class Adapter:
-    """An active adapter of a product.
-
-    Attributes:
-        scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
-        dropout: the dropout rate; 0 in evaluation.
-    """
+    """An active adapter: its scale (alpha / r; rsLoRA: alpha / sqrt(r)), and its dropout rate (0 in evaluation)."""
 
     scale: float
     dropout: float = 0.0
@@ -80,8 +75,7 @@ class Experts:
     """The experts of one call of `experts_output`.
 
     Attributes:
-        up: the product with the gate and up weights.
-        down: the product with the down weights.
+        up, down: the products with the gate and up weights, and with the down weights.
         gate: the function of h `[rows, …]` between the two products.
         compute: dtype of h.
         working: dtype in which products are computed.
@@ -130,14 +124,9 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """Experts that are computed together: `first` to `stop - 1`.
+    """Experts `first` to `stop - 1`, whose rows are `begin` to `end - 1` of all rows sorted by expert.
 
-    Attributes:
-        first: number of the first expert.
-        stop: number after the last expert.
-        begin: first row of these experts among all rows sorted by expert.
-        end: row after their last row.
-        offsets: int32 `[experts]`, the end of each expert's rows relative to `begin`; None for one expert.
+    `offsets` are int32 ends of each expert's rows relative to `begin`, or None for one expert.
     """
 
     first: int
@@ -224,14 +213,9 @@ def _groups(spec: Experts, counts: list[int], device: torch.device, together: in
 
 @dataclass(frozen=True)
 class _Low:
-    """An adapter of one product, with tensors in the working dtype.
+    """An adapter of one product, with A `[experts, in, r]` and B `[experts, r, out]` in the working dtype.
 
-    Attributes:
-        adapter: its scale and dropout.
-        a: A, `[experts, in, r]`.
-        b: B, `[experts, r, out]`.
-        place: position of A among all factors.
-        seed: seed of its dropout.
+    `place` is the position of A among all factors, `seed` the seed of the adapter's dropout.
     """
 
     adapter: Adapter
@@ -321,10 +305,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return a product of a group's rows with bias and adapters, `[n, out]`.
-
-    `hidden` are drop(rows) A of the adapters `lows`.
-    """
+    """Return a product of rows with bias and adapters, `[n, out]`; `hidden` are drop(rows) A of the adapters `lows`."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))

@@ -307,8 +307,7 @@ def saved_stack(
     Args:
         codes: the tensor with the weight's name.
         constants: name -> tensor of the entries whose names begin with the weight's name.
-        module: the module of the weight.
-        name: name of the weight in `module`.
+        module, name: the module of the weight, and the weight's name in it.
         dtype: dtype of dequantized values.
         device: device of codes and constants.
     """

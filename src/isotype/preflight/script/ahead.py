@@ -39,10 +39,7 @@ TRIED_AFTER = 60.0
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
     """Return the report on a script's step without changing the script's state.
 
-    Args:
-        request: the step.
-        trial_seconds: fixes are tried only if that is expected to take no longer.
-        seconds: time limit of the trace.
+    `seconds` limits the trace; fixes are tried if that is expected to take at most `trial_seconds`.
     """
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace

@@ -171,10 +171,10 @@ class Diagnosis:
             self._live = judge(self.watch.trace(setup))
         elif setup is not None and self._speaks and (self.watch.unreached or not self._loss_traced):
             modules = {unreached.module for unreached in self.watch.unreached}
-            seen = [finding for finding in judge(self.watch.trace(setup)) if finding.severity != "note"]
             if not self._loss_traced:
-                modules.add("")  # the script's own code, where its loss is
-            self._say_late([finding for finding in seen if finding.module in modules])
+                modules.add("")  # the script's own code, which computes the loss
+            findings = [f for f in judge(self.watch.trace(setup)) if f.severity != "note"]
+            self._say_late([finding for finding in findings if finding.module in modules])
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
 
@@ -211,9 +211,7 @@ class Diagnosis:
     def left(self, code: Any, reason: BaseException | None) -> bool:
         """Report at the end of a script that has exited, and return whether an error was explained. Call `stop` first.
 
-        Args:
-            code: exit code, as an argument of `sys.exit`.
-            reason: the exception that the script handled when it exited, or None.
+        `code` is an argument of `sys.exit`, `reason` the exception that the script handled when it exited, or None.
         """
         recorder = self.watch.recorder
         explained = reason is not None and self.crashed(reason)
@@ -419,10 +417,7 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report with the finding about `call` first, or None if it has no such finding.
-
-    `live` are the errors of the real step.
-    """
+    """Return the report with its finding about `call` or with a cause of `live` first, or None if it has none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

@@ -22,12 +22,7 @@ Fact = Literal["speaks", "explained", "seen"]
 
 @dataclass(frozen=True)
 class Family:
-    """The processes of one run.
-
-    Attributes:
-        folder: the folder that they share.
-        top: id of the process that the user started, or None in the other processes.
-    """
+    """The processes of one run, which share `folder`; `top` is the id of this process if the user started it, else None."""
 
     folder: Path
     top: int | None

@@ -144,10 +144,7 @@ _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """Return the command `words` under `isotype run` with `flags`.
-
-    Returns None if the command runs no script with this environment's Python.
-    """
+    """Return the command `words` under `isotype run`, or None if it runs no script with this environment's Python."""
     program = shutil.which(words[0])
     if program is None:
         return None
@@ -180,10 +177,7 @@ def _is_this_python(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Return (Python with its options, the script or `-m` and a module, with arguments) of a command.
-
-    Returns None if the command has an option of `_NOT_OURS`, or names no script.
-    """
+    """Split a command before its script or `-m module`; return None without one, or for an option of `_NOT_OURS`."""
     position = 1
     while position < len(words):
         word = words[position]
