@@ -104,8 +104,8 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
         state = _state(getattr(tensor, "quant_state", None))
         return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, state
 
-    own = (*own_parameters(module).items(), *own_buffers(module).items())
-    return tuple((name, None if tensor is None else facts(tensor)) for name, tensor in own)
+    tensors = (*own_parameters(module).items(), *own_buffers(module).items())
+    return tuple((name, None if tensor is None else facts(tensor)) for name, tensor in tensors)
 
 
 def _state(state: Any) -> tuple[Any, ...] | None:

@@ -121,13 +121,13 @@ class Targets:
         wide: whether the config targets `all-linear`.
         unable: settings of the config for which PEFT cannot adapt the stacked experts that it targets.
         reads: name of a layer without an adapter -> the class that reads the layer's weight itself.
-        left: name of a layer in a part without adapters -> the reason.
+        excluded: name of a layer in a part without adapters -> the reason.
     """
 
     wide: bool = False
     unable: tuple[str, ...] = ()
     reads: Mapping[str, str] = field(default_factory=dict)
-    left: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,53 +166,53 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         config.target_parameters = converted.target_parameters
         if not wide:  # for the names of gate and up, which are one parameter, PEFT doubles the rank
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
-    left = _left_by_parts(base, adapt)
+    excluded = _excluded_by_parts(base, adapt)
     if not wide:
         if adapt is not None:
-            _narrow(base, config, left, adapt)
-        return Targets(unable=unable, left=left)
+            _narrow(base, config, excluded, adapt)
+        return Targets(unable=unable, excluded=excluded)
     if adapt is not None and LANGUAGE not in adapt.parts:
         config.target_parameters = None
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT does not wrap a layer twice
     linear, reads = all_linear(copy.deepcopy(config), base), _reads(base)
-    kept = {
+    layers = {
         name
-        for name in linear - reads.keys() - left.keys()
+        for name in linear - reads.keys() - excluded.keys()
         if not any(f".{name}.".endswith(f".{module}.") for module in whole)
         and not _routes(base, name)
         and (isinstance(converted.target_modules, str) or check_target_module_exists(converted, name))
     }
-    if not kept:
+    if not layers:
         raise _nothing_left(adapt)
-    if kept != linear:
-        config.target_modules = kept
-    return Targets(True, unable, {name: cls for name, cls in reads.items() if name not in left}, left)
+    if layers != linear:
+        config.target_modules = layers
+    return Targets(True, unable, {name: cls for name, cls in reads.items() if name not in excluded}, excluded)
 
 
-def _left_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
+def _excluded_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
     """Return layer name -> reason, for layers outside of the adapted parts and for layers whose output is not read."""
     parts, unread = Parts(base), dict(unread_layers(base))
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
         raise _nothing_left(adapt)
-    left = {}
+    excluded = {}
     for place in places(base) if parts.towers else ():
         name = plain_name(place.name)
         if parts.of(name) not in chosen.parts:
-            left[name] = chosen.why
+            excluded[name] = chosen.why
         elif reason := next((why for block, why in unread.items() if f"{name}.".startswith(f"{block}.")), ""):
-            left[name] = reason
-    return left
+            excluded[name] = reason
+    return excluded
 
 
-def _narrow(base: Any, config: Any, left: Mapping[str, str], adapt: Adapt) -> None:
-    """Remove the layers of `left` from the targets of a config that names its targets."""
+def _narrow(base: Any, config: Any, excluded: Mapping[str, str], adapt: Adapt) -> None:
+    """Remove the layers of `excluded` from the targets of a config that names its targets."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     named = {plain_name(place.name) for place in places(base) if not place.tuner}
     named = {name for name in named if check_target_module_exists(config, name)}
-    if named & left.keys():
-        config.target_modules = named - left.keys()
+    if named & excluded.keys():
+        config.target_modules = named - excluded.keys()
     if LANGUAGE not in adapt.parts:
         config.target_parameters = None
     if named and not config.target_modules:
@@ -258,13 +258,13 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
-    left = grouped(without, lambda weight: (weight.kind, _reason(weight, targets, config)))
+    reasons = grouped(without, lambda weight: (weight.kind, _reason(weight, targets, config)))
     size = _size_on_experts(model) if targets.wide else ()
-    if not left:
+    if not reasons:
         return size
     adapted = grouped([w for w in weights if w.adapted], lambda weight: weight.kind)
     on = [_counted(adapted[kind], total) for kind in (_LINEAR, _STACKED, _ROUTER) if kind in adapted]
-    off = [f"{_counted(rows, total)}: {reason}" for (_, reason), rows in left.items()]
+    off = [f"{_counted(rows, total)}: {reason}" for (_, reason), rows in reasons.items()]
     return (f"{ADAPTED}{' and '.join(on) or 'nothing'}; not on {'; not on '.join(off)}", *size)
 
 
@@ -292,10 +292,10 @@ def _size_on_experts(model: Any) -> tuple[str, ...]:
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.reader is not None:
         return f"{weight.reader} reads their weights itself, past an adapter"
-    if weight.kind == _ROUTER and weight.name not in targets.left:
+    if weight.kind == _ROUTER and weight.name not in targets.excluded:
         return "routers are adapted only where their names are given"
-    if weight.name in targets.left:
-        return targets.left[weight.name]
+    if weight.name in targets.excluded:
+        return targets.excluded[weight.name]
     if weight.kind == _LINEAR:
         return "PEFT confuses their names with those of experts"
     if targets.unable:

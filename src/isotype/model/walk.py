@@ -56,7 +56,7 @@ def kind_of(module: nn.Module) -> str:
 
 @cache
 def _kind_of(cls: Any) -> str:
-    names = [each.__name__ for each in cls.__mro__]
+    names = [base.__name__ for base in cls.__mro__]
     if _TUNER in names:
         return "other"  # PEFT names its wrappers like the layers they wrap
     for name, kind in _BY_CLASS_NAME.items():
@@ -167,22 +167,22 @@ def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _unregistered(module, "", {id(module)})
 
 
-def _unregistered(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unregistered(module: nn.Module, prefix: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(module).items():
         if name not in _OF_EVERY_MODULE:
-            yield from _floats_in(value, f"{prefix}{name}", seen)
+            yield from _floats_in(value, f"{prefix}{name}", visited)
 
 
-def _floats_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _floats_in(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield name, value
-    elif isinstance(value, (dict, list, nn.Module)) and id(value) not in seen:
-        seen.add(id(value))
+    elif isinstance(value, (dict, list, nn.Module)) and id(value) not in visited:
+        visited.add(id(value))
         for key, held in _items(value):
-            yield from _floats_in(held, f"{name}.{key}", seen)
+            yield from _floats_in(held, f"{name}.{key}", visited)
         if isinstance(value, nn.Module):
-            yield from _unregistered(value, f"{name}.", seen)
+            yield from _unregistered(value, f"{name}.", visited)
 
 
 def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str, Any]]:

@@ -264,9 +264,9 @@ def _words(result: Any) -> str:
 
 
 def _unknown(names: Iterable[str]) -> Iterable[Problem]:
-    known = arguments_of_check()
+    arguments = arguments_of_check()
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+        if name not in arguments:
+            near = difflib.get_close_matches(str(name), arguments, n=1)
             fix = f"did you mean {near[0]!r}?" if near else "leave it out"
-            yield Problem(repr(name), f"one of {', '.join(known)}", fix)
+            yield Problem(repr(name), f"one of {', '.join(arguments)}", fix)

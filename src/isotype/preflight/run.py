@@ -231,20 +231,20 @@ def _roots(
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
     resolved = {finding.key: _resolved(finding, errors, tried) for finding in errors}
     below: dict[tuple[str, str, str], list[Finding]] = {}
-    left = list(errors)
+    roots = list(errors)
     for root in sorted(errors, key=lambda finding: -len(resolved[finding.key])):
-        for other in list(left):
+        for other in list(roots):
             downstream = other.key in resolved[root.key] and root.key not in resolved[other.key]
             later = other is not root and position[other.key] >= position[root.key]
-            if downstream and later and root in left:
-                left.remove(other)
+            if downstream and later and root in roots:
+                roots.remove(other)
                 below.setdefault(root.key, []).append(other)
     return tuple(
         replace(finding, notes=(*finding.notes, _downstream(below[finding.key])))
         if finding.key in below
         else finding
         for finding in findings
-        if finding.severity != "error" or finding in left
+        if finding.severity != "error" or finding in roots
     )
 
 
@@ -281,10 +281,10 @@ _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
 def _outcome(after: Sequence[Finding], values_known: bool) -> str:
-    left = sum(finding.severity != "note" for finding in after)
-    if not left:
+    remaining = sum(finding.severity != "note" for finding in after)
+    if not remaining:
         return "the step then runs clean" if values_known else "nothing else is found"
-    return f"it is gone; {plural(left, 'other finding')} left"
+    return f"it is gone; {plural(remaining, 'other finding')} left"
 
 
 def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:

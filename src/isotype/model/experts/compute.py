@@ -114,11 +114,11 @@ def experts_output(
         factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter of `up`, then of `down`,
             in any float dtype and layout.
     """
-    kept = torch.is_grad_enabled()
+    saves = torch.is_grad_enabled()
     # Gradient checkpointing restores the state of the CPU's generator, which is read without waiting for the device.
     drops = any(adapter.dropout for adapter in (*spec.up.adapters, *spec.down.adapters))
     seed = int(torch.randint(2**31, ()).item()) if drops else 0
-    result: torch.Tensor = _Experts.apply(spec, kept, seed, x, index, scores, *factors)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Experts.apply(spec, saves, seed, x, index, scores, *factors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -231,8 +231,8 @@ class _Low:
             return rows
         generator = torch.Generator(rows.device)
         generator.manual_seed(self.seed + group.first)
-        kept = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
-        return rows * kept.div_(max(1 - probability, torch.finfo(rows.dtype).tiny))
+        mask = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
+        return rows * mask.div_(max(1 - probability, torch.finfo(rows.dtype).tiny))
 
     def down(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
         """Return drop(rows) A, `[n, r]`."""
@@ -324,7 +324,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         spec: Experts,
-        kept: bool,
+        saves: bool,
         seed: int,
         x: torch.Tensor,
         index: torch.Tensor,
@@ -351,7 +351,7 @@ class _Experts(torch.autograd.Function):
                 if out is None:
                     out = y.new_zeros(x.shape[0], y.shape[1])
                 out.index_add_(0, at, y if weights is None else y * weights[group.begin : group.end])
-                if kept:
+                if saves:
                     saved += [h, *hidden, *small]
             ctx.spec, ctx.seed, ctx.groups, ctx.k = spec, seed, groups, index.shape[-1]
             ctx.shape = None if scores is None else scores.shape

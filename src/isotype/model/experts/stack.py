@@ -278,20 +278,20 @@ def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedSta
     return codes.detach(), stack
 
 
-_KEPT: list[Any] = []
+_CACHES: list[Any] = []
 
 
 @listening
 def _keep_dense(module: nn.Module, inputs: object) -> None:
-    kept = parametrize.cached()
-    kept.__enter__()
-    _KEPT.append(kept)
+    cache = parametrize.cached()
+    cache.__enter__()
+    _CACHES.append(cache)
 
 
 @listening
 def _drop_dense(module: nn.Module, inputs: object, output: object) -> None:
-    if _KEPT:
-        _KEPT.pop().__exit__(None, None, None)
+    if _CACHES:
+        _CACHES.pop().__exit__(None, None, None)
 
 
 def saved_stack(
