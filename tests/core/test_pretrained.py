@@ -105,7 +105,7 @@ def test_what_transformers_has_a_class_for_is_loaded_by_it(
         (
             "config.json",
             {"_attn_implementation": "kernels-community/flash-attn2"},
-            "_attn_implementation is 'kernels-community/flash-attn2' expected an implementation of transformers",
+            "_attn_implementation is 'kernels-community/flash-attn2' expected an implementation in transformers",
         ),
         (
             "tokenizer_config.json",
