@@ -88,7 +88,7 @@ def test_columns_of_every_kind_of_file(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "alpacca", "prompt=", "=x", "prompt=a,b"])
 def test_columns_that_say_nothing(text):
-    with pytest.raises(DataError, match="the columns are not understood"):
+    with pytest.raises(DataError, match="the columns cannot be parsed"):
         parse_columns(text)
 
 

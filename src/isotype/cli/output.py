@@ -36,7 +36,7 @@ def speak_up() -> None:
 
 
 def quiet_libraries() -> None:
-    """Hide logs and warnings of libraries; if PYTHONWARNINGS is set, Python prints their warnings as it says."""
+    """Hide logs of libraries, and their warnings unless PYTHONWARNINGS is set."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -91,7 +91,7 @@ def _problems() -> Iterator[Problem]:
 def first_to_fail() -> bool:
     """Return True if this rank is the first to report a failure; the other ranks fail soon after it.
 
-    The ranks agree in the store of torchrun or accelerate, which outlives them. Without a store every rank is the first.
+    The ranks agree in the store of torchrun or accelerate, which outlives the ranks. Without a store the result is True.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

@@ -1,4 +1,4 @@
-"""The lowest layer: dtypes, errors, names, units, command-line parsing, atomic writes. It imports no other room."""
+"""The lowest room: dtypes, errors, names, units, command-line parsing, atomic writes. core imports only compat."""
 
 from pathlib import Path
 

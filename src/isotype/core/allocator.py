@@ -19,9 +19,10 @@ EXPANDABLE = "expandable_segments:True"
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
     """Turn on expandable segments, so that batches of changing length leave no gaps in GPU memory.
 
-    Call this function before torch is imported. It returns the value that it set, or None if it set nothing: the user
-    has set one of `VARIABLES`; torch was built for ROCm or Windows (`expandable_segments()` in
-    c10/cuda/CUDAAllocatorConfig.h); `arguments` contain `--use_vllm`, whose memory pool rejects expandable segments.
+    Call this function before torch is imported. The result is the new value of the variable. The function returns None
+    and sets nothing if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
+    (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or if `arguments` contain `--use_vllm`: the memory pool
+    of vLLM rejects expandable segments.
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None

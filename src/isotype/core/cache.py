@@ -52,7 +52,7 @@ def prepare_library_caches() -> None:
         }
         what = "data sets are kept"
     else:
-        moved, what = {"HF_HOME": str(instead)}, "what Hugging Face's libraries download is kept"
+        moved, what = {"HF_HOME": str(instead)}, "downloads of Hugging Face's libraries are kept"
     os.environ.update(moved)
     if moved:
         logger.warning(

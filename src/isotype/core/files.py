@@ -2,7 +2,7 @@
 
 Files are built beside their place, synced to disk and renamed, so that they survive an interrupt or a power cut.
 `write_whole` writes one text. If the publishing of a directory is interrupted, the directory has the old or the new
-files, and `recover` finishes or undoes the rest. Until then it contains some of these:
+files, and `recover` finishes or undoes the rest. Until then the directory contains some of these:
 
 - `.isotype-saving/`: files that are being built; they are deleted unless they are published.
 - `.NAME.isotype-old/`: the complete former NAME while the new NAME takes its place.

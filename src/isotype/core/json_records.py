@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from isotype.core import VERSION
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
-"""A share of a whole, 0 to 1. The annotations are keywords of the JSON Schema."""
+"""A share of a whole, 0 to 1. `Annotated` carries keywords of the JSON Schema: minimum and maximum."""
 Signed = Annotated[int, ("type", "integer")]
 """An integer that may be negative: a plain `int` has minimum 0 in the JSON Schema."""
 

@@ -25,7 +25,10 @@ ATTENTION_KERNELS = (
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Names of an operator's arguments (`roles`), and of those that it writes to; `mutates` is True if the first is one."""
+    """Names of an operator's arguments (`roles`), and of the arguments that the operator writes to (`written`).
+
+    `mutates` is True if the operator writes to its first argument.
+    """
 
     roles: tuple[str, ...]
     mutates: bool

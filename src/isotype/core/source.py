@@ -31,7 +31,7 @@ _STEP = str(PACKAGE / "trace" / "fake" / "step.py")
 
 @cache
 def is_library(filename: str) -> bool:
-    """Return True if a file belongs to torch or this package, or is no file: reports name no line of it."""
+    """Return True if a file belongs to torch or this package, or is no file; reports name no lines of such files."""
     return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 

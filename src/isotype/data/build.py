@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the form that a trainer takes.
 
-Of JSON, JSON lines, CSV and text files every row is checked, and problems name its line. Of parquet files, directories
-of `save_to_disk` and hub data sets the columns and the first 1000 rows are checked.
+Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. Of parquet files,
+directories of `save_to_disk` and hub data sets the columns and the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     def build(self) -> Dataset:
-        """Return the split, memory-mapped from the cache of `datasets`; its key there is the content of the files."""
+        """Return the split, memory-mapped from the cache of `datasets`, where the content of the files is its key."""
         from datasets import Dataset
 
         if self.dataset is not None:
@@ -115,7 +115,7 @@ class Prepared:
 
 
 def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Return one split of a local data set after its check; with `columns`, only these columns of it."""
+    """Check one split of a local data set and return it; with `columns`, only these columns are read."""
     files = local.splits[split]
     suffixes = {path.suffix.lower() for path in files}
     kinds = suffixes - {*_JSON_SUFFIXES} | ({".jsonl"} if suffixes & {*_JSON_SUFFIXES} else set())

@@ -271,7 +271,8 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
     """Describe the unused keys of a data set with their counts, or return None if all keys are used.
 
-    `keys` counts ("row", "message" or "part", name of the key) in the first `sample` rows, or in all rows if that is None.
+    `keys` maps ("row", "message" or "part", name of the key) to a count in the first `sample` rows, or in all rows if
+    `sample` is None.
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):

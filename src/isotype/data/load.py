@@ -1,8 +1,8 @@
 """Find the data set of a training command, check it before a model is loaded, then build it.
 
 `--dataset_name` takes a hub id as in `trl`, a local file, a local directory, or `embedded:NAME` for a data set of the
-package. If a path of this name exists, the hub is not used; a name that looks like a path is never looked up on the
-hub. No code of a data set is executed.
+package. If a path of the given name exists, the hub is not used; a name that looks like a path is never looked up on
+the hub. No code of a data set is executed.
 
 In a directory the words train, validation and test (or synonyms) in the names of files or folders name the splits. If
 some files have such names, each other file is a split with the name of the file.

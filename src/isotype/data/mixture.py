@@ -141,7 +141,7 @@ def _from_hub(
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Return the parts in one form: if their forms differ, texts become messages, or prompts become conversations."""
+    """Return the parts; parts of different forms are read again, with messages for texts or with conversations for prompts."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]

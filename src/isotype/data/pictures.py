@@ -40,7 +40,7 @@ def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
-        folder: folder of relative paths; paths to no file in it are relative to the working directory.
+        folder: folder to which paths are relative; a path that does not exist there is relative to the working directory.
     """
     if isinstance(value, Mapping):
         return _of_object(value, folder)
@@ -87,7 +87,7 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of a picture that cannot be read, or None. With `whole` it is decoded, not only its header."""
+    """Return the problem of a picture that cannot be read, or None; with `whole` all pixels are read, else the header."""
     size = _read(picture, (lambda opened: opened.load()) if whole else (lambda opened: opened.verify()))
     return size if isinstance(size, Problem) else None
 

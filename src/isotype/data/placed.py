@@ -162,7 +162,8 @@ def _before(chats: Row, count: int) -> None:
 def _spoken(row: Row, seen: bool) -> Row | Problem:
     """Return a row with pictures as conversations, or the problem with it; `seen` is True if pictures are in columns.
 
-    Texts become messages, a caption the answer to `QUESTION`, the common beginning of a pair of conversations its prompt.
+    Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
+    becomes the prompt.
     """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):

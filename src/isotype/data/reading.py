@@ -67,7 +67,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
     if not pairs or not all(isinstance(name, str) and name for names in pairs.values() for name in names):
         expected = "a list of columns to keep, a preset, or {prompt: question, completion: answer}"
         fix = "columns: {prompt: question, completion: answer}"
-        raise DataError.of("the columns are not understood", f"{origin}: {value!r}", expected, fix)
+        raise DataError.of("the columns cannot be parsed", f"{origin}: {value!r}", expected, fix)
     return ColumnMap(tuple(pairs.items()), origin)
 
 
@@ -81,7 +81,7 @@ def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | No
     if not all(target.strip() and source.strip() for target, _, source in pairs):
         expected = f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs"
         fix = "--columns prompt=question,completion=answer"
-        raise DataError.of("the columns are not understood", f"{origin} {text}", expected, fix)
+        raise DataError.of("the columns cannot be parsed", f"{origin} {text}", expected, fix)
     return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs), origin)
 
 

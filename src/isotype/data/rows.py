@@ -327,7 +327,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield the rows with the picture that the text file captions, or with the pictures that a metadata file names."""
+    """Yield the rows of a caption file with the picture beside the file, or the rows of a metadata file with their pictures."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return

@@ -39,7 +39,7 @@ def standard_chats(
 ) -> Row | Problem:
     """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats.
 
-    If the row has a problem, it is returned instead. A single message in place of an answer becomes a list. A column
+    A problem of the row is returned in place of the row. A single message in place of an answer becomes a list. A column
     `system` becomes the first message of a conversation without a system message, as in LLaMA-Factory.
 
     Args:

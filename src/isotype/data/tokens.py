@@ -87,7 +87,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
     """Yield (row number, problem) of the first row in each column with an id that the model lacks, or with too many labels.
 
-    `rows` is a `datasets.Dataset`; the model has `size` ids, or an unknown number if that is None.
+    `rows` is a `datasets.Dataset`; `size` is the number of ids that the model has, or None if unknown.
     """
     import pyarrow.compute as pc
 

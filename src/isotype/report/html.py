@@ -161,7 +161,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Return the labels of ticks, with the decimals that their distance needs; below 0.001 and from 1e6 on as `1e6`."""
+    """Return the labels of ticks with the decimals that their distance needs; below 0.001 and from 1e6 on with exponents."""
     if len(ticks) < 2:
         return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
     largest = max(abs(tick) for tick in ticks)

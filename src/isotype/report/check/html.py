@@ -1,6 +1,6 @@
 """The report of a check as one self-contained HTML file.
 
-Its content security policy forbids every load from outside and every script but `check.js`, which shows the places of
+The page's content security policy forbids every load from outside and every script but `check.js`, which shows the places of
 the finding under the pointer or the focus.
 """
 

@@ -62,7 +62,7 @@ class Check:
         flops: FLOPs of the matmul-like operators of one step, by compute dtype.
         time: least time of the step; null if the device has no published rates or the step was not traced to its end.
         operators: number of operators in a step of the real model.
-        assumed: operators with refused operands by the rule of the operator's family, not measured on the device.
+        assumed: operators whose operands the rule of the operator's family refuses, without a measurement on the device.
         contracts: the measured table of operands that the device accepts, or its substitute.
         doubts: reasons why that table may be wrong for the device.
         not_traced: descriptions of what the trace does not contain.

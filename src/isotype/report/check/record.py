@@ -132,7 +132,7 @@ class Record:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators with refused operands by the rule of the operator's family, which was not measured on the device."""
+        """Operators whose operands the rule of the operator's family refuses; no contract was measured on the device."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
@@ -143,8 +143,8 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     """Group the errors and warnings by who can apply their first fix.
 
-    `isotype.repair` can (`repair`), or only with `unsafe=True` (`unsafe`); the user can by a setting or in code (`caller`).
-    The others have a fix that no second trace verified (`untried`), or no known fix (`left`).
+    `isotype.repair` applies the fixes of `repair`, and those of `unsafe` with `unsafe=True`. The user applies the fixes of
+    `caller`. The fixes of `untried` were not verified by a second trace. For the findings of `left` no fix is known.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

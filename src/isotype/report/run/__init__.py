@@ -1,1 +1,1 @@
-"""The report of a training run: the record, and its JSON, HTML, curves and model card."""
+"""The report of a training run: the record, and its JSON and HTML forms."""

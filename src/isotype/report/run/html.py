@@ -1,6 +1,6 @@
 """A run report as one self-contained HTML file.
 
-Its content security policy forbids every load from outside and every script but uPlot and `run.js`, which draws the
+The page's content security policy forbids every load from outside and every script but uPlot and `run.js`, which draws the
 curves with it.
 """
 
