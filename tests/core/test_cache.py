@@ -89,9 +89,7 @@ def test_libraries_keep_their_files_elsewhere(
     prepare_library_caches()
     assert os.environ["HF_HOME"] == str(tmp_path / "temporary" / "huggingface")
     (line,) = caplog.messages
-    assert line.startswith(
-        f"nothing can be kept in {tmp_path}/file/hub (Not a directory): what Hugging Face's"
-    )
+    assert line.startswith(f"nothing can be kept in {tmp_path}/file/hub (Not a directory): downloads of")
 
 
 def test_models_of_a_folder_that_can_only_be_read_are_still_found(
