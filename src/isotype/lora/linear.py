@@ -45,7 +45,6 @@ def drop(
     Args:
         x: X as a matrix `[rows, in]` in the dtype of the products.
         source: X before it was flattened and cast, in any layout.
-        probability: dropout probability.
     """
     if not probability:
         return x, None
@@ -79,7 +78,6 @@ def lora_linear(
     """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
-        spec: the settings of the call.
         inputs: X `[…, in_features]` in any float dtype; with a gate, the two factors of X.
         tensors: the tensors of the first layer, then of the next: the biases `[out]`, A `[r, in]` and B `[out, r]` of
             each adapter, and DoRA's magnitude `[out]`.
@@ -225,7 +223,6 @@ def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return X as a matrix in the working dtype."""
     return factors[0] if spec.gate is None else spec.gate.product(*factors)
 
 

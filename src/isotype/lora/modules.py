@@ -55,14 +55,6 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     return base.weight.dtype, base.weight.dtype
 
 
-def _by_loops(working: torch.dtype, x: torch.Tensor) -> bool:
-    """Return whether the compiled loops multiply; they need the weights of all layers in scratch memory at once.
-
-    For a simulated CPU this is unknown, so a trace assumes the loops, which need more memory.
-    """
-    return simulates_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
-
-
 class Siblings:
     """Layers of one module that are called one after another with the same tensor, and are computed together.
 
@@ -163,8 +155,10 @@ def _run(
 ) -> tuple[torch.Tensor, ...]:
     layers = tuple([reading.layer for reading in readings])
     compute, result = dtypes
-    working = working_dtype(compute, inputs[0])
-    compiled = _by_loops(working, inputs[0])
+    x = inputs[0]
+    working = working_dtype(compute, x)
+    # A trace assumes the loops on every CPU: they need more memory, the weights of all layers in scratch memory at once.
+    compiled = simulates_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
     spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
     return lora_linear(spec, inputs, [tensor for reading in readings for tensor in reading.tensors])
 

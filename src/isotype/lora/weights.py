@@ -176,17 +176,15 @@ class DenseWeights:
         `keep` is True if scratch memory stays for the next product, see `Workspace.borrow`.
         """
         ready = self._ready(layer, dtype)
-        return stack.enter_context(self._written(layer, dtype, keep=keep)) if ready is None else ready
-
-    @contextmanager
-    def _written(self, layer: Any, dtype: torch.dtype, *, keep: bool) -> Iterator[torch.Tensor]:
-        device = layer.weight.device.type
-        if kind_of(layer) == "linear4bit" and not has_kernel("bitsandbytes::dequantize_4bit.out", device):
-            yield _dequantized(layer, dtype, state=self._state(layer))
-        else:
-            with self.workspace.borrow(shape_of(layer), dtype, layer.weight.device, keep=keep) as out:
-                _write(layer, out, self._state(layer) if kind_of(layer) == "linear4bit" else None)
-                yield out
+        if ready is not None:
+            return ready
+        device, in_4_bits = layer.weight.device, kind_of(layer) == "linear4bit"
+        state = self._state(layer) if in_4_bits else None
+        if in_4_bits and not has_kernel("bitsandbytes::dequantize_4bit.out", device.type):
+            return _dequantized(layer, dtype, state=state)
+        out = stack.enter_context(self.workspace.borrow(shape_of(layer), dtype, device, keep=keep))
+        _write(layer, out, state)
+        return out
 
     def _state(self, layer: Any) -> Any:
         """Return a 4-bit layer's quantization state; on a GPU, while there is room, with float32 block constants.
@@ -346,7 +344,7 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
     """Return A and s B of layers with the same input in `dtype`; s B is multiplied in B's dtype and rounded once.
 
-    If `stacked` is False, A is not computed and None is returned for it.
+    If `stacked` is False, None is returned for A.
     """
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):

@@ -97,7 +97,6 @@ class Damages(Measurement):
 
     @cached_property
     def by_module(self) -> Mapping[str, LayerDamage]:
-        """The layers by name."""
         return {layer.module: layer for layer in self.layers}
 
     def total(self, form: str) -> float:

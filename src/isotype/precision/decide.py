@@ -205,8 +205,10 @@ class _Draft:
                 f"{self.profile.reason(compute)}; use {dtype_name(self.profile.best_dtype())}, or auto",
             )
         elif support == "emulated":
+            slower = self.profile.slower(compute, self.profile.best_dtype())
+            slow = "slow" if slower is None else f"{slower:.2g} times slower"
             self.warnings.append(
-                f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {_slow(self.profile, compute)} "
+                f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {slow} "
                 f"({dtype_name(self.profile.best_dtype())} is what it runs best)"
             )
         elif compute == torch.float16:
@@ -342,11 +344,6 @@ def _auto_compute(
     if profile.supports(trained) == "native":
         return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
     return best, f"the checkpoint was trained in {name}; {profile.reason(trained)}, so its best dtype is used"
-
-
-def _slow(profile: DeviceProfile, dtype: torch.dtype) -> str:
-    slower = profile.slower(dtype, profile.best_dtype())
-    return "slow" if slower is None else f"{slower:.2g} times slower"
 
 
 def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) -> bool:

@@ -209,7 +209,6 @@ class Ranges(Measurement):
 
     @cached_property
     def by_module(self) -> Mapping[str, ModuleRange]:
-        """The modules by name."""
         return {module.name: module for module in self.modules}
 
     @property

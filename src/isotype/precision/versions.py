@@ -120,10 +120,6 @@ def tightest(specifier: SpecifierSet) -> SpecifierSet:
     return SpecifierSet(",".join(parts))
 
 
-def _holds(specifier: SpecifierSet, version: Version) -> bool:
-    return specifier.contains(version, prereleases=True)
-
-
 @lru_cache(maxsize=64)
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
     """Return (required package -> joined specifier, requirement strings that cannot be parsed) of a package."""
@@ -153,7 +149,7 @@ def _declared(
             yield Incompatibility((owner,), fact, package, "warning")
         for target, specifier in demands.items():
             version = versions.get(target)
-            if version is not None and not _holds(specifier, version):
+            if version is not None and not specifier.contains(version, prereleases=True):
                 change = f"{target}{tightest(specifier)}"
                 fact = f"{owner} requires {change}, not {version}"
                 yield Incompatibility((owner, labels[target]), fact, change, "error")
@@ -198,7 +194,6 @@ def is_installed(package: str) -> bool:
 
 @cache
 def incompatible_here() -> tuple[Incompatibility, ...]:
-    """Return the incompatibilities of the installed libraries."""
     return tuple(incompatibilities(installed()))
 
 
@@ -207,10 +202,7 @@ def missing(
 ) -> list[str]:
     """Return the requirements of an extra of isotype that are not installed, as pip requirements.
 
-    Args:
-        versions: package -> version, None for a package that is not installed.
-        extra: name of the extra.
-        requires: isotype's requirement strings; None: those of its metadata.
+    `requires` are isotype's requirement strings; None stands for those of isotype's metadata.
 
     Raises:
         PrecisionError: isotype runs from a source tree without being installed, so there is no metadata.

@@ -115,7 +115,6 @@ class Choice:
     """The kernel for a class of shapes.
 
     Attributes:
-        kernel: name of the chosen kernel.
         own: name of isotype's fastest kernel.
         milliseconds: name of a kernel -> median time of one call.
         faster: torch's time over the time of `own`, at the lower quartile of the repetitions.

@@ -23,10 +23,9 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """A block of queries.
+    """A block of queries `rows`.
 
     Attributes:
-        rows: the queries.
         keys: all keys to which any of the queries attends.
         masked: the part of `keys` to which some queries do not attend, or that has a bias.
         tile: the mask of the keys `masked`, added to the scores in units of log 2, float32 `[1 or heads, rows, masked]`.
@@ -51,9 +50,6 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        batch: number of rows of the batch.
-        queries, keys: number of queries and keys of a row.
-        parts: the blocks of all rows.
         closed_finitely: whether finite numbers mask some query from every key. torch's kernels then let the query attend
             to all keys about equally, because rounding removes the scores from the sums; no block represents that.
     """

@@ -52,7 +52,6 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return what `isotype.lora.gpu.elementwise.rms_norm_backward` returns."""
     d_x: torch.Tensor
     d_x, _ = torch.ops.aten._fused_rms_norm_backward(
         grad, x, list(weight.shape), inverse, weight, [True, False]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,6 @@ def token_class(tokens: int) -> int:
 
 
 def card_of(device: torch.device) -> str:
-    """Return the driver's name of a GPU."""
     return str(torch.get_device_module(device).get_device_name(device))
 
 
@@ -96,7 +94,6 @@ TIMES = measured.Kept(HeadTimes)
 
 
 def times_file(card: str) -> Path:
-    """Return the path of the file with the times of a card with this torch."""
     return measured.file_of("heads", REVISION, card=card)
 
 
@@ -142,7 +139,6 @@ def choose(
     Args:
         weight: the head's weight `[V, H]`, on the measured device.
         bias: the head's bias `[V]`, or None.
-        shape: the class of calls.
         timer: function that times a call; None: events of the device.
         card: name of the card in the cache; None: the driver's name.
 
@@ -204,7 +200,12 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
 
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         timer(ours)  # the first calls build kernels and allocate memory
-        _trial(partial(timer, theirs))
+        try:
+            timer(theirs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:  # compilers, drivers and launches may raise anything
+            raise TheirsFailedError(f"{type(failure).__name__}: {first_line(failure)}") from failure
         turns = [(timer(ours), timer(theirs)) for _ in range(_TURNS)]
     return HeadTimes(*(round(statistics.median(times), 4) for times in zip(*turns, strict=True)))
 
@@ -220,15 +221,6 @@ def _theirs(
         hidden, head.weight, head.bias, targets, 1.0, words, head.softcap, 1.0, ("log_probs", *outputs)
     )
     return dict(zip(("log_probs", *OPTIONAL_OUTPUTS), results, strict=True))
-
-
-def _trial(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:  # compilers, drivers and launches may raise anything
-        raise TheirsFailedError(f"{type(failure).__name__}: {first_line(failure)}") from failure
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:

@@ -73,7 +73,9 @@ def use_own_head(trainer: Any) -> None:
     from trl.trainer.utils import FusedCausalLMOutput
 
     smoothing = _smoothing(trainer)
-    gradients = ("log_probs", "entropy") if _entropy_is_differentiated(trainer.args) else ("log_probs",)
+    # GRPO's entropy bonus is fixed or adaptive.
+    bonus = any(getattr(trainer.args, name, False) for name in ("entropy_coef", "use_adaptive_entropy"))
+    gradients = ("log_probs", "entropy") if bonus else ("log_probs",)
     trained = next(_models(trainer))
     for model in _models(trainer):
         head = _trl_head(model.forward)
@@ -246,11 +248,6 @@ def _smoothing(trainer: Any) -> float:
     smoother = getattr(trainer, "label_smoother", None)
     usual = getattr(trainer.args, "loss_type", None) == "nll" and trainer.compute_loss_func is None
     return float(smoother.epsilon) if smoother and usual and not is_deepspeed_zero3_enabled() else 0.0
-
-
-def _entropy_is_differentiated(arguments: Any) -> bool:
-    """Return whether GRPO has an entropy bonus, fixed or adaptive."""
-    return bool(getattr(arguments, "entropy_coef", 0.0) or getattr(arguments, "use_adaptive_entropy", False))
 
 
 def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:

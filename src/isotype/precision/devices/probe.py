@@ -112,11 +112,9 @@ class _Probe:
     """The measurement of one dtype; an error ends the measurement.
 
     Attributes:
-        seconds: time budget.
         spent: seconds of all calls.
         side: side of the current matrices.
         times: seconds of the calls at the final size.
-        message: the first error; None if there was none.
     """
 
     dtype: torch.dtype

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError
 from isotype.precision.devices.cpu import (
     CPU_INSTRUCTIONS,
@@ -129,12 +129,6 @@ class DeviceProfile:
 # ---------------------------------------------------------------------------------------------- named profiles
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def _of_record(name: str) -> DeviceProfile:
     record = _records()[name]
     gib, bandwidth = record["memory_gib"], record["bandwidth_gb_per_s"]
@@ -142,17 +136,17 @@ def _of_record(name: str) -> DeviceProfile:
         name=name,
         title=record["title"],
         kind=record["kind"],
-        native=frozenset(map(_dtype, record["native"])),
-        emulated={_dtype(key): reason for key, reason in record["emulated"].items()},
-        refused={_dtype(key): reason for key, reason in record["refused"].items()},
+        native=frozenset(map(parse_dtype, record["native"])),
+        emulated={parse_dtype(key): reason for key, reason in record["emulated"].items()},
+        refused={parse_dtype(key): reason for key, reason in record["refused"].items()},
         memory_bytes=None if gib is None else int(gib * 2**30),
-        peak_flops={_dtype(key): rate * 1e12 for key, rate in record["peak_tflops"].items()},
+        peak_flops={parse_dtype(key): rate * 1e12 for key, rate in record["peak_tflops"].items()},
         memory_bandwidth=None if bandwidth is None else bandwidth * 1e9,
-        flash_attention=frozenset(map(_dtype, record["flash_attention"])),
+        flash_attention=frozenset(map(parse_dtype, record["flash_attention"])),
         present=False,
         source=record["source"],
         capability=tuple(record["capability"]) if "capability" in record else None,
-        speed={_dtype(key): rate for key, rate in record.get("matmul_speed", {}).items()},
+        speed={parse_dtype(key): rate for key, rate in record.get("matmul_speed", {}).items()},
         contracts=record.get("contracts", ""),
         repacks_4bit=record.get("repacks_4bit", False),
     )
