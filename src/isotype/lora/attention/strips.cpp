@@ -1,4 +1,4 @@
-// Attention in strips of query rows, forward and backward: what blocks.py computes, in one pass over the caches.
+// Attention in strips of query rows, forward and backward: the results of blocks.py, with scores that stay in a core's caches.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace {
 
-constexpr int STRIP = LANES == 16 ? 96 : 48;  // rows whose scores a core's second cache holds; the other number is slower by some percent
+constexpr int STRIP = LANES == 16 ? 96 : 48;  // rows whose scores fit into the L2 cache of a core; the other number is some percent slower
 
-// ------------------------------------------------------------------------------------------------- what is called
+// ------------------------------------------------------------------------------------------------- arguments
 
 struct Matrix {
     char* at;
-    int64_t batch, head, token;  // strides in values; the last dimension lies together
+    int64_t batch, head, token;  // strides in values; the stride of the last dimension is one
 };
 
 struct Block {
@@ -22,7 +22,7 @@ struct Block {
     int64_t row_first, row_last;        // queries
     int64_t key_first, key_last;
     int64_t masked_first, masked_last;
-    const float* tile;                  // [tile_heads, rows, masked], in units of log 2; null for none
+    const float* tile;                  // [tile_heads, rows, masked], in units of log 2; null without a mask
     int64_t tile_heads;
 };
 
@@ -30,10 +30,10 @@ struct Call {
     int64_t batch, key_heads, group, queries, keys, head, value_head, block_count, threads;
     float scale;
     const Block* blocks;
-    Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // null where there is none or it is not wanted
-    float* sums;                        // [batch, key heads, group, queries, 2]: largest score, one over the sum
-    uint32_t* packed;                   // as many as `needs` says
-    float* totals;                      // of the backward, as many as `needs` says
+    Matrix q, k, v, out, d_out, d_q, d_k, d_v;  // null for a matrix that is not needed
+    float* sums;                        // [batch, key heads, queries, group, 2]: largest score, 1 / sum of exponentials
+    uint32_t* packed;                   // as many lanes as `needs` returns
+    float* totals;                      // for the backward, as many floats as `needs` returns
 };
 
 constexpr float LOWEST = -1e30f;
@@ -49,8 +49,8 @@ Sizes sizes_of(const Call& c) {
             up(c.head, LANES), up(c.value_head, LANES)};
 }
 
-// K and V of one matrix, packed along the head for scores and their gradients, and along the keys what is summed over keys: V in
-// the forward, K in the backward, which alone has `v_head`.
+// K and V of one key head. Packed along the head: K for scores, and V (`v_head`, only in the backward) for the gradients of
+// probabilities. Packed along the keys: the matrix that is summed over keys, V in the forward and K in the backward.
 struct Packs { uint32_t *k_head, *v_head, *along_keys; };
 
 template <class T>
@@ -70,7 +70,7 @@ typename T::Value* row_of(const Matrix& m, int64_t batch, int64_t head, int64_t 
     return reinterpret_cast<typename T::Value*>(m.at) + batch * m.batch + head * m.head + token * m.token;
 }
 
-// rows [0, n) of x, which are columns of the product: [columns / LANES][steps][LANES], the sum along the row
+// Packs rows [0, n) of x, which become columns of the product, for sums along the row: [columns / LANES][steps][LANES].
 template <class T>
 void pack_along_row(const Matrix& x, int64_t batch, int64_t head, int64_t n, int64_t width, int64_t padded, uint32_t* to) {
     int64_t steps = up(width, T::PER_LANE) / T::PER_LANE, turned = 0;
@@ -95,7 +95,7 @@ void pack_along_row(const Matrix& x, int64_t batch, int64_t head, int64_t n, int
     }
 }
 
-// the sum along the rows: [width / LANES][rows / PER_LANE][LANES]; `row(i)` is null for rows of zeros
+// Packs rows for sums over the rows: [width / LANES][rows / PER_LANE][LANES]; `row(i)` is null for rows of zeros.
 template <class T, class Row>
 void pack_along_column(Row row, int64_t padded_rows, int64_t width, int64_t padded_width, uint32_t* to) {
     typedef typename T::Value Value;
@@ -112,7 +112,7 @@ void pack_along_column(Row row, int64_t padded_rows, int64_t width, int64_t padd
     }
 }
 
-// Every matrix's K and V, by the threads of the parallel region that calls it.
+// Packs K and V of all key heads; called in a parallel region, whose threads share the work.
 template <class T>
 void pack(const Call& c, const Sizes& z, bool backward) {
     const Matrix& summed = backward ? c.k : c.v;
@@ -128,12 +128,12 @@ void pack(const Call& c, const Sizes& z, bool backward) {
     }
 }
 
-// A strip's rows: folded row r is query r / group of head r % group.
+// The rows of a strip: row r is query r / group of head r % group.
 struct Strip {
     int64_t batch, key_head, first, count;
 };
 
-// rows of x as lanes [STRIP][steps], rows and steps beyond them zero
+// Copies rows of x as lanes [STRIP][steps]; missing rows and steps are zero.
 template <class T>
 void gather(const Call& c, const Strip& s, const Matrix& x, int64_t width, int64_t steps, uint32_t* to) {
     for (int64_t i = 0; i < up(s.count, ROWS); i++) {
@@ -159,7 +159,7 @@ void scatter(const Call& c, const Strip& s, const Matrix& x, int64_t width, cons
 
 thread_local Scratch scratch;
 
-struct Window { int64_t first, last, width; };  // keys; `width`: in whole panels
+struct Window { int64_t first, last, width; };  // keys; `width` is a multiple of two panels
 
 Window window_of(const Block& b, int64_t last) {
     int64_t first = b.key_first / (2 * LANES) * (2 * LANES);
@@ -171,7 +171,7 @@ const float* tile_row(const Call& c, const Block& b, const Strip& s, int64_t i) 
     return b.tile + (head * (b.row_last - b.row_first) + r / c.group - b.row_first) * (b.masked_last - b.masked_first);
 }
 
-// The keys that a strip reads: the block's, but for the last ones that are closed to all of its rows.
+// The keys that a strip reads: those of the block, without the last keys that are masked for all rows of the strip.
 Window window_of(const Call& c, const Block& b, const Strip& s) {
     if (!b.tile || b.masked_last != b.key_last) return window_of(b, b.key_last);
     int64_t open = 0, masked = b.masked_last - b.masked_first;
@@ -184,7 +184,7 @@ Window window_of(const Call& c, const Block& b, const Strip& s) {
     return window_of(b, std::max(b.masked_first + open, b.key_first + 1));
 }
 
-// scores of a strip in units of log 2, with mask
+// The scores of a strip in units of log 2, with the mask.
 template <class T>
 void scores(const Call& c, const Sizes& z, const Block& b, const Strip& s, const Window& w, const uint32_t* q, const Packs& p, float* to) {
     product<T>(up(s.count, ROWS), w.width, {q, z.steps_head, 1, z.steps_head}, p.k_head + w.first * z.steps_head,
@@ -278,7 +278,7 @@ void forward(const Call& c) {
 
 // ------------------------------------------------------------------------------------------------- backward
 
-// Scores become probabilities, and lanes of them for a sum over rows; rows that only fill up the last ROWS are zero.
+// Turns scores into probabilities, and writes them as lanes for sums over rows, too; rows that pad the last ROWS are zero.
 template <class T>
 void to_probabilities(const Call& c, const Strip& s, int64_t rows, int64_t width, float* p, uint32_t* by_pair) {
     constexpr int TOGETHER = T::PER_LANE;
@@ -301,7 +301,7 @@ void to_probabilities(const Call& c, const Strip& s, int64_t rows, int64_t width
     }
 }
 
-// Gradients of probabilities become those of scores, rounded: as rows, and as lanes for a sum over rows.
+// Turns gradients of probabilities into rounded gradients of scores, as rows and as lanes for sums over rows.
 template <class T>
 void to_score_gradients(int64_t rows, int64_t width, const float* p, const float* d_p, uint32_t* by_row, uint32_t* by_pair) {
     constexpr int TOGETHER = T::PER_LANE;
@@ -313,7 +313,7 @@ void to_score_gradients(int64_t rows, int64_t width, const float* p, const float
                 total[0] += load(d_p + j) * load(p + j);
                 total[1] += load(d_p + j + LANES) * load(p + j + LANES);
             }
-            // From what was computed here, not from the rounded output: where one probability is near 1, these two cancel.
+            // The sum uses these values, not the rounded output: if one probability is near 1, the difference below cancels.
             along[r] = sum_of(total[0] + total[1]);
         }
         for (int64_t j = 0; j < width; j += LANES) {
@@ -370,7 +370,7 @@ void backward_strip(const Call& c, const Sizes& z, const Block& b, const Strip& 
     }
 }
 
-// How many threads share a matrix, each with sums of its own.
+// Number of threads that share a key head, each with separate sums.
 int64_t shares(const Call& c) {
     int64_t matrices = std::max<int64_t>(1, c.batch * c.key_heads);
     return (c.threads + matrices - 1) / matrices;
@@ -403,7 +403,7 @@ void backward(const Call& c) {
             float* totals = c.totals + m * each * size;
             for (int64_t i = 1; i < each; i++)
                 for (int64_t j = 0; j < size; j += LANES) store(totals + j, load(totals + j) + load(totals + i * size + j));
-            // as a strip of keys, whose heads are those of k and v
+            // the keys are written as a strip with one head per key head
             Call keys = c;
             keys.group = 1;
             Strip all{m / c.key_heads, m % c.key_heads, 0, c.keys};

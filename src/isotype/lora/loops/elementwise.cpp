@@ -1,4 +1,4 @@
-// Gated products, RMSNorms and rotations, forward and backward: one reading, one writing, float between them, one rounding.
+// Gated products, RMSNorms and rotations, forward and backward. Values are read once, computed in float, rounded and written once.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 14;  // values that a thread takes at once: some 100 KiB of all operands together
+constexpr int64_t CHUNK = 1 << 14;  // values in a thread's piece of work: about 100 KiB for all operands together
 
 vec sigmoid(vec x) {
     vec power = x * -LOG2_E;
     vec found = 1.0f / (1.0f + exp2v(power > 127.0f ? vec{} + 127.0f : power));
-    return power > 127.0f ? vec{} : found;  // below 6e-39
+    return power > 127.0f ? vec{} : found;  // the value is below 6e-39
 }
 
-// Whole vectors of [0, n) by `with(at, load, store)`, and what is left by parts of one.
+// Calls `with(at, load, store)` for whole vectors in [first, last), then once for the remaining values.
 template <class T, class Do> void each(int64_t first, int64_t last, Do with) {
     int64_t i = first;
     for (; i + LANES <= last; i += LANES)
@@ -37,7 +37,7 @@ template <class T> void product(int64_t n, int64_t threads, const T* g, const T*
     });
 }
 
-// The product again, which takes the place of its gradient `d`, and the gradients of its factors.
+// The product, which overwrites its gradient `d`, and the gradients of both factors.
 template <class T> void product_backward(int64_t n, int64_t threads, T* d, const T* g, const T* u, T* d_g, T* d_u) {
     parallel<T>(n, threads, [=](int64_t i, auto get, auto put) {
         vec x = get(g + i), y = get(u + i), grad = get(d + i), s = sigmoid(x);
@@ -52,7 +52,7 @@ template <class Do> void rows_of(int64_t rows, int64_t width, int64_t threads, D
     for (int64_t r = 0; r < rows; r++) with(r);
 }
 
-// y = x / sqrt(mean(x^2) + eps) * w, and of each row one over that root
+// y = x / sqrt(mean(x^2) + eps) * w; `inverse` gets 1 / sqrt(...) of each row.
 template <class T>
 void norm(int64_t rows, int64_t width, int64_t threads, float eps, const T* x, const float* w, T* y, float* inverse) {
     rows_of(rows, width, threads, [=](int64_t r) {
@@ -84,12 +84,12 @@ void norm_backward(int64_t rows, int64_t width, int64_t threads, const T* d, con
     });
 }
 
-// Values [batch, heads, tokens, dim] of any strides but the last, which is one.
+// Values [batch, heads, tokens, dim] with any strides, but the last stride is one.
 template <class T> struct Heads { T* at; int64_t batch, head, token; };
 
-// Rotary positions: the halves (a, b) of a head become (a cos - b sin, b cos + a sin), each with the cosines and sines of its own
-// place. Back, as their gradients go: (a cos + b sin', b cos - a sin'), where sin' are the other half's. Tables are [tokens, dim], and
-// `apart` from those of the next batch: 0 where all have the same.
+// Rotary positions: the halves (a, b) of a head become (a cos - b sin, b cos + a sin), with the cosines and sines of each half. With
+// `back` gradients become (a cos + b sin', b cos - a sin'), where sin' are the sines of the other half. A table is [tokens, dim];
+// `apart` values lie between the tables of two rows of the batch, 0 if all rows share a table.
 template <class T>
 void rotate(int64_t batch, int64_t heads, int64_t tokens, int64_t dim, int64_t apart, bool back, int64_t threads, Heads<const T> x,
             const T* cos, const T* sin, Heads<T> out) {

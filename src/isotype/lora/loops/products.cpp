@@ -6,16 +6,16 @@
 
 namespace {
 
-constexpr int64_t GROUP = 64;    // columns whose part of B a core packs and keeps in its second cache
+constexpr int64_t GROUP = 64;    // columns of B that a core packs at once, and keeps in its L2 cache
 constexpr int64_t PANELS = GROUP / LANES;
-constexpr int64_t SLAB = 1024;   // lanes of a sum at once: 256 KiB of a group
-// Lanes that are added one after another: longer sums lose digits of a float. The rounding to bfloat16 hides what a slab's lose.
+constexpr int64_t SLAB = 1024;   // lanes of a sum that are packed at once: 256 KiB for a group of columns
+// Lanes that are added one after another: longer float sums lose digits. For bfloat16 a slab loses less than the final rounding.
 template <class T> constexpr int64_t RUN = T::PER_LANE == 1 ? 256 : SLAB;
-constexpr int64_t STRIP = 96;    // rows whose sums stay in the first cache
-constexpr int64_t SHARES = 4;    // pieces of work for each thread, so that all end together
-constexpr int64_t PACKED = 1 << 18;  // lanes of A that are packed at once, but for STRIP rows
-constexpr int64_t LARGE = 1 << 20;  // bytes of a sum that a core's caches do not keep: it is written past them, unread
-constexpr size_t KEPT = 4 << 20;     // bytes of scratch that a thread keeps for its next call
+constexpr int64_t STRIP = 96;    // rows whose sums stay in the L1 cache
+constexpr int64_t SHARES = 4;    // pieces of work for each thread, so that all threads end at about the same time
+constexpr int64_t PACKED = 1 << 18;  // lanes of A that are packed at once, but at least STRIP rows
+constexpr int64_t LARGE = 1 << 20;  // bytes of a sum that exceed the caches of a core: such a sum is written past the caches
+constexpr size_t KEPT = 4 << 20;     // bytes of scratch memory that a thread keeps for the next call
 
 struct Matrix {
     char* at;
@@ -27,11 +27,11 @@ struct Term {
     int64_t depth;
 };
 
-// What Python hands over: int64 numbers, the terms of each sum after it.
+// The arguments from Python: int64 numbers. Each sum is followed by its terms.
 struct Sum {
     Matrix out;
     int64_t rows, columns, out_is_float;
-    const char* bias;  // null for none
+    const char* bias;  // null without a bias
     int64_t count;     // terms
 };
 
@@ -43,7 +43,7 @@ struct Job {
 
 template <class T> int64_t lanes_of(int64_t depth) { return (depth + T::PER_LANE - 1) / T::PER_LANE; }
 
-// Whether A's lanes are read where they lie.
+// Whether the lanes of A are read in place, without packing.
 template <class T> bool lies_in_lanes(const Term& term) {
     return T::PER_LANE == 1 || (term.a.column == 1 && term.a.row % T::PER_LANE == 0 && term.depth % T::PER_LANE == 0);
 }
@@ -52,20 +52,20 @@ template <class T> typename T::Value* value_of(const Matrix& m, int64_t row, int
     return reinterpret_cast<typename T::Value*>(m.at) + row * m.row + column * m.column;
 }
 
-// Lane `k` of A's row or of B's column, whose values lie `stride` apart from `from` on; what is beyond the depth is zero.
+// Lane `k` of a row of A or a column of B, whose values begin at `from` with a stride; values beyond the depth are zero.
 template <class T> uint32_t lane_of(const typename T::Value* from, int64_t stride, int64_t k, int64_t depth) {
     typename T::Value pair[2] = {from[k * T::PER_LANE * stride], 0};
     if (T::PER_LANE == 2 && k * 2 + 1 < depth) pair[1] = from[(k * 2 + 1) * stride];
     return T::lane(pair, 1);
 }
 
-// Columns [first, first + count) of B's lanes [k, k + steps) as panels [LANES], `panel` lanes apart; columns beyond are zero.
+// Packs lanes [k, k + steps) of B's columns [first, first + count) into panels, `panel` lanes apart; missing columns are zero.
 template <class T>
 void pack_b(const Term& term, int64_t k, int64_t steps, int64_t first, int64_t count, int64_t panel, uint32_t* to) {
     typedef typename T::Value Value;
     constexpr int64_t BLOCK = 16;
     const Matrix& m = term.b;
-    int64_t whole = std::min(steps, term.depth / T::PER_LANE - k);  // all but a last lane that is half empty
+    int64_t whole = std::min(steps, term.depth / T::PER_LANE - k);  // all lanes but a last one that is half empty
     for (int64_t j = 0; j < count; j += LANES, to += panel) {
         int64_t n = std::min<int64_t>(LANES, count - j);
         const Value* from = value_of<T>(m, 0, first + j);
@@ -96,13 +96,13 @@ void pack_b(const Term& term, int64_t k, int64_t steps, int64_t first, int64_t c
     }
 }
 
-// A's lanes: row i's k-th is at[i * row + k * step].
+// Lanes of A: lane k of row i is at[i * row + k * step].
 struct Lanes {
     const uint32_t* at;
     int64_t row, step;
 };
 
-// Rows [first, last) of A as lanes: where they lie, or written to `to`, which has room for whole vectors of rows.
+// Rows [first, last) of A as lanes, in place or packed into `to`, which has room for whole vectors of rows.
 template <class T> Lanes lanes_of_a(const Term& term, int64_t first, int64_t last, uint32_t* to) {
     typedef typename T::Value Value;
     const Matrix& m = term.a;
@@ -134,7 +134,7 @@ template <class T> Lanes lanes_of_a(const Term& term, int64_t first, int64_t las
     return {to, steps, 1};
 }
 
-// A part of a term: lanes [first, first + steps) of it.
+// Lanes [first, first + steps) of a term.
 struct Piece { int64_t term, first, steps; };
 typedef std::vector<Piece> Slab;
 
@@ -160,7 +160,7 @@ template <class T> int64_t bytes_of(const Sum& sum) {
     return sum.rows * sum.columns * (sum.out_is_float ? 4 : (int64_t)sizeof(typename T::Value));
 }
 
-// Sums of a group's columns go to C.
+// Writes the sums of a group of columns to C, with the bias.
 template <class T>
 void write(const Job& job, int64_t row, int64_t rows, int64_t column, int64_t columns, const float* sums) {
     const Matrix& out = job.sum.out;
@@ -248,8 +248,8 @@ template <class T> void run(const Work& work) {
     scratch.release_beyond(KEPT);
 }
 
-// Pieces of a job for some threads: of its columns first, whose packed part of B is used by all rows; of its rows, where A has to be
-// packed, so that each is packed as rarely as may be.
+// Divides a job into pieces of work: into columns first, because all rows use the packed columns of B. If A has to be packed, the job is
+// divided into rows, too, and into fewer columns, so that each row is packed rarely.
 template <class T> void divide(const Job& job, int64_t threads, std::vector<Work>& to) {
     const Sum& s = job.sum;
     if (!s.rows || !s.columns) return;
@@ -258,11 +258,11 @@ template <class T> void divide(const Job& job, int64_t threads, std::vector<Work
     for (int64_t t = 0; t < s.count; t++) all += lanes_of<T>(job.terms[t].depth);
     int64_t groups = (s.columns + GROUP - 1) / GROUP, wanted = threads == 1 ? 1 : threads * SHARES;
     int64_t by_columns = direct ? groups : std::min(groups, wanted), by_rows = (wanted + by_columns - 1) / by_columns;
-    // A whole sum over several slabs is kept for all rows of a piece.
+    // If a sum has several slabs, the sums of all rows of a piece are kept.
     int64_t most = direct ? (all > SLAB ? 1024 : s.rows) : std::max<int64_t>(STRIP, PACKED / all);
     int64_t columns = (groups + by_columns - 1) / by_columns * GROUP, pieces = (s.columns + columns - 1) / columns;
     for (int64_t p = 0; p < pieces; p++) {
-        // What is left over when each thread has as many as the others is shared by its rows.
+        // The pieces that remain after an equal number for each thread are divided into rows for all threads.
         int64_t shares = pieces >= threads && p >= pieces / threads * threads ? threads : by_rows;
         int64_t rows = std::min(most, up((s.rows + shares - 1) / shares, 2 * ROWS)), j = p * columns;
         for (int64_t i = 0; i < s.rows; i += rows)

@@ -1,7 +1,7 @@
-// Products of matrices whose elements are 32-bit lanes, summed in float: a lane is a float, or two bfloat16 values that follow
-// one another along the sum, so that both are the same loops.
+// Products of matrices whose elements are 32-bit lanes, summed in float. A lane is a float, or two bfloat16 values that are neighbours
+// along the sum, so both dtypes have the same loops.
 //
-// Of C = A B, A's elements are broadcast, and B is packed in panels: [columns / LANES][steps][LANES].
+// In C = A B, elements of A are broadcast, and B is packed in panels: [columns / LANES][steps][LANES].
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,9 +11,9 @@
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int COLUMNS = 4;
 #else
-constexpr int COLUMNS = 2;  // there are 16 registers, not 32
+constexpr int COLUMNS = 2;  // this CPU has 16 registers, not 32
 #endif
-constexpr int ROWS = 6;    // ROWS x COLUMNS sums stay in registers, and twice the rows of half the columns
+constexpr int ROWS = 6;    // ROWS x COLUMNS sums fit into registers, as do twice the rows with half the columns
 template <int N> using Const = std::integral_constant<int, N>;
 
 // ------------------------------------------------------------------------------------------------- dtypes
@@ -25,15 +25,15 @@ struct Float {
     static float rounded(float x) { return x; }
     static float widened(float x) { return x; }
     static void round_row(const float* from, uint32_t* to, int64_t n) { std::memcpy(to, from, 4 * n); }
-    // The same past the caches, for what is too much to be found there again; `to` is aligned to 64 bytes.
+    // The same past the caches, for results that exceed the caches; `to` is aligned to 64 bytes.
     static void stream_row(const float* from, uint32_t* to, int64_t n) {
         for (int64_t i = 0; i < n; i += LANES) stream(to + i, (ivec)load(from + i));
     }
-    // Values as they are stored, rounded; and as lanes of rows that follow one another along a sum, one or two.
+    // `put` rounds and stores values. `lanes` and `lane` round and join the values of one or two rows that are neighbours along a sum.
     static void put(uint32_t* row, int64_t at, vec x) { store((float*)row + at, x); }
     static ivec lanes(const vec* x) { return (ivec)x[0]; }
     static uint32_t lane(const float* at, int64_t) { return bits(*at); }
-    // A vector of lanes of two rows that follow one another along a sum, as they lie.
+    // Joins the values of two rows that are neighbours along a sum into a vector of lanes, without rounding.
     static void interleave(const float* a, const float*, uint32_t* to) { std::memcpy(to, a, 4 * LANES); }
 };
 
@@ -73,15 +73,15 @@ struct BFloat16 {
 
 // ------------------------------------------------------------------------------------------------- products
 
-typedef int32_t lane_u __attribute__((aligned(2)));  // two values of a row that may begin anywhere
+typedef int32_t lane_u __attribute__((aligned(2)));  // two values of a row, at any address
 
-// A part of a sum: A(i, k) = a[i * a_row + k * a_step]; B's panels go on with the part's steps.
+// A part of a sum: A(i, k) = a[i * a_row + k * a_step]. The panels of B have the steps of all parts in order.
 struct Part {
     const uint32_t* a;
     int64_t a_row, a_step, steps;
 };
 
-// C[M][N] (+)= factor * A B from row `first` of A; c has rows of c_row floats, whole panels wide.
+// C[M][N] (+)= factor * A B from row `first` of A; c has rows of c_row floats and whole panels.
 template <class T, int M, int N>
 void tile_product(const Part* parts, int64_t count, int64_t first, const uint32_t* b, int64_t panel, float* c, int64_t c_row, float factor,
                   bool add) {
@@ -110,7 +110,7 @@ void tile_product(const Part* parts, int64_t count, int64_t first, const uint32_
         }
 }
 
-// C (+)= factor * (sum over the parts of A B); b: panels that lie `panel` lanes apart.
+// C (+)= factor * (sum over the parts of A B); the panels of b are `panel` lanes apart.
 template <class T>
 void product(int64_t rows, int64_t columns, const Part* parts, int64_t count, const uint32_t* b, int64_t panel, float* c, int64_t c_row,
              float factor, bool add) {

@@ -1,4 +1,4 @@
-// The softmax of rows of logits, what a loss asks of it, and its gradient: each row once through a core's cache, in float.
+// The softmax of rows of logits, the results that a loss needs, and the gradient, in float. Each row is read into a core's cache once.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr int64_t RUN = 64 * LANES;  // values of a sum that are added before they go to the total: longer runs lose digits
+constexpr int64_t RUN = 64 * LANES;  // values that are summed before the sum is added to the total: longer sums lose digits
 
-// As isotype.lora.loss.softmax.softmax fills them in; null for what is not wanted.
+// The struct `_Results` of isotype.lora.loss.softmax; null for results that are not requested.
 struct Results {
     float *log_probs, *logsumexp, *entropy, *mean_logits, *log_sum_sq_probs, *factor;
     bool* is_top1;
@@ -43,7 +43,7 @@ void row(int64_t width, float slope, float lift, T* logits, float exact, int64_t
     if (to.mean_logits) to.mean_logits[at] = sum / width;
     if (to.is_top1) to.is_top1[at] = z[target] == top && std::find(z, z + target, top) == z + target;
 
-    // The target apart from the others: its exact logit takes the place of the rounded one, and log1p is exact near p = 1.
+    // The target is added separately: the exact logit replaces the rounded one, and log1p is exact near p = 1.
     z[target] = -INFINITY;
     for (int64_t i = width; i < whole + (width > whole) * LANES; i++) z[i] = -INFINITY;
     Sums all;

@@ -1,4 +1,4 @@
-// Vectors as wide as the CPU's, in GCC's and Clang's own notation: the same loops for AVX512, AVX2, SSE2 and NEON.
+// Vectors with the width of the CPU's registers, as vector extensions of GCC and Clang: AVX512, AVX2, SSE2 and NEON share the loops.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@ inline vec load(const float* from) { return *reinterpret_cast<const vec_u*>(from
 inline void store(float* to, vec x) { *reinterpret_cast<vec_u*>(to) = x; }
 inline void store(uint32_t* to, ivec x) { *reinterpret_cast<ivec_u*>(to) = x; }
 
-// Past the caches, to an address that is a multiple of the vector's size. Others see it after `streamed`.
+// Stores past the caches, to an address that is a multiple of the vector's size. Other threads see the values after `streamed`.
 inline void stream(uint32_t* to, ivec x) {
 #if defined(__AVX512F__)
     _mm512_stream_si512((__m512i*)to, (__m512i)x);
@@ -47,7 +47,7 @@ inline void streamed() {
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
 #endif
 
-// Exchanges lanes of `a` that have bit S in their number for those of `b` that have it not.
+// Exchanges the lanes of `a` whose number has bit S for the lanes of `b` whose number does not.
 template <int S, int... I> void exchange(ivec& a, ivec& b, std::integer_sequence<int, I...>) {
     ivec first = SHUFFLE(a, b, (I & S ? LANES + I - S : I)...);
     b = SHUFFLE(a, b, (I & S ? LANES + I : I + S)...);
@@ -63,7 +63,7 @@ template <int S> void exchange_all(ivec* x) {
 
 typedef ivec ivec_2 __attribute__((aligned(2)));
 
-// Lane k of `row(i)` goes to to[k * LANES + i], for LANES rows of as many lanes.
+// Writes lane k of `row(i)` to to[k * LANES + i], for LANES rows of LANES lanes.
 template <class Row> void transpose(Row row, uint32_t* to) {
     ivec x[LANES];
 #pragma GCC unroll 16
@@ -77,23 +77,23 @@ constexpr float LOG2_E = 1.44269504089f;
 
 inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 
-// x, but at least `least`; NaN for NaN.
+// max(least, x), but NaN for NaN.
 inline vec at_least(float least, vec x) {
 #if defined(__AVX512F__)
-    return (vec)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);  // the second one where one is NaN
+    return (vec)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);  // if one operand is NaN, the instruction returns the second one
 #else
     return x < least ? vec{} + least : x;
 #endif
 }
 
-// A whole number n next to x, and y 2^n, which is 0 for n below -149 and for x below -126 where the CPU has no instruction for it.
+// The whole number n next to x, and y 2^n, which is 0 for n below -149; without an AVX512 instruction it is 0 for x below -126.
 struct Power {
 #if defined(__AVX512F__)
     vec n;
     explicit Power(vec x) : n((vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) {}
     vec times(vec y) const { return (vec)_mm512_scalef_ps((__m512)y, (__m512)n); }
 #else
-    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the last bits
+    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding this number rounds x to a whole number in the last bits
     vec x, shifted, n;
     explicit Power(vec x) : x(x), shifted(at_least(-126.0f, x) + MAGIC), n(shifted - MAGIC) {}
     vec times(vec y) const {
@@ -103,7 +103,7 @@ struct Power {
 #endif
 };
 
-// 2^x for x <= 127; 0 below -150; NaN for NaN. Taylor's series of degree 7 on [-1/2, 1/2]: 5e-9 of the value.
+// 2^x for x <= 127; 0 below -150; NaN for NaN. The Taylor series of degree 7 on [-1/2, 1/2] has a relative error of 5e-9.
 inline vec exp2v(vec x) {
     vec bounded = at_least(-160.0f, x);
     Power power(bounded);
@@ -118,8 +118,8 @@ inline vec exp2v(vec x) {
     return power.times(y);
 }
 
-// e^x for x <= 88, within two units in the last place; 0 below -104; NaN for NaN. The remainder of x / log 2 is exact, for its nearest
-// whole number is multiplied by log 2 in two parts; then Taylor's series of degree 7 on [-0.35, 0.35]: 6e-9 of the value.
+// e^x for x <= 88, within two units in the last place; 0 below -104; NaN for NaN. The remainder of x / log 2 is exact, because the
+// nearest whole number is multiplied by log 2 in two parts. The Taylor series of degree 7 on [-0.35, 0.35] has a relative error of 6e-9.
 inline vec expv(vec x) {
     vec bounded = at_least(-110.0f, x);
     Power power(bounded * LOG2_E);
@@ -134,7 +134,7 @@ inline vec expv(vec x) {
     return power.times(y);
 }
 
-// Some at once: one after another, each would wait for the one before.
+// Four maxima at once: with a single maximum each comparison would wait for the one before.
 inline float largest_of(const float* x, int64_t n) {
     constexpr int EACH = 4;
     vec top[EACH] = {load(x), load(x), load(x), load(x)};
@@ -167,7 +167,7 @@ inline vec load(const bfloat16* from) {
     return (vec)(__builtin_convertvector(*reinterpret_cast<const halves_u*>(from), words) << 16);
 }
 
-// To the nearest, ties to even. The CPU's own instruction makes zeros of subnormal numbers (below 1.2e-38), as its products do.
+// Rounds to nearest, ties to even. The AVX512 instruction flushes subnormal numbers (below 1.2e-38) to zero, as its products do.
 #if defined(__AVX512BF16__)
 inline void store(bfloat16* to, vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -180,7 +180,7 @@ inline void store(bfloat16* to, vec x) {
 }
 #endif
 
-// The first n < LANES of a vector, the others zero.
+// Loads or stores the first n < LANES values of a vector; the other values are zero.
 template <class T> vec load_some(const T* from, int64_t n) {
     T all[LANES] = {};
     std::memcpy(all, from, n * sizeof(T));
@@ -196,7 +196,7 @@ template <class T> void store_some(T* to, vec x, int64_t n) {
 
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Memory of a thread: new memory costs more than what is computed in it.
+// Scratch memory of a thread, kept between calls: allocating memory costs more time than the computation.
 struct Scratch {
     std::vector<char> memory;
     size_t used = 0;
