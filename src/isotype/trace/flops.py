@@ -58,10 +58,7 @@ def _by_lengths_backward(args: Any, result: Any) -> int:
 
 
 def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
-    """Return twice the number of attention scores of all heads.
-
-    `ends` are read only on a CPU. On other devices, every sequence counts as `longest` tokens.
-    """
+    """Return twice the number of all heads' scores; if `ends` is not on a CPU, all sequences count as `longest` tokens."""
     tokens, heads = query.shape[:2]
     if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
         return 2 * heads * int(ends.diff().square().sum())

@@ -110,11 +110,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------------------- modules
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Add hooks to the modules of `model`, and register its parameters and buffers.
-
-        Returns:
-            The hooks; closing the stack removes them.
-        """
+        """Add hooks to the modules of `model`, and register its weights and buffers; closing the result removes the hooks."""
         hooks = ExitStack()
         # By name: a recomputation may enter a module without its parents.
         repeats = repeats_of(model)
@@ -174,10 +170,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return checkpointed
 
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
-        """Enter the forward of a module that represents `repeats` modules of the real step.
-
-        Casts inside of the module to the dtype of `returns` get the origin `returns`.
-        """
+        """Enter the forward of a module; casts in it to the dtype of `returns` get the origin `returns`."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
 
     @listening

@@ -91,10 +91,7 @@ class DtypeReads:
             self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Return the origin of the `dtype` in the arguments of the call that the model's code makes now.
-
-        None if the code names the dtype itself instead of reading it from a tensor.
-        """
+        """Return the origin of the `dtype` in the arguments of the model code's running call; None if the code names the dtype."""
         frame = next(_frames(frame_above(1)), None) if self._reads else None
         if frame is None:
             return None
@@ -133,11 +130,7 @@ class DtypeReads:
     def _stored(
         self, frame: FrameType, in_call: Sequence[_Read], name: str, dtype: torch.dtype
     ) -> _Read | None:
-        """Return the last read whose value the code stores under `name`.
-
-        For a local variable, only reads of this call count. For an attribute or a variable of an outer function, all
-        reads in the file count.
-        """
+        """Return the last read whose value is stored under `name`: in this call for a local variable, else in the file."""
         reads: Iterable[_Read] = in_call
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             reads = (

@@ -352,10 +352,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """Record a function that raised `error` before any operator; return the dtype to convert its operands to.
-
-        None if the error does not concern dtypes, or if the simulated device would not raise it.
-        """
+        """Record a function that raised `error` before any operator; return the dtype to convert to, None to raise the error."""
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
         # When autocast promotes, it raises for the other 16-bit dtype (at::autocast::prioritize).

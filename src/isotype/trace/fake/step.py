@@ -289,10 +289,7 @@ class _Step:
             )
 
     def _padded_in_front(self) -> bool:
-        """Return whether the batch's attention mask hides the first token of a row.
-
-        A causal prediction depends on no padding behind its row.
-        """
+        """Return whether the attention mask hides the first token of a row: padding behind a row reaches no causal prediction."""
         mask = self.known.get("attention_mask")
         return mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 

@@ -413,10 +413,7 @@ def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
 
 
 def _reaches_fake(value: Any, visited: Set[int]) -> bool:
-    """Return whether an object that was not opened (a memo, an iterator, a long list) holds a fake tensor.
-
-    Objects whose ids are in `visited` are not searched.
-    """
+    """Return whether an object that was not opened (a memo, an iterator, a long list) holds a fake tensor."""
     stack, seen = [value], {id(value)}
     while stack and len(seen) < _MOST_REFERENTS:
         for part in gc.get_referents(stack.pop()):

@@ -211,10 +211,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return the number of finite rows of `source` that its cast to float16 turns into rows of minus infinity.
-
-        0 if the values of `source` are unknown. `result` is the value of the cast.
-        """
+        """Return the number of finite rows of the known `source` that its cast to float16 turns entirely into minus infinity."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0

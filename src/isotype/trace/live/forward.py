@@ -21,10 +21,7 @@ def trains(module: nn.Module) -> bool:
 def named_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call.
-
-    None if the call cannot be written with keyword arguments only.
-    """
+    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call; None if that is impossible."""
     if not args:
         return dict(kwargs)
     try:
@@ -53,10 +50,8 @@ class StaleCasts:
     """Detects an optimizer step inside of the autocast region in which the next forward runs.
 
     Autocast casts a weight once and caches the cast until its outermost region ends. A forward after a step inside of
-    that region uses the old weights. The test uses a separate weight: the weight is cast, changed, and cast again.
-
-    Args:
-        report: called once, when a forward uses stale casts.
+    that region uses the old weights: `report` is called once. The test uses a separate weight, which is cast, changed,
+    and cast again.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:

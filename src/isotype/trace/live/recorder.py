@@ -171,10 +171,7 @@ class LiveRecorder(Recorder):
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove the origins from the script's tensors, and all references to the tensors.
-
-        Otherwise the origins would be saved with a tensor that the script saves.
-        """
+        """Remove the origins from the script's tensors, which the script may save, and all references to the tensors."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):
@@ -185,11 +182,7 @@ class LiveRecorder(Recorder):
         self._places.clear()
 
     def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:
-        """Count the weights, adapters, buffers and quantization states of a model that are not registered yet.
-
-        Returns:
-            The hooks that count gradients; closing the stack removes them.
-        """
+        """Count the weights and buffers of `model` that are not registered yet; closing the result removes the added hooks."""
         hooks = ExitStack()
         layers = dict(model.named_modules())
         for tensor, weight in zip(tensors_of(model), weights_of(model), strict=True):

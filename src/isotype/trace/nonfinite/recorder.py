@@ -263,10 +263,7 @@ def _alive(storages: dict[int, StorageWeakRef], address: int) -> bool:
 
 
 def _rows_and_length(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (rows, tokens per row) of a batch, from its first two-dimensional tensor.
-
-    Without such a tensor, the size of the first tensor's first dimension and 1; (0, 0) for a batch without tensors.
-    """
+    """Return (rows, tokens per row) of a batch, from its first two-dimensional tensor; (0, 0) for a batch without tensors."""
     shapes = [tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor)]
     flat = [shape for shape in shapes if len(shape) == 2]
     if flat:

@@ -1,4 +1,4 @@
-"""The batch for the measurement, on the CPU, cut to the tokens around borders of rows, sequences and padding."""
+"""The batch of the measurement: on the CPU, and cut to the tokens around the border of a sequence or of padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.compat.torch import FakeTensor
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
-"""Rows of this length show the same leaks as longer rows, in less time."""
+"""Rows of this length have the same leaks as longer rows, and take less time."""
 MOST_TOKENS = 512
 _AROUND = 16
 _BORDERS = 64
@@ -26,17 +26,16 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch.
+    """A batch of the measurement.
 
     Attributes:
         inputs: keyword arguments of the model, on the CPU.
         ids: token ids, `[rows, tokens]`.
-        padding: True for tokens with an attention mask of 0, `[rows, tokens]`.
-        sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for
-            padding.
-        packed_by: the name of the input that separates the sequences; "" if there is none.
-        labelled: True if the model receives labels; else `inputs["labels"]` are the tokens of a loss
-            outside of the model.
+        padding: mask of the tokens with an attention mask of 0, `[rows, tokens]`.
+        sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for padding.
+        packed_by: name of the input that separates the sequences; "" if there is none.
+        labelled: True if the model takes labels. If False, the loss is computed outside of the model, and
+            `inputs["labels"]` are the tokens that it counts.
     """
 
     inputs: Mapping[str, Any]
@@ -52,16 +51,16 @@ class Batch:
         return bool((self.sequences > 0).any())
 
     def but(self, **changes: Any) -> dict[str, Any]:
-        """Return the inputs with changed values; None removes an input."""
+        """Return the inputs with the changed values; the value None removes an input."""
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
     def arguments(self, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the model's keyword arguments of `inputs` (default: the batch's): without labels unless it takes them."""
+        """Return the inputs (default: the batch's) as arguments of the model, without labels if it takes none."""
         values = self.inputs if inputs is None else inputs
         return {name: value for name, value in values.items() if self.labelled or name != "labels"}
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """Return the batch with its floats in `dtype`."""
+        """Return the batch with its float tensors in `dtype`."""
         cast = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in self.inputs.items()
@@ -70,50 +69,45 @@ class Batch:
 
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
-    """Return the batch to measure; None without token ids that have values."""
+    """Return the batch to measure; None if the inputs have no token ids, or tensors without values."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors) or ids.numel() < 2:
         return None
-    plain = {name: _plain(value) for name, value in inputs.items()}
-    labelled = isinstance(plain.get("labels"), torch.Tensor)
+    copies = {
+        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+    labelled = isinstance(copies.get("labels"), torch.Tensor)
     if not labelled:
-        plain = _with_labels(plain)
-    return replace(_read(_window(_read(_rows(plain)))), labelled=labelled)
+        copies = _with_labels(copies)
+    # The shapes of pictures and sounds do not show the row that a picture or sound belongs to.
+    if ids.shape[0] > MOST_ROWS and not _in_pieces(copies):
+        copies = _rows_at(copies, ids.shape[0], slice(MOST_ROWS))
+    return replace(_read(_window(_read(copies))), labelled=labelled)
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a loss outside of the model (DPO, GRPO, a reward) with its tokens as labels."""
+    """Return the inputs with labels for a loss outside of the model (DPO, GRPO, a reward): the tokens that it counts."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
         if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
             labels = labels.masked_fill(mask == 0, IGNORED)
-    return {
-        **{name: value for name, value in inputs.items() if name not in _BESIDE_THE_MODEL},
-        "labels": labels,
-    }
+    for_model = {name: value for name, value in inputs.items() if name not in _BESIDE_THE_MODEL}
+    return {**for_model, "labels": labels}
 
 
-def _plain(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().cpu().clone()
+def _rows_at(inputs: Mapping[str, Any], rows: int, index: Any) -> dict[str, Any]:
+    """Return the inputs of the rows at `index`; only tensors with `rows` rows are cut."""
 
+    def cut(value: Any) -> Any:
+        by_row = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
+        return value[index] if by_row else value
 
-def _rows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the first `MOST_ROWS` rows; all rows if the shapes of pictures or sounds do not show their row."""
-    rows = inputs["input_ids"].shape[0]
-    if rows <= MOST_ROWS or _in_pieces(inputs):
-        return inputs
-    return {
-        name: value[:MOST_ROWS]
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
-        else value
-        for name, value in inputs.items()
-    }
+    return {name: cut(value) for name, value in inputs.items()}
 
 
 def _in_pieces(inputs: Mapping[str, Any]) -> bool:
@@ -152,18 +146,18 @@ def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tens
 
 
 def _numbered(values: torch.Tensor) -> torch.Tensor:
-    """Return the run number (0, 1, 2, …) of each value; a run has equal values."""
+    """Return the number (0, 1, 2, …) of the run that each value belongs to; the values of a run are equal."""
     changes = torch.diff(values, prepend=values[:, :1], dim=-1) != 0
     return changes.long().cumsum(-1)
 
 
 def _window(batch: Batch) -> dict[str, Any]:
-    """Cut each row to the tokens around a border of sequences or padding and the next label after it."""
+    """Return the inputs cut to the tokens around a border of sequences or padding, up to the next label."""
     rows, tokens = batch.ids.shape
     inputs = dict(batch.inputs)
     if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):
         return inputs
-    row, first, last = _meeting(batch)
+    row, first, last = _border(batch)
     size = min(max(last + _AROUND - first, FEW_TOKENS), MOST_TOKENS, tokens)
     first = max(min(first, tokens - size), 0)
     window = slice(first, first + size)
@@ -173,26 +167,19 @@ def _window(batch: Batch) -> dict[str, Any]:
                 if value.shape[axis] == tokens:
                     value = value[(slice(None),) * axis + (window,)]
             inputs[name] = value
-    if rows > 2:  # the borders of other rows are in other columns
-        pair = torch.tensor([row, (row + 1) % rows])
-        inputs = {
-            name: value[pair]
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
-            else value
-            for name, value in inputs.items()
-        }
-    return inputs
+    # The borders of other rows are in other columns: one of these rows is enough.
+    return inputs if rows <= 2 else _rows_at(inputs, rows, torch.tensor([row, (row + 1) % rows]))
 
 
-def _meeting(batch: Batch) -> tuple[int, int, int]:
-    """Return (row, first column, last column) of the shortest window from a border to the next learned label."""
+def _border(batch: Batch) -> tuple[int, int, int]:
+    """Return (row, first column, last column) of the shortest window from a border to the next label."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids
     learned = labels != IGNORED
     best: tuple[int, int, int] | None = None
-    for what in (batch.sequences.clamp_min(0), batch.padding.long()):
-        for row, column in (torch.diff(what, dim=-1) != 0).nonzero()[:_BORDERS].tolist():
+    for kinds in (batch.sequences.clamp_min(0), batch.padding.long()):
+        for row, column in (torch.diff(kinds, dim=-1) != 0).nonzero()[:_BORDERS].tolist():
             behind = learned[row, column + 1 :].nonzero()
             last = column + 1 + int(behind[0]) if len(behind) else column
             if len(behind) and (best is None or last - column < best[2] - best[1] - _AROUND):
@@ -205,7 +192,7 @@ def _meeting(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the small copy's token ids, in `input_ids` and in labels that repeat them."""
+    """Return the batch with the token ids of the small copy; `tokens` maps the model's ids to them, None if equal."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

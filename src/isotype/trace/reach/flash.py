@@ -1,8 +1,7 @@
-"""FlashAttention with transformers' interface for any dtype on a CPU, with the same rules for masks."""
+"""A stand-in for transformers' FlashAttention that runs on a CPU in any dtype, with the same rules for masks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,38 +14,37 @@ NAME = "isotype_flash"
 
 
 def use_stand_in(model: nn.Module) -> None:
-    """Replace FlashAttention, which needs a GPU, by the stand-in; FlexAttention, without CPU backward, by eager code.
+    """Replace FlashAttention, which needs a GPU, by the stand-in, and FlexAttention, which has no CPU backward, by eager code.
 
     The masks follow `flash_attention_mask` in transformers/masking_utils.py and `_flash_attention_forward` in
     transformers/modeling_flash_attention_utils.py (5.23).
     """
-    asking = []
-    for config in _configs(model):
+    with_flash = []
+    for config in configs_of(model):
         kernel = attention_of(config) or ""
         if kernel == "flex_attention":
             set_attention(config, "eager")
         elif kernel.startswith("isotype") and kernel != NAME:
-            set_attention(config, "sdpa")  # the same masks; isotype's own would time its kernels
+            set_attention(
+                config, "sdpa"
+            )  # it has the same masks; isotype's attention would time its kernels first
         elif "flash" in kernel:
-            asking.append(config)
-    if not asking:
+            with_flash.append(config)
+    if not with_flash:
         return
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(NAME, _forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
-    for config in asking:
+    for config in with_flash:
         set_attention(config, NAME)
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
-    seen: set[int] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and id(config) not in seen:
-            seen.add(id(config))
-            yield config
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return the configs of a model's modules, every config once."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if config is not None}.values())
 
 
 def _forward(
@@ -66,18 +64,18 @@ def _forward(
     rows, _heads, queries, _size = query.shape
     keys = key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    here, there = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
-    visible = torch.ones(queries, keys, dtype=torch.bool)
+    query_at, key_at = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
+    near = torch.ones(queries, keys, dtype=torch.bool)
     if causal and queries > 1:
-        visible &= there <= here
+        near &= key_at <= query_at
     if sliding_window is not None:
-        visible &= (here - there).abs() < sliding_window
-    seen = visible.expand(rows, 1, queries, keys)
+        near &= (query_at - key_at).abs() < sliding_window
+    visible = near.expand(rows, 1, queries, keys)
     if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None, -keys:].bool()
+        visible = visible & attention_mask[:, None, None, -keys:].bool()
     elif (sequence := _sequences(rows, keys, cu_seq_lens_q, position_ids)) is not None:
-        seen = seen & (sequence[:, None, -queries:, None] == sequence[:, None, None, :])
-    bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+        visible = visible & (sequence[:, None, -queries:, None] == sequence[:, None, None, :])
+    bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(query, key, value, bias, scale=scaling).transpose(1, 2), None

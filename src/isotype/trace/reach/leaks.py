@@ -1,4 +1,4 @@
-"""Predictions that depend on inputs that must not affect them: one probe per source."""
+"""Predictions that depend on inputs that must not affect them: a test for each source of leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUTS = 3
 
 
 def leaks(probe: Probe) -> Iterator[Leak]:
-    """Yield at most one leak of each source."""
+    """Yield the leaks of a small copy, at most one for each source."""
     if len(probe.copy.plain) < 2:
         return
     for source in (_neighbours, _other_rows, _padding, _padding_positions, _later, _label):
@@ -32,30 +32,30 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return the leak that changed inputs show; None if no guarded prediction changes.
+    """Return the leak that the changed inputs reveal; None if no guarded prediction changes.
 
     Args:
         probe: the copy and its batch.
-        source: what was changed.
+        source: the kind of input that is changed.
         changed: the changed inputs.
-        at: learned predictions that must not change, `[learned]`.
-        guarded: tokens that must not change, `[rows, tokens]`.
+        at: mask of the learned predictions that must not change, `[learned]`.
+        guarded: mask of the tokens whose hidden states must not change, `[rows, tokens]`.
     """
     if not probe.of_rows:
-        # A padding token attends to no token or to all: its prediction means nothing.
+        # A padding token attends to no token or to all tokens: its prediction means nothing.
         at = at & ~probe.batch.padding[probe.learned.rows, probe.learned.columns]
     change = probe.changes(changed, at) if at.any() else torch.zeros(0)
-    seen = (change > probe.seen).nonzero()[:, 0]
-    if not len(seen):
+    changes = (change > probe.least).nonzero()[:, 0]
+    if not len(changes):
         return None
-    first = int(at.nonzero()[:, 0][seen[0]])
-    module, kind = first_place(probe.copy.model, probe.run, probe.batch.inputs, changed, guarded, probe.seen)
+    first = int(at.nonzero()[:, 0][changes[0]])
+    module, kind = first_place(probe.copy.model, probe.run, probe.batch.inputs, changed, guarded, probe.least)
     row, column = int(probe.learned.rows[first]), int(probe.learned.columns[first])
-    return Leak(source, row, column, len(seen), len(change), float(change.max()), module, kind)
+    return Leak(source, row, column, len(changes), len(change), float(change.max()), module, kind)
 
 
 def _neighbours(probe: Probe) -> Leak | None:
-    """Change the tokens of one sequence in a packed row; compare the predictions of the others."""
+    """Change the tokens of one sequence in a packed row, and compare the predictions of the other sequences."""
     batch, learned = probe.batch, probe.learned
     if not batch.packed or probe.of_rows:
         return None
@@ -71,18 +71,18 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """Return the name of an input whose removal stops the leak; "" if there is none."""
+    """Return "attention_mask" if the leak of a packed row stops without this input; else ""."""
     batch = probe.batch
-    told = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
-    if not told or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
+    has_positions = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
+    if not has_positions or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
         return ""
     base = probe.logits(batch.but(attention_mask=None))
     change = probe.changes(batch.but(input_ids=other, attention_mask=None), at, base)
-    return "attention_mask" if len(change) and float(change.max()) <= probe.seen else ""
+    return "attention_mask" if len(change) and float(change.max()) <= probe.least else ""
 
 
 def _other_rows(probe: Probe) -> Leak | None:
-    """Change the tokens of the first row; compare the predictions of the other rows."""
+    """Change the tokens of the first row, and compare the predictions of the other rows."""
     batch, learned = probe.batch, probe.learned
     within = torch.zeros_like(batch.padding)
     within[0] = True
@@ -91,7 +91,7 @@ def _other_rows(probe: Probe) -> Leak | None:
 
 
 def _padding(probe: Probe) -> Leak | None:
-    """Change the tokens with an attention mask of 0; without a mask, unlearned padding tokens at the ends of rows."""
+    """Change the padding tokens: those with an attention mask of 0 or, without a mask, those at the ends of rows."""
     batch, learned = probe.batch, probe.learned
     where = batch.padding if bool(batch.padding.any()) else _unmasked_padding(probe)
     if not where.any():
@@ -103,9 +103,9 @@ def _padding(probe: Probe) -> Leak | None:
 
 
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
-    """Return whether new embeddings at `where` change the logits while the ids stay.
+    """Return whether other embeddings at `where` change the logits although the token ids are the same.
 
-    A classifier finds the last token of a row by the ids of padding: other ids alone would change its logits.
+    A classifier finds the last token of a row by the ids of the padding: other ids alone would change its logits.
     """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):
@@ -114,44 +114,36 @@ def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
     def disturb(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         return output + where[..., None] * probe.noise(output) if output.shape[:2] == where.shape else output
 
-    hook = table.register_forward_hook(disturb)
-    try:
-        change = probe.changes(probe.batch.inputs, torch.ones(len(probe.learned), dtype=torch.bool))
-    finally:
-        hook.remove()
-    return bool((change > probe.seen).any())
+    with table.register_forward_hook(disturb):
+        change = probe.changes(probe.batch.inputs)
+    return bool((change > probe.least).any())
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
-    """Return runs of unlearned padding tokens at the ends of rows without an attention mask, `[rows, tokens]`."""
+    """Return a mask `[rows, tokens]` of unlearned padding at the ends of rows; all False if there is an attention mask."""
     batch = probe.batch
     config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    pad = next(
-        (id_ for each in (config, text) if isinstance(id_ := getattr(each, "pad_token_id", None), int)), None
-    )
+    ids = (getattr(part, "pad_token_id", None) for part in (config, text))
+    pad = next((token for token in ids if isinstance(token, int)), None)
     labels = batch.inputs["labels"]
     if "attention_mask" in batch.inputs or pad is None or labels.shape != batch.ids.shape:
         return torch.zeros_like(batch.padding)
     idle = (batch.ids == pad) & (labels == IGNORED)
     front, back = idle.long().cumprod(-1), idle.flip(-1).long().cumprod(-1).flip(-1)
     runs = (front + back) > 0
-    padding: torch.Tensor = runs & (
-        runs.sum(-1, keepdim=True) > 1
-    )  # a single padding token may be the end-of-sequence token
+    # A single padding token may be the end-of-sequence token.
+    padding: torch.Tensor = runs & (runs.sum(-1, keepdim=True) > 1)
     return padding
 
 
 def _padding_positions(probe: Probe) -> Leak | None:
-    """Remove the padding in front of a row; compare the row's predictions."""
+    """Remove the padding in front of a row, and compare the predictions of the row."""
     batch, learned = probe.batch, probe.learned
     shape = batch.ids.shape
-    tensors = {name for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
-    if (
-        probe.of_rows
-        or "attention_mask" not in tensors
-        or any(batch.inputs[name].shape[:2] != shape for name in tensors)
-    ):
+    tensors = {name: value for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
+    by_token = all(tensor.shape[:2] == shape for tensor in tensors.values())
+    if probe.of_rows or "attention_mask" not in tensors or not by_token:
         return None
     front = batch.padding.long().cumprod(-1).sum(-1)
     row = int(front.argmax())
@@ -168,16 +160,15 @@ def _padding_positions(probe: Probe) -> Leak | None:
         return None
     columns = learned.columns[at]
     change = (after[0, columns - size] - probe.base[row, columns]).abs().amax(-1) / probe.base.abs().max()
-    seen = change > 10 * probe.seen  # other shapes round differently
-    if not seen.any():
+    changed = change > 10 * probe.least  # tensors of other shapes are rounded differently
+    if not changed.any():
         return None
-    return Leak(
-        "padding position", row, int(columns[seen][0]), int(seen.sum()), len(change), float(change.max())
-    )
+    first, number = int(columns[changed][0]), int(changed.sum())
+    return Leak("padding position", row, first, number, len(change), float(change.max()))
 
 
 def _later(probe: Probe) -> Leak | None:
-    """Change the tokens from a column on; compare earlier predictions, if the model predicts the next token."""
+    """Change the tokens from a column on, and compare the earlier predictions of a model that predicts the next token."""
     batch, learned = probe.batch, probe.learned
     if probe.shift is None or probe.shift < 1:
         return None
@@ -194,13 +185,13 @@ def _later(probe: Probe) -> Leak | None:
 
 
 def _label(probe: Probe) -> Leak | None:
-    """Change the labels from a column on; compare the predictions of earlier labels."""
+    """Change the labels from a column on, and compare the predictions of the earlier labels."""
     batch, learned, labels = probe.batch, probe.learned, probe.batch.inputs["labels"]
     if probe.of_rows or labels.dim() != 2 or not batch.labelled:
         return None
     cut = int(learned.columns.median())
     behind = torch.zeros_like(labels, dtype=torch.bool)
     behind[:, cut:] = True
-    other = probe.other_tokens(behind & (labels != IGNORED), kept=labels)
+    other = probe.other_tokens(behind & (labels != IGNORED), labels)
     at = learned.columns + max(probe.shift or 0, 0) <= cut
     return _leak(probe, "own label", batch.but(labels=other), at, torch.zeros_like(batch.padding))

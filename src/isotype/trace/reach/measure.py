@@ -1,4 +1,4 @@
-"""Measurement of the inputs that reach each prediction: change an input of a small copy, compare the logits."""
+"""Measurement of the inputs that reach each prediction: an input of a small copy is changed, and its logits compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isotype.records.reach import Labels, Matrix, Reach
 from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
 from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.place import logits_of
-from isotype.trace.reach.probe import SEEN, Probe, UndecidedError, spread
+from isotype.trace.reach.probe import LEAST_CHANGE, Probe, UndecidedError, spread
 from isotype.trace.reach.processes import parting, skipped_modules, without_gradient
 from isotype.trace.reach.small import NoCopyError, small_copy
 from isotype.trace.reach.unused import unused_count, unused_inputs, unused_weights
@@ -37,11 +37,11 @@ def measure_reach(
     """Measure which inputs of the batch reach which predictions, on a small copy of the model.
 
     Args:
-        model: unchanged; its weights need no values.
-        inputs: its keyword arguments, including token ids and labels.
-        seconds: limit for the probes in CPU time of this thread; the rest become `undecided`.
-        most_bytes: memory limit for a copy of the model's own layers, if a smaller model of its class is
-            possible; None for no limit.
+        model: the model, whose weights need no values; it is not changed.
+        inputs: keyword arguments of the model, with token ids and labels.
+        seconds: time limit in CPU seconds of this thread; what is not measured by then is `undecided`.
+        most_bytes: memory limit for a copy of the model's own layers, if there can be a smaller model of its class;
+            None for no limit.
         others: batches that other processes get at the same time.
         sharing: how these processes train together; "" for one process.
 
@@ -63,12 +63,11 @@ def measure_reach(
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
     more = [renumbered(other, copy.tokens) for other in more]
     with random_states_kept():
-        for dtype in (dtype for dtype in SEEN if dtype.itemsize <= copy.dtype.itemsize):
+        for dtype in (dtype for dtype in LEAST_CHANGE if dtype.itemsize <= copy.dtype.itemsize):
             try:
                 reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))
-                return _of_processes(
-                    reach, copy.model, [member.to(dtype) for member in (batch, *more)], sharing
-                )
+                batches = [member.to(dtype) for member in (batch, *more)]
+                return _of_processes(reach, copy.model, batches, sharing)
             except UndecidedError as problem:
                 why = str(problem)
             except Exception as error:  # noqa: BLE001 - any code may fail on changed inputs; the reason is reported
@@ -78,7 +77,7 @@ def measure_reach(
 
 
 def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], sharing: Sharing) -> Reach:
-    """Return the measurement with the differences between processes; the copy is of no use afterwards."""
+    """Return the measurement with the differences between the processes; the copy `model` is sharded and not usable after."""
     try:
         if sharing == "ddp":
             return replace(reach, ungraded=without_gradient(model, batches))
@@ -100,16 +99,16 @@ def _all_tokens(batch: Batch) -> torch.Tensor:
 
 def _measured(probe: Probe) -> Reach:
     rows, tokens = probe.batch.ids.shape
-    found = tuple(leaks(probe))
-    padding = any(leak.source in ("padding", "padding position") for leak in found)
+    of_copy = tuple(leaks(probe))
+    padding = any(leak.source in ("padding", "padding position") for leak in of_copy)
     reach = Reach(
         probe.copy.words,
         rows,
         tokens,
         labels=_labels(probe) if probe.batch.labelled else None,
-        leaks=found,
+        leaks=of_copy,
         unused=(*unused_inputs(probe, padding), *unused_weights(probe), *unused_count(probe)),
-        matrix=_matrix(probe, found[0].row if found else int(probe.learned.rows[0])),
+        matrix=_matrix(probe, of_copy[0].row if of_copy else int(probe.learned.rows[0])),
     )
     return replace(reach, undecided=("no time was left for every probe",)) if probe.late else reach
 
@@ -125,29 +124,26 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """Return the tokens that reach some predictions of a row, by the gradients of their embeddings."""
+    """Return which tokens reach some predictions of a row: those whose embeddings have a gradient; None if unknown."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()
     if not isinstance(table, nn.Module) or probe.of_rows or probe.late or not places:
         return None
-    held: list[torch.Tensor] = []
+    embeddings: list[torch.Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        held.append(output.detach().requires_grad_())
-        return held[-1].clone()  # the model may modify it in place
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1].clone()  # the model may modify the embeddings in place
 
-    hook = table.register_forward_hook(keep)
-    try:
+    with table.register_forward_hook(keep):
         logits = logits_of(probe.run(probe.batch.inputs), ids)
-    finally:
-        hook.remove()
-    if logits is None or not held or held[0].shape[:2] != ids.shape:
+    if logits is None or not embeddings or embeddings[0].shape[:2] != ids.shape:
         return None
     reached = []
     for at in spread(0, len(places) - 1, _MATRIX_ROWS):
         column = int(learned.columns[places[at]])
-        wanted = logits[row, column, learned.targets[places[at]]]
-        (gradient,) = torch.autograd.grad(wanted, held[0], retain_graph=True, materialize_grads=True)
+        logit = logits[row, column, learned.targets[places[at]]]
+        (gradient,) = torch.autograd.grad(logit, embeddings[0], retain_graph=True, materialize_grads=True)
         reached.append((column, tuple(gradient[row].abs().amax(-1).nonzero()[:, 0].tolist())))
     return Matrix(row, tuple(probe.batch.sequences[row].tolist()), tuple(reached))

@@ -1,4 +1,4 @@
-"""The predictions of a small copy on a batch, and their changes with other inputs."""
+"""The predictions of a small copy for a batch, and how they change with other inputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from isotype.trace.reach.batch import IGNORED, Batch
 from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.small import Copy
 
-SEEN = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Smallest change of a logit that counts, relative to the largest logit; float32 parts of a model round at 1e-7."""
+LEAST_CHANGE = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Smallest change of a logit that counts, relative to the largest logit; rounding in float32 changes it by 1e-7."""
 
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
@@ -28,11 +28,11 @@ class UndecidedError(Exception):
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions that the loss depends on.
+    """The predictions on which the loss depends.
 
     Attributes:
-        rows, columns: their indices, `[predictions]`.
-        targets: the target tokens, `[predictions]`.
+        rows, columns: indices of the predictions in the logits, `[predictions]`.
+        targets: target token of each prediction, `[predictions]`.
     """
 
     rows: torch.Tensor
@@ -44,20 +44,20 @@ class Predictions:
 
 
 class Probe:
-    """A small copy and its batch.
+    """A small copy of a model and its batch.
 
     Args:
         copy: the small copy.
-        batch: with the copy's token ids and floats in `dtype`.
-        deadline: time of the last start of a probe, by `time.thread_time`.
-        dtype: the copy's dtype.
+        batch: the batch, with the copy's token ids, and floats in `dtype`.
+        deadline: time by `time.thread_time`, in seconds, after which no test of an input starts.
+        dtype: dtype of the copy, a key of `LEAST_CHANGE`.
 
     Raises:
         UndecidedError: the copy's predictions cannot be compared.
     """
 
     def __init__(self, copy: Copy, batch: Batch, deadline: float, dtype: torch.dtype) -> None:
-        self.copy, self.batch, self.seen = copy, batch, SEEN[dtype]
+        self.copy, self.batch, self.least = copy, batch, LEAST_CHANGE[dtype]
         self._deadline = deadline
         self._draw = torch.Generator().manual_seed(0)
         output = self.run(batch.inputs)
@@ -68,12 +68,11 @@ class Probe:
             raise UndecidedError("the model returns no loss")
         if logits.dim() == 2 and batch.labelled and batch.inputs["labels"].shape == batch.ids.shape:
             raise UndecidedError("the model returns no logits of its tokens")
-        self.learned = (
-            _learned(logits, loss, batch)
-            if loss is not None and batch.labelled
-            else _next_tokens(logits, batch)
-        )
-        self.base = self.logits(batch.inputs)  # without gradients, as later: gradients select other kernels
+        if loss is not None and batch.labelled:
+            self.learned = _learned(logits, loss, batch)
+        else:
+            self.learned = _next_tokens(logits, batch)
+        self.base = self.logits(batch.inputs)  # without gradients, with which other kernels are selected
         if not bool(self.base.isfinite().all()):
             raise UndecidedError("the copy's logits are not finite")
         if not torch.equal(self.base, self.logits(batch.inputs)):
@@ -83,21 +82,21 @@ class Probe:
 
     @property
     def of_rows(self) -> bool:
-        """True if the model makes one prediction per row, as a classifier does."""
+        """True if the model makes one prediction for each row, as a classifier does."""
         return self.base.dim() == 2
 
     @property
     def late(self) -> bool:
-        """True if no time is left."""
+        """True after the deadline."""
         return time.thread_time() > self._deadline
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the copy with the same random numbers each time."""
+        """Return the output of the copy; every call uses the same random numbers."""
         torch.manual_seed(0)
         return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
-        """Return the model's loss; if the loss is computed outside of the model, the loss of the next tokens."""
+        """Return the model's loss or, if the loss is computed outside of the model, a loss of its predictions."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)
@@ -116,53 +115,54 @@ class Probe:
         return logits
 
     def changes(
-        self, inputs: Mapping[str, Any], at: torch.Tensor, base: torch.Tensor | None = None
+        self, inputs: Mapping[str, Any], at: torch.Tensor | None = None, base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the change of each learned prediction in `at`, relative to the largest logit.
+        """Return how much each learned prediction changes with other inputs, relative to the largest logit.
 
         Args:
-            inputs: replace those of the batch.
-            at: mask of the learned predictions, `[learned]`.
-            base: logits to compare with; None for the batch's.
+            inputs: the inputs to use instead of the batch's.
+            at: mask of the predictions to compare, `[learned]`; None for all.
+            base: logits to compare with; None for the logits of the batch.
         """
-        before = self.base if base is None else base
-        after, rows, columns = self.logits(inputs), self.learned.rows[at], self.learned.columns[at]
+        before, after = self.base if base is None else base, self.logits(inputs)
+        index: Any = slice(None) if at is None else at
+        rows, columns = self.learned.rows[index], self.learned.columns[index]
         if after.shape != before.shape or not len(rows):
             return torch.zeros(0)
         where = (rows,) if self.of_rows else (rows, columns)
         change = (after[where] - before[where]).abs().amax(-1)
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
-    def other_tokens(self, where: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the token ids with random plain tokens at `where`.
+    def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return token ids with other random tokens, without a special meaning, at `where`.
 
         Args:
-            where: `[rows, tokens]`.
-            kept: ids to replace instead of the batch's, in the batch's shape, such as labels.
+            where: mask of the tokens to replace, `[rows, tokens]`.
+            tokens: the token ids or labels, `[rows, tokens]`; None for the batch's token ids.
         """
-        ids, plain = self.batch.ids if kept is None else kept, torch.tensor(self.copy.plain)
+        ids, plain = self.batch.ids if tokens is None else tokens, torch.tensor(self.copy.plain)
         drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]
-        again = plain[(torch.searchsorted(plain, drawn) + 1) % len(plain)]
-        return torch.where(where, torch.where(drawn == ids, again, drawn), ids)
+        following = plain[(torch.searchsorted(plain, drawn) + 1) % len(plain)]
+        return torch.where(where, torch.where(drawn == ids, following, drawn), ids)
 
     def meaningless(self) -> torch.Tensor:
-        """Return a mask of the tokens without a special meaning in the config, `[rows, tokens]`."""
+        """Return a mask of the tokens that have no special meaning in the config, `[rows, tokens]`."""
         return torch.isin(self.batch.ids, torch.tensor(self.copy.plain))
 
     @cached_property
     def of_pictures(self) -> torch.Tensor:
-        """Mask of the tokens that represent pictures and sounds, by the config, `[rows, tokens]`."""
+        """Mask of the tokens that stand for pictures and sounds, by the ids in the config, `[rows, tokens]`."""
         config = getattr(self.copy.model, "config", None)
         tokens = [token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)]
         return torch.isin(self.batch.ids, torch.tensor(tokens, dtype=torch.long))
 
     def noise(self, like: torch.Tensor) -> torch.Tensor:
-        """Return normally distributed values of the same shape and dtype."""
+        """Return normally distributed values in the shape and dtype of `like`."""
         return torch.randn(like.shape, generator=self._draw, dtype=torch.float64).to(like.dtype)
 
     @cached_property
     def shift(self) -> int | None:
-        """Offset of the targets to the predictions in tokens; None if the targets do not repeat the inputs."""
+        """Number of tokens from a prediction's input token to its target; None if the targets do not repeat the inputs."""
         learned, ids = self.learned, self.batch.ids
         config = getattr(self.copy.model, "config", None)
         if self.of_rows or self.base.shape[1] != ids.shape[1] or getattr(config, "is_encoder_decoder", False):
@@ -181,7 +181,7 @@ class Probe:
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the predictions that a loss outside of the model learns; all rows' predictions for a classifier."""
+    """Return the next-token predictions of all labels; for a classifier, the predictions of all rows."""
     if logits.dim() == 2:
         rows = torch.arange(len(logits))
         return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))
@@ -193,7 +193,7 @@ def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
 
 
 def _predicts_the_next(model: nn.Module) -> bool:
-    """Return whether the name of a transformers class shows next-token prediction, for batches without labels."""
+    """Return whether a model predicts the next token, by the name of a transformers class."""
     names = {type(module).__name__ for module in model.modules()}
     return any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
 
@@ -204,7 +204,7 @@ def spread(first: int, last: int, most: int) -> list[int]:
 
 
 def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the predictions whose logits have a gradient: all others do not affect the loss."""
+    """Return the predictions whose logits have a gradient: the loss does not depend on any other."""
     gradient = None
     if loss.requires_grad and logits.requires_grad:
         (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)
@@ -216,4 +216,4 @@ def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predicti
         return Predictions(rows, columns, gradient[rows, columns].argmin(-1))
     if batch.inputs["labels"].shape != batch.ids.shape:
         raise UndecidedError("the loss does not depend on the logits")
-    return _next_tokens(logits, batch)  # of a loss that is computed without the logits
+    return _next_tokens(logits, batch)  # the loss is computed without the logits

@@ -1,15 +1,17 @@
-"""The batches of several processes that train together: modules that some do not run, collectives that differ.
+"""Differences between processes that train together: modules that a batch does not run, and collectives that differ.
 
-FSDP gathers and reduces the weights of a group in all processes together, and DDP reduces every gradient: a process
-that leaves one out waits for the others, or runs another collective than they do.
+With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
+together. A process whose batch skips a module runs another collective than the other processes, or they wait for it.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -36,45 +38,32 @@ _MOVES = {
 
 
 def skipped_modules(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the outermost modules with weights that some batches run and others do not.
+    """Return the names of the outermost modules with weights that some batches run and others do not.
 
-    Experts and other modules inside of a repeated layer are left out: the layer's weights are gathered together.
+    Experts and other modules inside of a repeated layer are left out: the weights of a layer are gathered together.
     """
     if len(batches) < 2:
         return ()
     ran = [_ran(model, batch) for batch in batches]
     partly = set().union(*ran).difference(set(ran[0]).intersection(*ran))
     outermost = (name for name in partly if not any(name.startswith(f"{other}.") for other in partly))
-    return tuple(sorted(name for name in outermost if not _inside_of_a_layer(name)))
+    in_layer = (name for name in partly if any(part.isdigit() for part in name.split(".")[:-1]))
+    return tuple(sorted(set(outermost).difference(in_layer)))
 
 
 def _ran(model: nn.Module, batch: Batch) -> set[str]:
-    """Return the modules with weights that a forward over `batch` calls."""
+    """Return the names of the modules with weights that a forward over `batch` calls."""
     called: set[str] = set()
-
-    def note(name: str) -> Any:
-        return lambda module, args: called.add(name)
-
-    hooks = [
-        module.register_forward_pre_hook(note(name))
-        for name, module in model.named_modules()
-        if next(module.parameters(), None) is not None
-    ]
-    try:
-        with torch.no_grad():
-            model(**batch.arguments())
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if next(module.parameters(), None) is not None:
+                hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
+        model(**batch.arguments())
     return called
 
 
-def _inside_of_a_layer(name: str) -> bool:
-    return any(part.isdigit() for part in name.split(".")[:-1])
-
-
 def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the trainable parameters to which the loss of some batch gives no gradient: DDP waits for them."""
+    """Return the names of the trainable parameters without a gradient from some batch's loss: DDP waits for them."""
     missing: dict[str, None] = {}
     for batch in batches:
         gradients = gradients_of(model, _loss(model, batch))
@@ -85,34 +74,30 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
 
 
 def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
-    """Return the first collective of FSDP2 that the processes of two batches disagree on; None if all agree.
+    """Return the first collective of FSDP2 that differs between the processes of two batches; None if all are equal.
 
-    One process of a fake group of two runs the forward and backward of each batch. The model is sharded as accelerate
-    shards it, and is of no use afterwards.
+    One process of a fake group of two processes runs the forward and backward of each batch.
 
     Args:
-        model: a small copy, in place.
-        batches: at least one; each with gradients.
+        model: a small copy. It is sharded in place, as accelerate shards a model, and cannot be used afterwards.
+        batches: one batch for each process.
     """
     distributed = sys.modules.get("torch.distributed")
     if len(batches) < 2 or (distributed is not None and distributed.is_initialized()):
         return None
     with fake_process_group(_PROCESSES) as mesh, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of FSDP about the copy
+        warnings.simplefilter("ignore")  # FSDP's warnings are about the small copy
         _shard(model, mesh)
         first = _collectives(model, batches[0])
         for at, batch in enumerate(batches[1:], 1):
-            other = _collectives(model, batch)
-            for step in range(max(len(first), len(other))):
-                one = first[step] if step < len(first) else None
-                two = other[step] if step < len(other) else None
-                if one is None or two is None or one.alike != two.alike:
-                    return Parting(at, step, one, two)
+            for step, (ours, theirs) in enumerate(zip_longest(first, _collectives(model, batch))):
+                if ours is None or theirs is None or ours.alike != theirs.alike:
+                    return Parting(at, step, ours, theirs)
     return None
 
 
 def _shard(model: Any, mesh: Any) -> None:
-    """Shard the model's blocks by themselves and the rest together, as `fsdp2_prepare_model` of accelerate does.
+    """Shard each of the model's blocks and then the rest of the model, as accelerate's `fsdp2_prepare_model` does.
 
     https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/fsdp_utils.py
     """
@@ -127,8 +112,15 @@ def _shard(model: Any, mesh: Any) -> None:
 
 
 def _collectives(model: nn.Module, batch: Batch) -> list[Collective]:
+    """Return the collectives that forward and backward over `batch` call, in order."""
+    from torch.distributed.fsdp import FSDPModule
+
     record = _Collectives()
-    with record, _named(model, record):
+    with record, ExitStack() as hooks:
+        for name in [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]:
+            # `prepend`: the name is set before FSDP's own hook gathers.
+            hook = partial(record.enter, name)
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(hook, prepend=True))
         loss = _loss(model, batch)
         record.module = ""
         if loss is not None and loss.requires_grad:
@@ -146,12 +138,15 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor | None:
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The collectives that are called, in order."""
+    """Records the collectives that are called, in order, with the sharded module whose forward calls them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
         self.module = ""
+
+    def enter(self, name: str, *_: Any) -> None:
+        self.module = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         move = _MOVES.get(func.name().rpartition("::")[2]) if func.namespace == "c10d" else None
@@ -160,26 +155,3 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = sum(tensor.numel() for tensor in tensors)
             self.calls.append(Collective(move, self.module, size))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _named(model: nn.Module, record: _Collectives) -> Iterator[None]:
-    """Name the sharded module whose forward gathers, before its own hook gathers."""
-
-    def note(name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            record.module = name
-
-        return enter
-
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(note(name), prepend=True) for name in sharded
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -1,4 +1,4 @@
-"""The config of a small model of the same class: narrow, with few layers and a vocabulary of the batch's tokens."""
+"""The config of a small model of the same class: with small widths, and with few layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from isotype.trace.reach.sizes import HEADS, LAYERS, TEXT, TOWER, TOWERS
 MOST_LAYERS = 8
 _KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 _ROTARY = ("rope_parameters", "rope_scaling")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths, cut to the first layers with one of each kind."""
+    """Return a copy of a transformers config with small widths and few layers, at least one of each kind."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
@@ -22,7 +23,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with its widths and few layers."""
+    """Return a copy of a transformers config with few layers, at least one of each kind, and unchanged widths."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)
@@ -30,8 +31,8 @@ def of_few_layers(config: Any) -> Any:
 
 
 def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
-    """Return special token ids -> their places in the config: (config, attribute, index in a list or None)."""
-    found: dict[int, list[tuple[Any, str, int | None]]] = {}
+    """Return the places of each special token id in a config: (nested config, attribute, index in a list or None)."""
+    places: dict[int, list[tuple[Any, str, int | None]]] = {}
     for _, part in _parts(config):
         for name, value in list(vars(part).items()):
             if not name.endswith(("token_id", "token_index", "token_ids")):
@@ -39,11 +40,12 @@ def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
             values = value if isinstance(value, (list, tuple)) else (value,)
             for at, token in enumerate(values):
                 if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
-                    found.setdefault(token, []).append((part, name, at if values is value else None))
-    return found
+                    places.setdefault(token, []).append((part, name, at if values is value else None))
+    return places
 
 
 def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a config and all its nested configs, with their attributes' names."""
     yield name, config
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type") and not key.startswith("_"):
@@ -52,20 +54,18 @@ def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _shrink(config: Any, sizes: Any) -> None:
     before = vars(config)
-    head_dim = before.get("head_dim") or _quotient(before)
-    heads, groups = (
-        _first(before, ("num_attention_heads", "n_head", "num_heads")),
-        before.get("num_key_value_heads"),
-    )
+    head_dim = _head_dim(before)
+    heads, key_heads = _first(before, _HEADS), before.get("num_key_value_heads")
     changes = {name: value for name, value in sizes.items() if isinstance(before.get(name), (int, float))}
     if "num_key_value_heads" in changes:
-        every = changes.get("num_attention_heads", HEADS)
-        changes["num_key_value_heads"] = every if groups == heads else 1 if groups == 1 else every // 2
+        all_heads = changes.get("num_attention_heads", HEADS)
+        fewer = 1 if key_heads == 1 else all_heads // 2
+        changes["num_key_value_heads"] = all_heads if key_heads == heads else fewer
     for name, value in changes.items():
         if not isinstance(before[name], bool) and (before[name] or name.endswith("layerdrop")):
             setattr(config, name, value)
     for rotary in (value for name in _ROTARY if isinstance(value := before.get(name), dict)):
-        _shrink_rotary(rotary, head_dim, vars(config).get("head_dim") or _quotient(vars(config)))
+        _shrink_rotary(rotary, head_dim, _head_dim(vars(config)))
     _cut_layers(config)
 
 
@@ -73,16 +73,14 @@ def _first(values: Any, names: Sequence[str]) -> Any:
     return next((values[name] for name in names if values.get(name)), None)
 
 
-def _quotient(values: Any) -> int | None:
-    width, heads = (
-        _first(values, ("hidden_size", "d_model", "n_embd")),
-        _first(values, ("num_attention_heads", "n_head", "num_heads")),
-    )
-    return width // heads if isinstance(width, int) and isinstance(heads, int) else None
+def _head_dim(values: Any) -> int | None:
+    width, heads = _first(values, ("hidden_size", "d_model", "n_embd")), _first(values, _HEADS)
+    quotient = width // heads if isinstance(width, int) and isinstance(heads, int) else None
+    return values.get("head_dim") or quotient
 
 
 def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None) -> None:
-    """Shorten rotary factors per frequency and sections of frequencies to the new head size."""
+    """Shorten rotary factors for each frequency, and sections of frequencies, to the new head size."""
     for key, value in rotary.items():
         if isinstance(value, dict):
             _shrink_rotary(value, before, after)
@@ -95,7 +93,7 @@ def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep the first layers with one of each kind, at least two."""
+    """Keep the first layers of a config: at least two, and as many as contain a layer of each kind."""
     number = next((value for name in LAYERS if isinstance(value := vars(config).get(name), int)), None)
     if number is None or number <= 2:
         return

@@ -1,4 +1,4 @@
-"""Sizes of a small model, by field name in transformers configs."""
+"""The sizes of a small model, by the names of the fields in transformers configs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TEXT: Mapping[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim"), HEAD_DIM),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "time_step_rank": 4,
-    # randomly dropped layers would make a step depend on random numbers
+    # layers that are dropped at random would make a step depend on random numbers
     **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
 }
 """Sizes of language models."""
@@ -62,7 +62,7 @@ TOWER: Mapping[str, Any] = {
     **dict.fromkeys(("out_hidden_size", "vision_output_dim", "output_proj_dims"), HIDDEN),
     **dict.fromkeys(("projector_input_dim", "projector_output_dim", "projector_hidden_size"), HIDDEN),
 }
-"""Sizes of vision and audio towers, smaller still; they override `TEXT` for fields of the same name."""
+"""Sizes of vision and audio towers, for all fields of `TEXT`, some of them smaller."""
 
 LAYERS = (
     "num_hidden_layers",
@@ -75,7 +75,7 @@ LAYERS = (
     "num_encoder_layers",
     "depth",
 )
-"""Config fields with the number of layers."""
+"""Config fields that contain the number of layers."""
 
 TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
-"""Parts of the names of towers' nested configs."""
+"""Words in the names of the nested configs of towers."""

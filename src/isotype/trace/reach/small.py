@@ -1,4 +1,4 @@
-"""A small float64 copy of a model for this CPU: the model's own modules, or its class with a small config."""
+"""A small copy of a model for this CPU, in float64: the model's own modules, or its class with a small config."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from isotype.compat.transformers import fresh_model, use_plain_experts
 from isotype.core.errors import first_line
 from isotype.core.random_states import random_states_kept
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
-from isotype.trace.reach.flash import use_stand_in
+from isotype.trace.reach.flash import configs_of, use_stand_in
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Limit for copies of the model itself, without embeddings: a forward over 256 tokens takes 0.25 s."""
+"""Maximum elements of a model that is copied itself, without embeddings: its forward over 256 tokens takes 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
-"""Limit for a smaller model of the same class."""
+"""Maximum elements of a smaller model of the same class."""
 _JITTER = 0.05
-"""Noise added to every weight, in standard deviations of the weight: weights of zero would hide dependencies."""
+"""Noise added to every weight, in standard deviations of the weight: a weight of zeros would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
@@ -34,14 +34,14 @@ _RANDOM = ("dropout", "drop_rate", "layerdrop")
 
 @dataclass(frozen=True)
 class Copy:
-    """A small copy.
+    """A small copy of a model.
 
     Attributes:
-        model: in `dtype`, on the CPU, without dropout.
-        words: its description.
+        model: the copy, in `dtype`, on the CPU, without dropout.
+        words: description of the copy for the report.
         tokens: token id of the model -> token id of the copy; None if they are the same.
-        plain: the copy's token ids without a special meaning.
-        dtype: float64; float32 for a copy of large layers.
+        plain: token ids of the copy that have no special meaning.
+        dtype: float64, or float32 for a copy of large layers.
     """
 
     model: nn.Module
@@ -56,16 +56,16 @@ class NoCopyError(Exception):
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
-    """Return a small copy of `model` with generic weights, for inputs with these token ids.
+    """Return a small copy of `model` for inputs with these token ids; its weights are generic.
 
     Args:
-        model: real or on the meta device; unchanged.
-        ids: token ids of the batch, any shape; None if it has none.
-        most_bytes: memory limit for the model's own layers and their gradients, if a smaller model of its
-            class is possible; None for no limit.
+        model: the model, real or on the meta device; it is not changed.
+        ids: token ids of the batch, in any shape; None if the batch has none.
+        most_bytes: memory limit for a copy of the model's own layers and their gradients, if there can be a smaller
+            model of its class; None for no limit.
 
     Raises:
-        NoCopyError: the model is too large, and so are its first layers beside smaller models of its classes.
+        NoCopyError: the model is too large, and no smaller model can be made from its classes and first layers.
     """
     base = without_peft(model)
     weights = sum(weight.numel() for weight in _matrices(base))
@@ -87,18 +87,14 @@ def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _copyable(model: nn.Module) -> bool:
-    """Return whether the model has only plain modules, and buffers with values."""
+    """Return whether a model's own modules can be copied: none is quantized, and all buffers have values."""
     plain = all(kind_of(module) not in ("linear4bit", "linear8bit") for module in model.modules())
     buffers = all(not buffer.is_meta and not isinstance(buffer, FakeTensor) for buffer in model.buffers())
-    return (
-        plain
-        and buffers
-        and not any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
-    )
+    return plain and buffers and not any(map(is_traceable_wrapper_subclass, model.parameters()))
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:
-    """Return a copy of a user's module: transformers models in it become small, its own lists of layers short."""
+    """Return a copy of a user's module, in which transformers models are small, and other lists of layers are short."""
     memo: dict[int, Any] = {}
     left_out: set[int] = set()
     tokens: Mapping[int, int] | None = None
@@ -117,27 +113,26 @@ def _of_parts(model: nn.Module, present: set[int]) -> Copy:
         if surplus and id(layers) not in left_out:
             short[id(layers)] = len(surplus) + _LAYERS_OF_A_COPY
             left_out |= {id(part) for layer in surplus for part in layer.modules()}
-    kept = [part for part in model.modules() if id(part) not in left_out]
-    weights_of = {id(weight): weight for part in kept for weight in part.parameters(recurse=False)}
-    tables = {id(part.weight) for part in kept if isinstance(part, nn.Embedding)}
-    weights = sum(weight.numel() for at, weight in weights_of.items() if at not in tables)
-    if weights > MOST_WEIGHTS_OF_CLASS or (len(kept) == 1 and not words):
+    parts = [part for part in model.modules() if id(part) not in left_out]
+    by_id = {id(weight): weight for part in parts for weight in part.parameters(recurse=False)}
+    tables = {id(part.weight) for part in parts if isinstance(part, nn.Embedding)}
+    weights = sum(weight.numel() for key, weight in by_id.items() if key not in tables)
+    if weights > MOST_WEIGHTS_OF_CLASS or (len(parts) == 1 and not words):
         what = "the model" if not short else f"the first {_LAYERS_OF_A_COPY} layers of the model"
         raise NoCopyError(f"{what} has {weights:,} weights and no config that a smaller one can be made from")
     dtype = torch.float32 if weights > MOST_WEIGHTS else torch.float64
     copied = _copied(model, memo, left_out, dtype)
-    for layers in (memo[at] for at in short):
+    for layers in (memo[key] for key in short):
         for name in list(layers._modules)[_LAYERS_OF_A_COPY:]:
             del layers._modules[name]
     cut = [f"of the first {_LAYERS_OF_A_COPY} of {number} layers" for number in dict.fromkeys(short.values())]
-    parts = " and ".join([*cut, *(f"with {part}" for part in words)])
-    return Copy(
-        _quiet(copied.to(dtype), model.training), f"a copy of the model {parts}".strip(), tokens, plain, dtype
-    )
+    details = " and ".join([*cut, *(f"with {part}" for part in words)])
+    quiet = _quiet(copied.to(dtype), model.training)
+    return Copy(quiet, f"a copy of the model {details}".strip(), tokens, plain, dtype)
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
-    """Yield the outermost modules with a config of transformers, adapters around them included."""
+    """Yield the outermost transformers models inside of a module, with the adapters around them."""
     inside: set[int] = set()
     for module in model.modules():
         if id(module) not in inside and hasattr(getattr(without_peft(module), "config", None), "model_type"):
@@ -151,34 +146,35 @@ def _copied(
     left_out: Collection[int] = (),
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
-    """Return the model's own modules with new tensors, floats in `dtype`.
+    """Return a copy of the model's own modules with new tensors, floats in `dtype`.
 
     Args:
-        model: unchanged.
-        memo: modules that take the place of the model's, by `id`.
-        left_out: modules that are not copied, by `id`.
+        model: the model; it is not changed.
+        memo: `id` of a module of the model -> the module to use instead of it; the copies are added.
+        left_out: `id` of each module that is not copied.
         dtype: float64 or float32.
     """
     memo = {} if memo is None else memo
     empty_copies(model, memo)
     generator = torch.Generator().manual_seed(0)
-    kept = [part for part in model.modules() if id(part) not in left_out]
-    parameters = {id(weight): weight for part in kept for weight in part.parameters(recurse=False)}
-    for parameter in parameters.values():
+    parts = [part for part in model.modules() if id(part) not in left_out]
+    parameters = {id(weight): weight for part in parts for weight in part.parameters(recurse=False)}
+    for key, parameter in parameters.items():
         if not parameter.is_floating_point():
-            memo[id(parameter)] = nn.Parameter(parameter.detach().cpu().clone(), requires_grad=False)
+            memo[key] = nn.Parameter(parameter.detach().cpu().clone(), requires_grad=False)
         else:
             values = _values(parameter, generator, dtype)
-            memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    for buffer in (buffer for part in kept for buffer in part.buffers(recurse=False)):
+            memo[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for buffer in (buffer for part in parts for buffer in part.buffers(recurse=False)):
         values = buffer.detach().cpu().clone()
         memo[id(buffer)] = values.to(dtype) if values.is_floating_point() else values
     fill_copies(model, memo, left_out)
-    made: nn.Module = memo[id(model)]
-    return made
+    copied: nn.Module = memo[id(model)]
+    return copied
 
 
 def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Return values for the copy of a parameter: its own, scaled and with noise, or generic ones if it has no values."""
     shape = parameter.shape
     if parameter.is_meta or isinstance(parameter, FakeTensor):
         return _generic(shape, generator).to(dtype)
@@ -189,12 +185,12 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
         return values + noise * (0.1 if parameter.dim() < 2 else _scale(shape))
     if parameter.dim() < 2:
         return values + noise * (_JITTER * spread)
-    # A product that shrinks its inputs hides their effect.
+    # A matrix product that makes its inputs smaller would hide their effect.
     return values.div_(spread).add_(noise, alpha=_JITTER).mul_(_scale(shape))
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return the standard deviation at which a product keeps the size of its inputs."""
+    """Return the standard deviation of a weight with which its product has the magnitude of its input."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
@@ -205,7 +201,7 @@ def _generic(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
-    """Return a model of the same class with a small config, generic weights and the adapters of `model`."""
+    """Return a copy of the class of `base` with a small config, generic weights and the adapters of `model`."""
     problems = []
     for shrink in (shrunk_config, of_few_layers):
         try:
@@ -238,7 +234,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 
 
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Reduce a config's vocabulary to `present` and special tokens; return (old id -> new id, plain new ids)."""
+    """Reduce a config's vocabulary to `present` and special tokens; return (old id -> new id, new ids without a meaning)."""
     special = special_tokens(config)
     known = sorted(present | special.keys())
     tokens = {old: new for new, old in enumerate(known)}
@@ -264,40 +260,36 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
     """Return the small model with adapters like those of `model`."""
     import peft
 
-    made: Any = None
+    adapted: Any = None
     for name, config in model.peft_config.items():
         if isinstance(config, peft.PromptLearningConfig):
             raise NoCopyError("its prompts are trained, which shifts all positions")
         again = copy.deepcopy(config)
-        for attribute, value in (
-            ("init_lora_weights", True),
-            ("layers_to_transform", None),
-            ("trainable_token_indices", None),
-        ):
+        neutral = {"init_lora_weights": True, "layers_to_transform": None, "trainable_token_indices": None}
+        for attribute, value in neutral.items():
             if hasattr(again, attribute):
                 setattr(again, attribute, value)
-        if made is None:
+        if adapted is None:
             small.requires_grad_(False)
-            made = peft.get_peft_model(small, again, adapter_name=name)
+            adapted = peft.get_peft_model(small, again, adapter_name=name)
         else:
-            made.add_adapter(name, again)
+            adapted.add_adapter(name, again)
     active = getattr(model, "active_adapters", None)  # a method of transformers, a property of PEFT
-    made.base_model.set_adapter(list(model.peft_config) if active is None or callable(active) else active)
-    adapted: nn.Module = made
-    return adapted
+    adapted.base_model.set_adapter(list(model.peft_config) if active is None or callable(active) else active)
+    return adapted  # type: ignore[no-any-return]
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
-    """Set the model to training without dropout, with kernels that support float64 on a CPU."""
+    """Turn dropout off and select kernels that support float64 on a CPU; return the model in this training mode."""
     model.train(training)
     use_stand_in(model)
-    modules: list[Any] = list(model.modules())
-    configs: list[Any] = [module.config for module in modules if getattr(module, "config", None) is not None]
+    configs = configs_of(model)
     for config in configs:
         use_plain_experts(config)  # grouped products do not support float64
         if hasattr(config, "use_cache"):
             config.use_cache = False
-    for holder in (*modules, *configs):
+    holders: list[Any] = [*model.modules(), *configs]
+    for holder in holders:
         if isinstance(holder, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
             holder.p = 0.0
         for name, value in list(vars(holder).items()):
