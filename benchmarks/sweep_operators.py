@@ -80,11 +80,11 @@ def trimmed(example: Json, layout: Layout) -> Json:
     """
     if not layout.lists:
         return example
-    keep = 1 if layout.each else 3
+    keep = 1 if layout.by_element else 3
 
     def cut(value: Json) -> Json:
         tensors = isinstance(value, list) and all(isinstance(item, dict) and "t" in item for item in value)
-        return value[:keep] if isinstance(value, list) and (tensors or layout.each) else value
+        return value[:keep] if isinstance(value, list) and (tensors or layout.by_element) else value
 
     args, kwargs = example
     return [[cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}]

@@ -34,8 +34,6 @@ from torch.utils._pytree import tree_map as tree_map
 from isotype.compat.replaced import Replacements
 from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 
-FunctionSchema = torch._C.FunctionSchema
-
 # ------------------------------------------------------------------------------------------------------ dispatch
 
 without_modes = _disable_current_modes

@@ -1,11 +1,11 @@
-"""Results of operators for operand dtypes, from tables measured on real devices."""
+"""Contracts: which operand dtypes an operator accepts on a device, from tables that were measured on real devices."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,29 +28,25 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""A table per instruction set whose kernels accept other dtypes; the first one covers unmeasured cases."""
+"""A table for each instruction set with kernels for other dtypes; the first one decides what was not measured."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
 
 UNSPECIFIED = "?"
-"""Table entry: accepted, but the result's dtype depends on more than the operands' dtypes."""
-
+"""Entry of a table: the call is accepted, but the result's dtype depends on more than the operands' dtypes."""
 
 _INDEX_PUT = frozenset(
     f"aten.{name}.default" for name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 )
-
-
 _LERP = frozenset({"aten.lerp.Tensor", "aten.lerp_.Tensor"})
 
 
 def is_exempt(op: str, args: Sequence[Any]) -> bool:
-    """Return whether the shapes of a call exempt it from its operator's contract, so that one operand may
-    have any dtype.
+    """Return whether the contract of an operator does not hold for a call because of the operands' shapes.
 
-    Two cases (measured on a CPU, torch 2.13): `index_put` with bool masks and one value, which torch runs as
-    `masked_fill`, and `lerp` with a 0-dim weight.
+    In two cases, one operand may have any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one
+    value, which torch runs as `masked_fill`, and `lerp` with a 0-dim weight.
     """
     if op in _LERP:
         start, end, weight = args
@@ -64,16 +60,15 @@ def is_exempt(op: str, args: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The behaviour of an operator for given operand dtypes.
+    """The behaviour of an operator for operands of certain dtypes.
 
     Attributes:
-        accepted: whether it runs.
-        results: dtypes of the returned tensors (in-place: of the changed one). Empty if it was rejected
-            or not measured here, or if they depend on more than dtypes (scalars, list lengths, 0-dim
-            operands): then the fake kernel is right.
-        message: the device's error message if it was rejected, else "".
-        assumed: whether this is a family's rule or another device's behaviour instead of a measurement on
-            this device.
+        accepted: True if the operator runs, False if it raises.
+        results: dtypes of the returned tensors; of an operator that works in place, of the changed tensor. Empty if
+            the operator raises, if it was not measured on this device, or if the dtypes depend on more than operand
+            dtypes (scalars, list lengths, 0-dim operands): then the result of the fake kernel is right.
+        message: the device's error message if the operator raises, else "".
+        assumed: True if the verdict is a family's rule or the behaviour of another device, and was not measured.
     """
 
     accepted: bool
@@ -89,9 +84,9 @@ class Table:
     Attributes:
         device: kind of the device.
         name: name of the device.
-        torch_version: torch version of the measurement.
+        torch_version: version of torch in the measurement.
         date: day of the measurement.
-        messages: message templates, see `isotype.contracts.pattern.Spelled`.
+        messages: templates of error messages, see `isotype.contracts.pattern.Spelled`.
         operators: overload -> pattern -> letters of the results, or the number of a message.
     """
 
@@ -104,39 +99,39 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read a table written by `isotype.contracts.measure`; a table with a `base` holds only the differences."""
-    read = json.loads(path.read_text(encoding="utf-8"))
-    base = read_table(path.with_name(f"{read['base']}.json")) if "base" in read else None
+    """Return a table that `isotype.contracts.measure` has written; a file with a `base` contains only differences."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})
-    own = {
+    measured = {
         op: {
             key: entry + len(messages) if isinstance(entry, int) else entry for key, entry in patterns.items()
         }
-        for op, patterns in read["operators"].items()
+        for op, patterns in content["operators"].items()
     }
     return Table(
-        device=read["device"],
-        name=read["name"],
-        torch_version=read["torch"],
-        date=read["date"],
-        messages=(*messages, *read["messages"]),
-        operators={**operators, **own},
+        device=content["device"],
+        name=content["name"],
+        torch_version=content["torch"],
+        date=content["date"],
+        messages=(*messages, *content["messages"]),
+        operators={**operators, **measured},
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Contracts:
-    """The contracts of one device kind.
+    """The contracts of a device.
 
     Attributes:
-        kind: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
-        measured: the table of such a device; None if there is none.
-        reference: a CPU table, assumed for everything that was not measured.
-        others: tables of other devices of this kind, for a device that was not measured: anything on
-            which they and `measured` disagree is an assumption.
+        kind: kind of the device: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
+        measured: the table of a device of this kind; None if no such device was measured.
+        reference: a CPU table, whose verdicts are assumed for everything that was not measured.
+        others: tables of other devices of this kind, for a device that was not measured itself: a verdict on which
+            they and `measured` differ is assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
-        table: name of `measured`; None without it.
-        unlike: why the table's device differs from this one, as a clause; "" if it does not.
+        table: name of the table `measured`; None if there is none.
+        unlike: how this device differs from the measured device, as a clause; "" if it does not differ.
     """
 
     kind: str
@@ -151,9 +146,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes`: of all tensor arguments in order, lists flattened, None arguments left out; see
-        `isotype.contracts.pattern` for lists. None if nothing is known (no float operand, or a dtype or
-        operator without table and family): then the fake kernel decides.
+        `dtypes` are the dtypes of all tensor arguments in order, also of the tensors in lists. None if nothing is known
+        (no float operand, or a dtype or operator without table and family): then the fake kernel decides.
         """
         key = (op, dtypes)
         try:
@@ -169,7 +163,8 @@ class Contracts:
         if "" in letters or set(letters) <= {"i"}:
             return None
         integer = next((dtype for dtype in dtypes if LETTERS[dtype] == "i"), torch.int64)
-        verdicts = [self._judge_pattern(op, each, integer) for each in patterns_of(layout_of(op), letters)]
+        patterns = patterns_of(layout_of(op), letters)
+        verdicts = [self._judge_pattern(op, pattern, integer) for pattern in patterns]
         known = [verdict for verdict in verdicts if verdict is not None]
         rejected = next((verdict for verdict in known if not verdict.accepted), None)
         if rejected is not None or len(verdicts) == 1:
@@ -180,31 +175,25 @@ class Contracts:
 
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
         families = families_of(op, self.kind, self.capability)
-        known = any(family.majors is not None for family in families)
-        # A measurement of the same capability outranks one of another card.
-        if self.measured is not None and not (self.unlike and known):
+        by_capability = any(family.majors is not None for family in families)
+        # A family's rule for this capability counts more than a measurement on another capability.
+        if self.measured is not None and not (self.unlike and by_capability):
             verdict = _look_up(self.measured, op, pattern, integer)
             if verdict is not None:
                 disputed = any(_look_up(other, op, pattern, integer) != verdict for other in self.others)
                 return replace(verdict, assumed=disputed or bool(self.unlike))
-        breach = next(
-            (breach for family in families if (breach := family.breach(pattern, integer)) is not None), None
-        )
+        breaches = (family.breach(pattern, integer) for family in families)
+        breach = next((message for message in breaches if message is not None), None)
         if breach is not None:
             return Verdict(False, message=breach, assumed=True)
         verdict = _look_up(self.reference, op, pattern, integer)
-        if (
-            verdict is not None
-            and not verdict.accepted
-            and not any(mark in verdict.message for mark in _CPU_ONLY)
-        ):
+        accepted = verdict is not None and verdict.accepted
+        if verdict is not None and not accepted and not any(mark in verdict.message for mark in _CPU_ONLY):
             return Verdict(False, message=verdict.message, assumed=True)
-        if families or (verdict is not None and verdict.accepted):
-            return Verdict(True, assumed=True)
-        return None
+        return Verdict(True, assumed=True) if families or accepted else None
 
 
-# CPU errors of missing kernels, misread operands and CPU libraries do not apply to other devices.
+# A CPU's errors about missing kernels, misread operands and CPU libraries do not apply to other devices.
 _CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
 
 
@@ -227,7 +216,7 @@ def contracts_of(profile: DeviceProfile) -> Contracts:
 
 
 def contracts_for(kind: str) -> Contracts:
-    """Return the contracts of a kind of `KINDS` or of a CPU table (`cpu-amx`); raises ValueError for others."""
+    """Return the contracts of a device kind in `KINDS`, or of a CPU table (`cpu-amx`); raise ValueError for others."""
     if kind in CPU_TABLES:
         return _contracts("cpu", kind.partition("-")[2], False, None, TABLES)
     if kind not in KINDS:
@@ -236,7 +225,7 @@ def contracts_for(kind: str) -> Contracts:
 
 
 def contracts_here(device: str) -> Contracts:
-    """Return the contracts of a torch device type: for this machine's capability, or the CPU's if it is unknown."""
+    """Return the contracts of a torch device type on this machine; the CPU's for a type that is not in `KINDS`."""
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if kind == "cuda" and torch.cuda.is_available():
         return contracts_of(device_profile("cuda"))
@@ -244,48 +233,36 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return why a device's table may not apply to it, one sentence per reason."""
+    """Return the reasons why a device's table may be wrong for the device, a sentence each."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
-    unlike = [f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else []
+    reasons = [f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else []
     if contracts.unlike and contracts.table is not None:
-        unlike.append(f"{contracts.unlike}: it is judged by the table {contracts.table.name}")
+        reasons.append(f"{contracts.unlike}: it is judged by the table {contracts.table.name}")
     measured, here = (Version(version).base_version for version in (table.torch_version, torch.__version__))
-    return [
-        *unlike,
-        *(
-            [f"operators were measured with torch {measured}, this is torch {here}"]
-            if measured != here
-            else ()
-        ),
-    ]
+    if measured != here:
+        reasons.append(f"operators were measured with torch {measured}, this is torch {here}")
+    return reasons
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """Return the source of a device's contracts, for a report."""
-    contracts = contracts_of(profile)
-    return (
-        contracts.table.words
-        if contracts.table is not None
-        else "by families of operators, from PyTorch's source"
-    )
+    """Return the source of a device's contracts in words, for a report."""
+    table = contracts_of(profile).table
+    return "by families of operators, from PyTorch's source" if table is None else table.words
 
 
 @cache
 def _contracts(
     kind: str, variant: str, unlike: bool, capability: tuple[int, int] | None, folder: Path
 ) -> Contracts:
-    """Return the contracts of a device kind; reads the tables once."""
+    """Return the contracts of a device kind; the tables in `folder` are read once."""
     table = nearest(tables_in(folder), kind, variant, torch.__version__)
     measured = None if table is None else read_table(folder / f"{table.name}.json")
     others = tuple(_table(name) for name in CPU_TABLES if name != f"cpu-{variant}") if unlike else ()
     another = table is not None and bool(variant) and table.variant != variant
-    why = f"no operator was measured on compute capability {_dotted(variant)}" if another else ""
+    dotted = f"{variant[2:-1]}.{variant[-1:]}"
+    why = f"no operator was measured on compute capability {dotted}" if another else ""
     return Contracts(kind, measured, _table(CPU_TABLES[0]), others, capability, table, why)
-
-
-def _dotted(variant: str) -> str:
-    return f"{variant[2:-1]}.{variant[-1]}"
 
 
 @cache
@@ -294,7 +271,10 @@ def _table(name: str) -> Table:
 
 
 def _float8_verdict(dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """float8 is a storage dtype: no operator promotes it (`c10/core/ScalarType.cpp`, promoteTypes)."""
+    """Return the verdict on operands with a float8 dtype, which no operator promotes; None if they have one float dtype.
+
+    See `promoteTypes` in c10/core/ScalarType.cpp.
+    """
     floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
     if len(floats) < 2:
         return None
@@ -308,15 +288,14 @@ TABLE = TABLES / "autocast.json"
 
 @dataclass(frozen=True)
 class AutocastLists:
-    """The operators that autocast treats specially, without namespace and overload (`softmax`, `mm`,
-    `linear`).
+    """The names of the operators that autocast changes, without namespace and overload (`softmax`, `mm`, `linear`).
 
     Attributes:
-        lower: float operands are cast to the autocast dtype.
-        float32: float operands are cast to float32.
-        promote: operands are cast to the widest float dtype among them.
-        float32_opt: run and return in float32 if no dtype is given.
-        banned: raise under autocast.
+        lower: operators whose float operands are cast to the autocast dtype.
+        float32: operators whose float operands are cast to float32.
+        promote: operators whose operands are cast to the widest float dtype among them.
+        float32_opt: operators that compute and return float32 if they are called without a dtype.
+        banned: operators that raise under autocast.
     """
 
     lower: frozenset[str]
@@ -328,14 +307,12 @@ class AutocastLists:
 
 @cache
 def autocast_lists(kind: str) -> AutocastLists:
-    """Return the lists of a device kind (ROCm uses CUDA's); raises ValueError for an unknown kind."""
-    known = json.loads(TABLE.read_text(encoding="utf-8"))["lists"]
+    """Return the lists of a device kind (ROCm uses CUDA's); raise ValueError for an unknown kind."""
+    lists = json.loads(TABLE.read_text(encoding="utf-8"))["lists"]
     name = {"rocm": "cuda"}.get(kind, kind)
-    if name not in known:
-        raise ValueError(f"autocast on device kind {kind!r}: expected one of {', '.join([*known, 'rocm'])}")
-    return AutocastLists(
-        **{field.name: frozenset(known[name][field.name]) for field in fields(AutocastLists)}
-    )
+    if name not in lists:
+        raise ValueError(f"autocast on device kind {kind!r}: expected one of {', '.join([*lists, 'rocm'])}")
+    return AutocastLists(**{key: frozenset(operators) for key, operators in lists[name].items()})
 
 
 _NAME = re.compile(
@@ -346,9 +323,7 @@ _FAR = 100
 
 @dataclass(frozen=True)
 class TableName:
-    """Name of a table: file stem, device kind, variant (`sm75`, `avx2` or ""), major and minor torch version
-    (`2.13`).
-    """
+    """The name of a table: file stem, device kind, variant (`sm75`, `avx2` or ""), torch's major and minor version."""
 
     name: str
     kind: str
@@ -357,7 +332,7 @@ class TableName:
 
     @property
     def words(self) -> str:
-        """Text for a report: `cuda-sm75, torch 2.13`."""
+        """Text for a report: `cuda-sm75, measured with torch 2.13`."""
         return f"{self.kind}{f'-{self.variant}' if self.variant else ''}, measured with torch {self.torch}"
 
 
@@ -368,7 +343,7 @@ def table_name(kind: str, capability: tuple[int, int] | None, torch_version: str
 
 
 def tables_in(folder: Path) -> tuple[TableName, ...]:
-    """Return the tables of a folder, by name."""
+    """Return the names of the tables in a folder, sorted."""
     names = []
     for path in sorted(folder.glob("*.json")):
         parts = _NAME.fullmatch(path.stem)
@@ -380,39 +355,32 @@ def tables_in(folder: Path) -> tuple[TableName, ...]:
 
 def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version: str) -> TableName | None:
     """Return the table to use for a device; None if no device of its kind was measured."""
-    own = [table for table in tables if table.kind == kind]
-    return min(
-        own,
-        key=lambda table: (_apart(table.variant, variant), _between(table.torch, torch_version), table.name),
-        default=None,
-    )
+    version = Version(torch_version)
+
+    def distance(table: TableName) -> tuple[float, int, str]:
+        measured = Version(table.torch)
+        versions = _FAR * abs(measured.major - version.major) + abs(measured.minor - version.minor)
+        return _variant_distance(table.variant, variant), versions, table.name
+
+    return min((table for table in tables if table.kind == kind), key=distance, default=None)
 
 
 def variant_of(kind: str, capability: tuple[int, int] | None, contracts: str) -> str:
-    """Return a device's variant: an NVIDIA GPU's compute capability, else from its table's name (`cpu-avx2`)."""
+    """Return a device's variant: the compute capability of an NVIDIA GPU, else the end of its table's name."""
     if kind == "cuda":
         return "" if capability is None else f"sm{capability[0]}{capability[1]}"
     return contracts.partition("-")[2]
 
 
-def _apart(one: str, other: str) -> float:
-    """Return the distance of two variants: of capabilities by generation first, older before newer."""
-    if one == other:
+def _variant_distance(measured: str, variant: str) -> float:
+    """Return a distance of two variants; among capabilities, the generation counts most, and an older one is nearer."""
+    if measured == variant:
         return 0
-    if not (one.startswith("sm") and other.startswith("sm")):
+    if not (measured.startswith("sm") and variant.startswith("sm")):
         return _FAR
-    (major, minor), (wanted, within) = _capability(one), _capability(other)
+    (major, minor), (wanted, within) = ((int(name[2:-1]), int(name[-1])) for name in (measured, variant))
     newer = 0.5 if (major, minor) > (wanted, within) else 0
     return 10 * abs(major - wanted) + abs(minor - within) + newer
-
-
-def _capability(variant: str) -> tuple[int, int]:
-    return int(variant[2:-1]), int(variant[-1])
-
-
-def _between(one: str, other: str) -> int:
-    first, second = Version(one), Version(_minor(other))
-    return _FAR * abs(first.major - second.major) + abs(first.minor - second.minor)
 
 
 def _minor(version: str) -> str:

@@ -1,10 +1,10 @@
-"""Examples of operator calls as JSON: recorded from real steps, replayed with operands of any dtype.
+"""Examples of operator calls as JSON: they are recorded in real steps, and replayed with operands of any dtype.
 
-An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`, with `"p"`, the order
-of its dimensions in memory, if it is not contiguous, and `"v"`, its values, if it holds integers or bools.
-Float tensors are drawn from 0.1 to 0.9 on replay, a range that every operator accepts (probabilities,
-variances, scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`,
-`{"memory_format": …}`; non-finite floats are `{"float": "inf"}`.
+An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. `"p"` is the order of its
+dimensions in memory if it is not contiguous, and `"v"` are its values if it holds integers or bools. The values of float
+tensors are drawn from 0.1 to 0.9 for each replay, a range that every operator accepts (probabilities, variances,
+scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite
+floats are `{"float": "inf"}`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ Json = Any
 """A value for `json.dumps`."""
 
 LARGEST = 4096
-"""Maximum elements of an integer tensor whose values are stored in an example."""
+"""Maximum number of elements of an integer tensor in an example."""
 
 
 class NotAnExampleError(Exception):
-    """A call with an argument that an example cannot store."""
+    """A call has an argument that an example cannot store."""
 
 
 def encode(value: Any) -> Json:
-    """Return a call's argument as JSON; raises NotAnExampleError unless it is a tensor, number, string or
-    torch enum.
+    """Return an argument of a call as JSON.
+
+    Raises:
+        NotAnExampleError: it is neither a tensor, a number or a string, nor an object of torch that an example can store.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)
@@ -85,7 +87,7 @@ def is_float(tensor: Json) -> bool:
 
 
 def has_dtype_argument(example: Json) -> bool:
-    """Return whether a call has a dtype argument, which decides the result's dtype."""
+    """Return whether a call has a dtype among its arguments, which decides the result's dtype."""
     if isinstance(example, dict):
         return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
     return isinstance(example, list) and any(map(has_dtype_argument, example))
@@ -94,32 +96,29 @@ def has_dtype_argument(example: Json) -> bool:
 def decode(
     example: Json, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments for a call: new tensors on `device`, the float ones in `dtypes` in order."""
+    """Return the arguments of a call, with new tensors on `device`; `dtypes` are those of the float tensors in order."""
     rest = iter(dtypes)
     generator = torch.Generator().manual_seed(0)
 
     def make(value: Json) -> Any:
-        if isinstance(value, list):
-            return [make(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        return (
-            _make_tensor(value, rest, generator, device) if "t" in value else _make_other(value, device, make)
-        )
+        match value:
+            case list(items):
+                return [make(item) for item in items]
+            case {"t": _}:
+                return _make_tensor(value, rest, generator, device)
+            case {"float": number}:
+                return float(number)
+            case {"device": _}:
+                return device
+            case {"dtype": name} | {"layout": name} | {"memory_format": name}:
+                return getattr(torch, name)
+            case dict():
+                kinds = "t, dtype, device, layout, memory_format or float"
+                raise ValueError(f"{next(iter(value))!r} in an example: expected {kinds}")
+        return value
 
     args, kwargs = example
     return [make(item) for item in args], {name: make(item) for name, item in kwargs.items()}
-
-
-def _make_other(value: dict[str, Json], device: torch.device, make: Callable[[Json], Any]) -> Any:
-    (kind, name), *_ = value.items()
-    if kind == "float":
-        return float(name)
-    if kind == "device":
-        return device
-    if kind in ("dtype", "layout", "memory_format"):
-        return getattr(torch, name)
-    raise ValueError(f"{kind!r} in an example: expected t, dtype, device, layout, memory_format or float")
 
 
 def _make_tensor(
@@ -141,16 +140,16 @@ def _make_tensor(
 
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
-"""torch's exceptions for operands that it rejects."""
+"""The exceptions that torch raises for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Relative to the results' norm: 16 bits represent values from 0.1 to 0.9 to 0.004, misread bytes do not."""
+"""Error of wrong results, relative to their norm: rounding to 16 bits causes 0.004, misread bytes far more."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return an operator's results as a list; its written operands if it returns None."""
+    """Return an operator's results as a list; if it returns None, the operands that it writes."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -166,30 +165,26 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Return whether the results for operand dtypes `letters` are far from every trusted run.
+    """Return whether the results for operands with the dtypes `letters` are far from the results of every trusted run.
 
-    Trusted runs: the same values in float64 on the CPU, and in the recorded dtypes on the device and on the
-    CPU. Operators that draw random numbers, or without a trusted run, are not judged.
+    The trusted runs use the same values in float64 on the CPU, and in the recorded dtypes on the device and on the CPU.
+    False for operators without a trusted run, and for results that cannot be compared: random numbers, uninitialized
+    memory and reinterpreted bytes.
     """
-    if not _comparable(function):
+    name = operator_schema(function).name.rpartition("::")[2]
+    if torch.Tag.nondeterministic_seeded in function.tags or "empty" in name or name == "set_":
         return False
     numbers = _numbers(results)
     references = list(_references(function, example, letters, recorded, device))
     return bool(numbers and references) and all(_far(numbers, reference) for reference in references)
 
 
-def _comparable(function: Any) -> bool:
-    """Return whether results can be compared: no random numbers, uninitialized memory or reinterpreted bytes."""
-    name = operator_schema(function).name.rpartition("::")[2]
-    return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in name and name != "set_"
-
-
 def _references(
     function: Any, example: Json, letters: str, recorded: str, device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the results of the rounded operands for each trusted dtype that runs.
+    """Yield the results of each trusted run that does not raise.
 
-    float64 is trusted only for torch's operators, which raise if they have no kernel for it.
+    float64 is trusted only for torch's own operators: they raise if they have no kernel for float64.
     """
     cpu = torch.device("cpu")
     double = [("d" * len(letters), cpu)] if function.namespace == "aten" else []
@@ -197,7 +192,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(tensor: torch.Tensor, rest: Iterator[str] = rest) -> torch.Tensor:
-            """Return the operand's values, rounded to its dtype, in the trusted dtype."""
+            """Return the values of an operand, rounded to the operand's dtype, in the trusted dtype."""
             return tensor.to(FLOAT_DTYPES[next(rest)]).to(tensor.dtype)
 
         try:
@@ -222,7 +217,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], device: 
 
 
 def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the float results in float64 on the CPU; absolute values of complex ones."""
+    """Return the float results in float64 on the CPU; of complex results, the absolute values."""
     numbers = []
     for result in results:
         if isinstance(result, torch.Tensor) and result.dtype in _FLOATS:
@@ -233,8 +228,8 @@ def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _far(results: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> bool:
-    if [each.shape for each in results] != [each.shape for each in reference]:
-        return False  # a different number of results is not judged by values
+    if [result.shape for result in results] != [result.shape for result in reference]:
+        return False  # results of other shapes cannot be compared
     return any(_apart(ours, trusted) for ours, trusted in zip(results, reference, strict=True))
 
 

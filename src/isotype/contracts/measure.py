@@ -1,27 +1,26 @@
-"""Measure what a device's operators accept: real calls with every combination of operand dtypes.
+"""Measure which operand dtypes a device's operators accept, by real calls with every combination of dtypes.
 
     python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
 
-A CPU's table is that of its instruction set: `tables/cpu-avx2.json` is whole, those of the others hold the
-operators that differ. `ONEDNN_MAX_CPU_ISA` lowers a CPU to a smaller set.
+The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` contains all operators, the tables of
+other sets only the operators that differ. `ONEDNN_MAX_CPU_ISA` lowers a CPU to a smaller set.
 
-Every example of `tables/examples.json` is replayed with fresh tensors of a few elements for each combination
-of float32, bfloat16 and float16 over its float operands (float64 too where an example has it):
+Every example in `tables/examples.json` is replayed with new tensors of a few elements, for each combination of float32,
+bfloat16 and float16 over the float operands (also float64 if an example has it):
 
 - up to 4 float operands: all combinations;
-- 5 or 6: all combinations of at most two dtypes;
-- more: all alike, all alike but one, and the combination that was recorded.
+- 5 or 6 float operands: all combinations of at most two dtypes;
+- more: all operands in one dtype, all but one in one dtype, and the combination that was recorded.
 
-A call that raises is rejected, with its message. Results are compared with the same values in float64 on the
-CPU, and with the dtypes that were recorded on the device: far from both, the operator corrupts values without
-an error, and is rejected. All others are accepted, with the dtypes of the results. Examples of one operator
-may have the same pattern and different results (a scalar, a `dtype=` argument): then the result is
-unspecified (`?`). Where one example accepts a pattern and another rejects it, the pattern is left out: a
-table has no entries that only sometimes apply.
+A call that raises is rejected, with its message. All other results are compared with the results of the same values in
+float64 on the CPU, and in the recorded dtypes. Results that are far from both are wrong values without an error: the
+call is rejected, too. All other calls are accepted, with the dtypes of their results. If examples of an operator with
+the same pattern have results of different dtypes (a scalar, a `dtype=` argument), the result is unspecified (`?`). If
+one example of a pattern is accepted and another is rejected, the pattern is left out: an entry of a table always holds.
 
-Calls run in a child process. If one kills it (or the device), the operator is listed under `died` and the
-measurement continues.
+Calls run in a child process. If a call ends the process (or the device fails), the operator is listed under `died`, and
+the measurement continues.
 """
 
 from __future__ import annotations
@@ -39,13 +38,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isotype.compat.torch import OpOverload
-from isotype.contracts.contract import TABLES, UNSPECIFIED, read_table, table_name
+from isotype.contracts.contract import KINDS, TABLES, UNSPECIFIED, read_table, table_name
 from isotype.contracts.example import (
     REFUSALS,
     Json,
@@ -61,6 +62,7 @@ from isotype.contracts.pattern import (
     FLOAT_DTYPES,
     LETTERS,
     RESULT_LETTERS,
+    Spelled,
     fill,
     layout_of,
     letters_in,
@@ -70,35 +72,26 @@ from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
 
-# torch's spellings of the float dtypes, with the letter and the format specification of each.
-_SPELLINGS: dict[str, tuple[str, str]] = {
-    "torch.float32": ("f", ":torch"),
-    "torch.bfloat16": ("b", ":torch"),
-    "torch.float16": ("h", ":torch"),
-    "torch.float64": ("d", ":torch"),
-    "c10::BFloat16": ("b", ""),
-    "c10::Half": ("h", ""),
-    "float": ("f", ""),
-    "double": ("d", ""),
-    "BFloat16": ("b", ":name"),
-    "Half": ("h", ":name"),
-    "Float": ("f", ":name"),
-    "Double": ("d", ":name"),
+# Names of float dtypes in messages -> the letter of the dtype, and the format specification that gives the name.
+_SPELLINGS = {
+    format(Spelled(dtype), style): (letter, f":{style}" if style else "")
+    for style in ("torch", "", "name")
+    for letter, dtype in FLOAT_DTYPES.items()
 }
 _WORD = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _SPELLINGS)) + r")(?![\w.]*\w)")
-_MOST = 256  # readings to try per message
+_MOST = 256  # readings to try for a message
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
-"""Calls that only GPUs make: their attention kernels. Written by hand."""
+"""Calls of the attention kernels that only GPUs have; this file is written by hand."""
 
-_TORCH_NAMES = {"rocm": "cuda"}  # torch's name of the device
+_TORCH_NAMES = {"rocm": "cuda"}  # device kind -> torch's name of it
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that lower a CPU's instruction set
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A call's result: the letters of its results, or its error."""
+    """The outcome of a call: the letters of its results, or its error."""
 
     pattern: str
     results: str = ""
@@ -106,7 +99,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the combinations of letters to measure for float operands recorded as `recorded` (`"fbb"`)."""
+    """Return the combinations of letters to measure for float operands that were recorded as `recorded` (`"fbb"`)."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -125,18 +118,19 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
 
 
 def overload(op: str) -> OpOverload:
-    """Return the operator named `aten.mm.default`; imports bitsandbytes for its operators."""
-    namespace, name, variant = op.split(".")
-    if namespace == "bitsandbytes":
+    """Return the operator with a name such as `aten.mm.default`; bitsandbytes is imported for its operators."""
+    if op.startswith("bitsandbytes."):
         import bitsandbytes  # noqa: F401 - registers its operators
-    operator: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), variant)
+    operator: OpOverload = attrgetter(op)(torch.ops)
     return operator
 
 
 def measure_operator(op: str, examples: Sequence[Json], device: torch.device) -> dict[str, Any]:
-    """Measure `op` for every combination of dtypes: `{pattern: results or [message]}`, `broken` examples.
+    """Measure `op` for every combination of dtypes.
 
-    An example is broken if this device rejects even the recorded dtypes.
+    Returns:
+        `patterns`: pattern -> letters of the results, or a list with the error message. `broken`: the errors of the
+        examples that this device rejects even in the recorded dtypes.
     """
     doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
     outcomes: dict[str, list[Outcome]] = {}
@@ -156,7 +150,7 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
 
 
 def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
-    """Return the outcome on which all examples of a pattern agree; None if they disagree."""
+    """Return the common outcome of all examples of a pattern; None if only some of them raise."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         return errors[:1] if len(errors) == len(outcomes) else None
@@ -165,13 +159,13 @@ def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
 
 
 def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Iterator[Outcome]:
-    """Replay an example, first with the dtypes it was recorded with."""
+    """Replay an example with every combination of dtypes, the recorded one first, and yield the outcomes."""
     function, layout = overload(op), layout_of(op)
     tensors = list(tensors_in(example))
     operands = [LETTERS.get(getattr(torch, tensor["t"]), "i") for tensor in tensors]
     recorded = "".join(letter for letter in operands if letter != "i")
     # The result of a pointwise operator on mixed dtypes depends on which operands have no dimensions.
-    loose = layout.each or has_dtype_argument(example)
+    loose = layout.by_element or has_dtype_argument(example)
     pointwise = torch.Tag.pointwise in function.tags
     for letters in combinations(recorded, doubles):
         rest = iter(letters)
@@ -191,17 +185,13 @@ def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Itera
             yield Outcome(pattern, error=CORRUPTS)
             continue
         unsure = loose or (pointwise and len(set(letters)) > 1)
-        yield Outcome(pattern, results=UNSPECIFIED if unsure else _result_letters(returned))
-
-
-def _result_letters(returned: Any) -> str:
-    items = returned if isinstance(returned, (tuple, list)) else [returned]
-    letters = [RESULT_LETTERS.get(item.dtype) for item in items if isinstance(item, torch.Tensor)]
-    return UNSPECIFIED if None in letters else "".join(letter for letter in letters if letter)
+        results = [RESULT_LETTERS.get(x.dtype, UNSPECIFIED) for x in returned if isinstance(x, torch.Tensor)]
+        unsure = unsure or UNSPECIFIED in results
+        yield Outcome(pattern, results=UNSPECIFIED if unsure else "".join(results))
 
 
 def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, Any]:
-    """Return the table of `device`, as it is written to JSON; every operator of `examples` is measured."""
+    """Measure every operator of `examples`, and return the table of `device` as it is written to JSON."""
     measured, died = _measured_in_children(examples, device)
     messages: dict[str, int] = {}
     operators: dict[str, dict[str, str | int]] = {}
@@ -224,10 +214,10 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
 
 
 def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
-    """Return the part of a table that differs from the table `base` (`cpu-avx2`); `read_table` merges them.
+    """Return the part of a table that differs from the table `base` (`cpu-avx2`); `read_table` merges the two.
 
     Raises:
-        ValueError: the base lists other operators or was measured with another version of torch.
+        ValueError: the base has other operators, or was measured with another version of torch.
     """
     other = read_table(TABLES / f"{base}.json")
     if other.torch_version != table["torch"] or set(other.operators) != set(table["operators"]):
@@ -240,69 +230,52 @@ def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
             for key, entry in patterns.items()
         }
 
-    own = {
+    different = {
         op: patterns
         for op, patterns in table["operators"].items()
         if spelled(patterns, messages) != spelled(other.operators[op], other.messages)
     }
-    used = sorted(
-        {entry for patterns in own.values() for entry in patterns.values() if isinstance(entry, int)}
-    )
+    entries = {entry for patterns in different.values() for entry in patterns.values()}
+    used = sorted(entry for entry in entries if isinstance(entry, int))
     operators = {
         op: {key: used.index(entry) if isinstance(entry, int) else entry for key, entry in patterns.items()}
-        for op, patterns in own.items()
+        for op, patterns in different.items()
     }
-    return {
-        **table,
-        "base": base,
-        "messages": [messages[number] for number in used],
-        "operators": operators,
-    }
+    used_messages = [messages[number] for number in used]
+    return {**table, "base": base, "messages": used_messages, "operators": operators}
 
 
 def _measured_in_children(
     examples: Mapping[str, Sequence[Json]], device: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure in child processes, with a new one after each crash; return the results and the crashed operators."""
+    """Measure in child processes, a new one after each crash; return the results, and the errors of crashed operators."""
     measured: dict[str, Any] = {}
     died: dict[str, str] = {}
-    left = dict(sorted(examples.items()))
+    remaining = dict(sorted(examples.items()))
     with tempfile.TemporaryDirectory() as folder:
         work, results = Path(folder, "work.json"), Path(folder, "results.jsonl")
-        while left:
-            work.write_text(json.dumps(left), encoding="utf-8")
+        while remaining:
+            work.write_text(json.dumps(remaining), encoding="utf-8")
             results.touch()
-            child = [
-                sys.executable,
-                "-m",
-                "isotype.contracts.measure",
-                "--device",
-                device,
-                "-o",
-                str(results),
-            ]
-            ended = subprocess.run([*child, "--child", str(work)], check=False)
+            child = [sys.executable, "-m", "isotype.contracts.measure", "--device", device]
+            ended = subprocess.run([*child, "-o", results, "--child", work], check=False)
             for line in results.read_text(encoding="utf-8").splitlines():
                 result = json.loads(line)
                 measured[result.pop("op")] = result
-            left = {op: calls for op, calls in left.items() if op not in measured}
-            if left:
-                fatal = next(iter(left))
+            remaining = {op: calls for op, calls in remaining.items() if op not in measured}
+            if remaining:
+                fatal = next(iter(remaining))
                 died[fatal] = f"its process ended with status {ended.returncode}"
-                del left[fatal]
+                del remaining[fatal]
     return measured, died
 
 
 def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device: torch.device) -> None:
-    """Measure `examples`; each operator's line of JSON is on disk before the next operator runs."""
+    """Measure `examples` and append a line of JSON for each operator to a file, before the next operator runs."""
     with results.open("a", encoding="utf-8") as lines:
         for op, calls in examples.items():
             lines.write(json.dumps({"op": op, **measure_operator(op, calls, device)}) + "\n")
             lines.flush()
-
-
-def _capability(device: str) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if device == "cuda" else None
 
 
 def _device_name(device: str) -> str:
@@ -312,67 +285,55 @@ def _device_name(device: str) -> str:
 
 
 def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
-    """Return the calls to replay on a device kind: those in `path`, else isotype's."""
+    """Return the calls to replay on a device kind: those in the file `path`, by default isotype's."""
     files = [path] if path is not None else [EXAMPLES] if device == "cpu" else [EXAMPLES, GPU_EXAMPLES]
-    read: dict[str, list[Json]] = {}
+    calls: dict[str, list[Json]] = {}
     for file in files:
-        read |= json.loads(file.read_text(encoding="utf-8"))
-    return read
+        calls |= json.loads(file.read_text(encoding="utf-8"))
+    return calls
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write two levels of keys on one line each, so that a changed entry is a changed line."""
-    write_whole(path, compact(content) + "\n")
-
-
-def compact(content: Mapping[str, Any]) -> str:
-    """Return a JSON object with one line for each entry of its dicts and lists."""
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object with a line for each entry of its dicts and lists: a changed entry is a changed line."""
+    tight = partial(json.dumps, separators=(",", ":"))
     lines = []
     for key, value in content.items():
+        text = tight(value)
         if isinstance(value, dict) and value:
-            inner = [f"  {json.dumps(name)}: {_tight(item)}" for name, item in value.items()]
-            lines.append(f"{json.dumps(key)}: {{\n" + ",\n".join(inner) + "\n}")
+            inner = (f"  {json.dumps(name)}: {tight(item)}" for name, item in value.items())
+            text = "{\n" + ",\n".join(inner) + "\n}"
         elif isinstance(value, list) and value:
-            lines.append(
-                f"{json.dumps(key)}: [\n" + ",\n".join("  " + _tight(item) for item in value) + "\n]"
-            )
-        else:
-            lines.append(f"{json.dumps(key)}: {_tight(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _tight(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+            text = "[\n" + ",\n".join("  " + tight(item) for item in value) + "\n]"
+        lines.append(f"{json.dumps(key)}: {text}")
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:
-    """Run the command line: measure a device, write its table, print a summary."""
+    """Run the command line: measure a device, write its table, and print a summary."""
     parser = argparse.ArgumentParser(
         prog="python -m isotype.contracts.measure", description=__doc__, allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rocm", "xpu", "mps"))
+    file = "file for the table, or a folder: the file is then named after the device and the torch version"
+    parser.add_argument("--device", default="cpu", choices=KINDS)
+    parser.add_argument("-o", "--output", type=Path, required=True, help=file)
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        help="file to write the table to, or a folder: it is then named after the device and torch",
+        "--base", help="write only the operators that differ from this table of isotype (cpu-avx2)"
     )
-    parser.add_argument("--base", help="write only what differs from this table of isotype's own (cpu-avx2)")
-    parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's own")
+    parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's examples")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = torch.device(_TORCH_NAMES.get(options.device, options.device))
     if options.child is not None:
         _measure_into(options.output, json.loads(options.child.read_text(encoding="utf-8")), device)
         return
-    torch.empty(1, device=device)  # fail here, in one line, if the device is missing
+    torch.empty(1, device=device)  # raises an error here if the device is missing
     started = time.perf_counter()
     table = measure(read_examples(options.device, options.examples), options.device)
     output = options.output
     if output.is_dir():
-        output /= f"{table_name(options.device, _capability(options.device), torch.__version__)}.json"
+        capability = torch.cuda.get_device_capability() if options.device == "cuda" else None
+        output /= f"{table_name(options.device, capability, torch.__version__)}.json"
     write_json(output, difference(table, options.base) if options.base else table)
     count = sum(map(len, table["operators"].values()))
     seconds = time.perf_counter() - started
@@ -383,27 +344,27 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Convert pattern -> message to pattern -> template, with few distinct templates (greedy).
+    """Return a template for the message of each pattern, with few different templates (a greedy choice).
 
-    A dtype in a message may be that of any operand with this dtype; the reading that explains most messages
-    of the operator is taken. `fill(template, letters_in(pattern))` reproduces each message exactly.
+    A dtype in a message may be the dtype of several operands. Of the possible templates, the one that gives most messages
+    of the operator is chosen. `fill(template, letters_in(pattern))` gives each message exactly.
     """
     readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
     chosen: dict[str, str] = {}
     while len(chosen) < len(messages):
-        left = [pattern for pattern in messages if pattern not in chosen]
-        votes = Counter(reading for pattern in left for reading in readings[pattern])
+        remaining = [pattern for pattern in messages if pattern not in chosen]
+        votes = Counter(reading for pattern in remaining for reading in readings[pattern])
         best = min(votes, key=lambda reading: (-votes[reading], reading))
-        chosen |= dict.fromkeys([pattern for pattern in left if best in readings[pattern]], best)
+        chosen |= dict.fromkeys([pattern for pattern in remaining if best in readings[pattern]], best)
     return chosen
 
 
 def _readings(pattern: str, message: str) -> Iterator[str]:
     """Yield every template that gives `message` for `pattern`."""
     letters = letters_in(pattern)
-    # re.split with one group alternates between text and dtype words.
+    # With one group, re.split returns text and names of dtypes alternately.
     parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))
-    choices = [[part] if at % 2 == 0 else _places(part, letters) for at, part in enumerate(parts)]
+    choices = [[part] if at % 2 == 0 else _fields(part, letters) for at, part in enumerate(parts)]
     for reading in itertools.islice(itertools.product(*choices), _MOST):
         template = "".join(reading)
         if fill(template, letters) != message:
@@ -411,7 +372,8 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
         yield template
 
 
-def _places(word: str, letters: str) -> list[str]:
+def _fields(word: str, letters: str) -> list[str]:
+    """Return the replacement fields that give the dtype's name `word`; the name itself if no operand has the dtype."""
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
 
