@@ -32,7 +32,7 @@ from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
 from isotype.ranges.measure import Batches, Measured, on_device, undisturbed
 from isotype.ranges.twin import twin_of
-from isotype.ranges.weights import Weight, Weights, attached, rows_of, whole
+from isotype.ranges.weights import Weight, Weights, give_gradient, rows_of, whole
 
 _PIECE = 1 << 20
 _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
@@ -41,7 +41,8 @@ _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
 class PlainWeights(Weights):
     """`Weights` that are not measured when they are read."""
 
-    def _made(self, weight: Weight) -> torch.Tensor:
+    def materialized(self, weight: Weight) -> torch.Tensor:
+        """Return the stored values of `weight` in the dtype of the measurement."""
         with torch.no_grad():
             return weight.read().detach().to(self.device, self.dtype)
 
@@ -114,7 +115,7 @@ class Layers:
             if names[id(module)] in self.wanted:
                 vars(module)["forward"] = self._forward(module, names[id(module)])
             elif kind_of(module) == "embedding" and id(module) not in inside:
-                module.register_forward_hook(_give_gradient, prepend=True)
+                module.register_forward_hook(give_gradient, prepend=True)
 
     def _forward(self, module: Any, name: str) -> Any:
         turned = type(module).__name__ == "Conv1D"
@@ -152,11 +153,6 @@ class Layers:
                 off = rounded(part, form, moments, exact=False).sub_(part).square_()
                 sums.error[form] += float(off.sum())
                 sums.damage[form] += 0.5 * float(torch.dot(off.view(-1), fisher.view(-1)))
-
-
-def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
-    wants = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
-    return attached(output) if wants and torch.is_grad_enabled() else output
 
 
 class _Product(torch.autograd.Function):

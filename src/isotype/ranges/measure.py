@@ -1,12 +1,13 @@
-"""Measurement of a module's largest values in one forward and backward in float32."""
+"""Measure the largest values of a module's operators in one forward and backward in float32."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -33,12 +34,15 @@ LENGTH = 64
 """Tokens per text."""
 
 _SEED = 0
-_FIRST = 5  # after the special tokens that begin most vocabularies
+_FIRST = 5  # the first token id after the special tokens of most vocabularies
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts for comparing models: (token ids, labels) of each, and their source; None for isotype's own texts."""
+    """Texts on which models are compared: the token ids and labels of each, and their source.
+
+    The source is None for the texts that come with isotype.
+    """
 
     texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
     source: str | None = None
@@ -46,14 +50,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches to run.
+    """The batches on which a model is measured.
 
     Attributes:
         batches: keyword arguments of each forward.
         rows: number of texts per batch that are recorded separately; 0 to record a batch as one.
-        said: description of the batches.
+        said: the batches in words.
         tokens: total number of tokens.
-        notes: what is left out.
+        notes: sentences on what the batches leave out.
     """
 
     batches: tuple[Mapping[str, Any], ...]
@@ -64,9 +68,9 @@ class Batches:
 
 
 def given_batches(batch: Any) -> Batches:
-    """Return the user's batch or batches; raises UsageError unless they are mappings of tensors."""
+    """Return the user's batch or batches; raise UsageError unless they are mappings of tensors."""
     batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
-    if not batches or not all(isinstance(each, Mapping) for each in batches):
+    if not batches or not all(isinstance(item, Mapping) for item in batches):
         kind = f"a {type(batch).__name__}"
         expected = "a dict of the tensors that the model is called with, or a list of such"
         fix = "give one batch of the training data loader"
@@ -80,7 +84,7 @@ _PICTURES = re.compile(r"vision|visual|image|patch")
 
 
 def positions(model: nn.Module) -> int | None:
-    """Return the number of positions of a model; None if its config sets no limit."""
+    """Return the largest number of positions of a model; None if its config sets no limit."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
@@ -89,58 +93,50 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return the rows of learned position tables: OPT counts from 2, RoBERTa from the padding index + 1."""
-    tables = [
-        module
-        for name, module in model.named_modules()
-        if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(module, nn.Embedding)
-    ]
-    return [
-        each.num_embeddings
-        - (getattr(each, "offset", 0) or (-1 if each.padding_idx is None else each.padding_idx) + 1)
-        for each in tables
-    ]
+    """Return the number of positions of each learned table: OPT counts from 2, RoBERTa from the padding index + 1."""
+    limits = []
+    for name, table in model.named_modules():
+        if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
+            after_padding = 0 if table.padding_idx is None else table.padding_idx + 1
+            limits.append(table.num_embeddings - (getattr(table, "offset", 0) or after_padding))
+    return limits
 
 
 def require_positions(model: nn.Module, batches: Batches) -> Batches:
-    """Return the batches; raises UsageError if a row is longer than the model's position table."""
-    room = min(_learned(model), default=None)
-    ids = [
-        batch["input_ids"] for batch in batches.batches if isinstance(batch.get("input_ids"), torch.Tensor)
-    ]
-    longest = max((each.shape[-1] for each in ids), default=0)
-    if room is not None and longest > room:
-        what, expected = (
-            f"a row of {longest} tokens",
-            f"at most {room}, the positions that {type(model).__name__} has",
-        )
-        raise UsageError.of("the batch is longer than the model's positions", what, expected, "cut the rows")
+    """Return the batches; raise UsageError if a row is longer than the model's position table."""
+    limit = min(_learned(model), default=None)
+    ids = (batch.get("input_ids") for batch in batches.batches)
+    longest = max((rows.shape[-1] for rows in ids if isinstance(rows, torch.Tensor)), default=0)
+    if limit is not None and longest > limit:
+        row = f"a row of {longest} tokens"
+        expected = f"at most {limit}, the positions that {type(model).__name__} has"
+        raise UsageError.of("the batch is longer than the model's positions", row, expected, "cut the rows")
     return batches
 
 
 def _tokens_in(batch: Mapping[str, Any]) -> int:
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     named = [batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch]
-    counted = named or [each for each in tensors if not each.is_floating_point()]
+    counted = named or [tensor for tensor in tensors if not tensor.is_floating_point()]
     if counted:
         return int(counted[0].numel())
-    # Of vectors: their number.
+    # A batch of vectors has as many tokens as vectors.
     return int(tensors[0].numel() // max(1, tensors[0].shape[-1])) if tensors and tensors[0].ndim else 0
 
 
 def passages() -> tuple[str, ...]:
-    """Return the texts of this package."""
+    """Return the texts that come with this package."""
     path = resources.files("isotype.data") / "passages" / "passages.txt"
     return tuple(path.read_text(encoding="utf-8").strip().split("\n\f\n"))
 
 
 def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
-    """Return one batch of texts of this package (or random token ids), and other inputs that the model needs.
+    """Return one batch of this package's texts, or of random token ids, with the other inputs of the model.
 
     Args:
         model: a transformers model, PEFT or not, on any device including meta.
-        tokenizer: the checkpoint's tokenizer or processor; None draws token ids.
-        tokens: total number, rounded up to whole texts of 64 tokens (fewer if `tokens` is less).
+        tokenizer: the checkpoint's tokenizer or processor; if None, token ids are drawn at random.
+        tokens: total number of tokens, rounded up to whole texts of 64 tokens, or of `tokens` if that is less.
 
     Raises:
         UsageError: the model takes no token ids.
@@ -170,19 +166,17 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
     """Return token ids, int64 `[rows, length]`, and a clause about their source.
 
-    Row r begins with isotype's passage r and continues with the next ones. Without a tokenizer, or with one
-    that knows none of the passages, ids are drawn with a fixed seed.
+    Row r begins with isotype's passage r and continues with the next passages. Without a tokenizer, or with a
+    tokenizer that returns no token for the passages, ids are drawn with a fixed seed.
     """
     # Special tokens at the start come once per row.
     pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
     if not any(pieces):
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(min(_FIRST, vocabulary - 1), vocabulary, (rows, length), generator=generator)
-        want = "tokenizer" if tokenizer is None else "tokenizer that knows a word of isotype's texts"
-        return (
-            ids,
-            f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed, because there is no {want}",
-        )
+        missing = "tokenizer" if tokenizer is None else "tokenizer that knows a word of isotype's texts"
+        drawn = f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed"
+        return ids, f"{drawn}, because there is no {missing}"
     batch = []
     for row in range(rows):
         tokens: list[int] = []
@@ -204,7 +198,7 @@ def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
         return torch.zeros(ids.shape[0], dtype=torch.long)
     if name.endswith("ForTokenClassification"):
         return torch.zeros_like(ids)
-    # Picture tokens are not learned.
+    # Picture tokens have no labels.
     labels = ids.clone()
     labels[:, 1 : 1 + pictures] = -100  # torch's `ignore_index`
     return labels
@@ -237,7 +231,7 @@ def _add_pictures(
 
 
 _ROOM = 1.5
-"""Memory of a measurement relative to the largest block's weights."""
+"""Memory that a measurement needs, relative to the weights of the largest block."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +239,11 @@ class Measured:
     """The module to measure.
 
     Attributes:
-        model: on the meta device if its weights stay on disk.
-        source: description of the model.
-        device: its device.
-        read: reads a parameter's values; None if the parameter holds them.
-        notes: for the result.
+        model: the module, on the meta device if its weights stay on disk.
+        source: the module in words.
+        device: the device of its weights.
+        read: a function that reads a parameter's values; None if the parameters have values.
+        notes: notes that the result takes over.
     """
 
     model: nn.Module
@@ -266,20 +260,17 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the weight counts of the units held in memory together: blocks, and modules outside of blocks."""
+    """Return the number of weights that are in memory together: per block, and per module outside of the blocks."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
-    parts = [sum(each.numel() for each in block.parameters()) for block in blocks]
-    outside = [module for module in model.modules() if id(module) not in inside]
-    return parts + [
-        sum(each.numel() for each in module.parameters(recurse=False))
-        for module in outside
-        if kind_of(module) != "embedding"  # its rows are read on lookup
-    ]
+    parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
+    # An embedding is not a part: only the rows that are looked up are read.
+    outside = [m for m in model.modules() if id(m) not in inside and kind_of(m) != "embedding"]
+    return parts + [sum(w.numel() for w in module.parameters(recurse=False)) for module in outside]
 
 
 def of_module(model: nn.Module) -> Measured:
-    """Return a model in memory; raises UsageError if its weights have no values here."""
+    """Return a model in memory to measure; raise UsageError if this process has no values of its weights."""
     model = unwrapped(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
@@ -290,7 +281,7 @@ def of_module(model: nn.Module) -> Measured:
                 "weights with values",
                 "give the checkpoint, by its path or hub id",
             )
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return Measured(model, type(without_peft(model)).__name__, device)
 
 
@@ -304,20 +295,19 @@ def measure(
 ) -> Ranges:
     """Run forward and backward of the mean loss and record the largest magnitude of every value.
 
-    It runs in float32 in evaluation mode, without autocast and the policy's boundaries. Only one block is in
-    float32 at a time: blocks are recomputed in the backward. The model, its gradients, hooks, modes and
+    The model runs in float32 in evaluation mode, without autocast and without the policy's boundaries. Only one block
+    is in float32 at a time: blocks are recomputed in the backward. The model, its gradients, hooks, modes and
     random states stay unchanged.
 
     Args:
         measured: the model.
-        run: its batches.
+        run: the batches of the measurement.
         device: device of the computation; by default the model's.
-        dtype: dtype of the computation; by default float32, or bfloat16 if that does not fit into free
-            memory.
+        dtype: dtype of the computation; by default float32, or bfloat16 if float32 does not fit into free memory.
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement, without a key. If float32 overflows, it has infinity or NaN, and a note names the
+        The measurement, without a key. If float32 overflows, it contains infinity or NaN, and a note names the
             first operator.
     """
     where = real_device(device) if device is not None else measured.device
@@ -330,22 +320,11 @@ def measure(
         losses, notes = _run(twin, recorder, run, where, chosen)
     finally:
         bar.close()
-    return replace(
-        _ranges(recorder, twin, run),
-        source=measured.source,
-        dtype=dtype_name(chosen),
-        loss=losses,
-        notes=(*measured.notes, *run.notes, *notes),
-    )
-
-
-def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
-    """Return the recorded ranges, without source and key."""
     return Ranges(
-        source="",
+        source=measured.source,
         key="",
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        dtype="",
+        dtype=dtype_name(chosen),
         text=run.said,
         tokens=run.tokens,
         batches=run.rows or len(run.batches),
@@ -353,6 +332,8 @@ def _ranges(recorder: RangeRecorder, twin: Twin, run: Batches) -> Ranges:
         modules=recorder.modules(twin.weight_ranges()),
         operators=recorder.operators(),
         stream=_stream(recorder, twin),
+        loss=losses,
+        notes=(*measured.notes, *run.notes, *notes),
     )
 
 
@@ -360,17 +341,17 @@ def _run(
     twin: Twin, recorder: RangeRecorder, run: Batches, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
     """Run forward and backward of every batch; return the losses and notes."""
-    losses, notes = [], dict[str, None]()
-    reached: dict[str, set[int]] = {}
-    with undisturbed(device), _experts_noted(twin.model, reached):
+    losses, notes = [], list[str]()
+    chosen: dict[str, set[int]] = {}
+    with undisturbed(device), _experts_noted(twin.model, chosen):
         for batch in run.batches:
             inputs = on_device(batch, device, dtype)
             with recorder.step(run.rows):
                 output = twin.model(**inputs)
                 if find_loss(output) is None:
-                    notes[
+                    notes.append(
                         "the model returns no loss: gradients are those of the mean of its first output"
-                    ] = None
+                    )
                 loss = loss_of(output)
                 loss = loss if not loss.ndim else loss.float().mean()
                 del output  # logits can be larger than a block of a small model
@@ -378,18 +359,17 @@ def _run(
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 else:
-                    notes["the loss depends on nothing that takes a gradient: there are no gradients"] = None
+                    notes.append("the loss depends on nothing that takes a gradient: there are no gradients")
             twin.weights.end_step()
             losses.append(float(loss.detach()))
-    known = sum(map(len, reached.values()))
-    experts = sum(map(_experts_of, map(twin.model.get_submodule, reached)))
-    if known < experts:
-        notes[
-            f"tokens reached {known:,} of {plural(experts, 'expert')}: the values of the others are unknown"
-        ] = None
+    reached = sum(map(len, chosen.values()))
+    experts = sum(map(_experts_of, map(twin.model.get_submodule, chosen)))
+    if reached < experts:
+        total = plural(experts, "expert")
+        notes.append(f"tokens reached {reached:,} of {total}: the values of the others are unknown")
     if recorder.first:
-        notes[f"not finite in {dtype_name(dtype)}: {recorder.first}"] = None
-    return tuple(losses), tuple(notes)
+        notes.append(f"not finite in {dtype_name(dtype)}: {recorder.first}")
+    return tuple(losses), tuple(dict.fromkeys(notes))
 
 
 def _experts_of(module: Any) -> int:
@@ -400,64 +380,57 @@ def _experts_of(module: Any) -> int:
 
 
 @contextlib.contextmanager
-def _experts_noted(model: nn.Module, reached: dict[str, set[int]]) -> Iterator[None]:
-    """Note the experts that routers choose, by the name of their module: the int64 argument `[tokens, chosen]` of its forward."""
+def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
+    """Add the experts that routers choose to `chosen`, by the name of the experts' module.
 
-    def note(name: str) -> Any:
-        def called(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-                    reached.setdefault(name, set()).update(value.flatten().tolist())
+    They are the int64 argument `[tokens, experts per token]` of the module's forward.
+    """
 
-        return called
+    def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+                chosen.setdefault(name, set()).update(value.flatten().tolist())
 
-    hooks = [
-        module.register_forward_pre_hook(note(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if _experts_of(module)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if _experts_of(module):
+                hook = module.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
+                stack.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Disable the caller's autocast and inference modes, and restore the random states on exit."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(random_states_kept(device))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with random_states_kept(device), torch.inference_mode(False), torch.enable_grad(), no_autocast:
         yield
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch's tensors on a device; floats are copied in `dtype` and require gradients."""
+    """Return a batch with its tensors on `device`; float tensors are copied in `dtype` and require gradients."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_floating_point():
             return value.to(device)
-        # So that modules fed only by images or embeddings get gradients.
+        # Inputs that require gradients pass gradients through modules whose only inputs are images or embeddings.
         return value.detach().to(device, dtype, copy=True).requires_grad_()
 
     return {name: tree_map(moved, value) for name, value in batch.items()}
 
 
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
-    """Return the embedding before each list of blocks, and the blocks."""
+    """Return the names of the embedding before each list of blocks, and of the blocks."""
     order = recorder.order()
     stream: list[str] = []
     start = 0
-    for blocks in sorted((each for each in twin.blocks if each[0] in order), key=lambda each: order[each[0]]):
-        first = order[blocks[0]]
-        embeddings = [
-            name for name, at in order.items() if start <= at < first and recorder.kind(name) == "embedding"
-        ]
-        stream += [*embeddings[:1], *(block for block in blocks if block in order)]
+    lists = [blocks for blocks in twin.blocks if blocks[0] in order]
+    for blocks in sorted(lists, key=lambda blocks: order[blocks[0]]):
+        between = (name for name, at in order.items() if start <= at < order[blocks[0]])
+        embedding = next((name for name in between if recorder.kind(name) == "embedding"), None)
+        stream += [] if embedding is None else [embedding]
+        stream += [block for block in blocks if block in order]
         start = order[stream[-1]]
     return tuple(dict.fromkeys(stream))

@@ -1,7 +1,7 @@
 """Picture inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The model's processor is run on blank pictures of the sizes. Without one they are computed from the config,
-for families whose config has the necessary values.
+They come from the model's processor, which runs on blank pictures of the wanted sizes. Without a processor they are
+computed from the config, for model families whose config has the necessary values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Pictures:
     """The pictures of one row.
 
     Attributes:
-        sizes: of the pictures, in order.
-        ids: int64 `[tokens]`, their tokens in the text with surrounding ones.
+        sizes: sizes of the pictures, in order.
+        ids: int64 `[tokens]`, the tokens of the pictures in the text, with the tokens around each picture.
         kinds: bool `[tokens]`, True for tokens that represent a part of a picture.
         inputs: argument name -> tensor of one row's pictures; rows are concatenated in a batch.
-        source: of this information, as a clause.
+        source: source of this information, as a clause.
     """
 
     sizes: tuple[Size, ...]
@@ -43,7 +43,7 @@ class Pictures:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the text, including surrounding ones."""
+        """Number of tokens in the text, including the tokens around each picture."""
         return len(self.ids)
 
     @property
@@ -65,9 +65,7 @@ class Pictures:
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
-        """Return the `(mm_)token_type_ids` that the model takes for `[rows, length]` ids with pictures from
-        `start` on.
-        """
+        """Return the `(mm_)token_type_ids` that the model takes, for ids `[rows, length]` with pictures from `start`."""
         takes = inspect.signature(model.forward).parameters
         kinds = torch.zeros_like(ids)
         kinds[:, start : start + self.tokens] = self.kinds.long()
@@ -90,58 +88,48 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
     place = picture_place(processor)
     images = [Image.new("RGB", size) for size in sizes]
-    made = processor(
+    outputs = processor(
         images=[images], text=[place * len(images)], return_tensors="pt", add_special_tokens=False,
         return_mm_token_type_ids=True,
     )  # fmt: skip
-    ids = made.pop("input_ids")[0]
-    made.pop("attention_mask", None)
-    kinds = [made.pop(name, None) for name in ("token_type_ids", "mm_token_type_ids")]
-    mark = next((each[0].bool() for each in kinds if each is not None), None)
-    if mark is None:
-        mark = ids == getattr(processor, "image_token_id", -1)
-    inputs = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
-    return Pictures(tuple(sizes), ids, mark, inputs, "by the model's processor")
+    ids = outputs.pop("input_ids")[0]
+    outputs.pop("attention_mask", None)
+    type_ids = [outputs.pop(name, None) for name in ("token_type_ids", "mm_token_type_ids")]
+    by_image_token = ids == getattr(processor, "image_token_id", -1)
+    kinds = next((rows[0].bool() for rows in type_ids if rows is not None), by_image_token)
+    inputs = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+    return Pictures(tuple(sizes), ids, kinds, inputs, "by the model's processor")
 
 
 def picture_place(processor: Any) -> str:
     """Return the chat template's text for one picture, cut out of a turn with two pictures."""
-    texts = [
+    single, double = (
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
         )
         for count in (1, 2)
-    ]
-    longer = len(texts[1]) - len(texts[0])
-    same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[0]))
-    # Its neighbours may begin or end alike ("<image><|im_end|>"): of the possible cuts, take one that splits
-    # no token.
-    one, two = texts
-    starts = [
-        at
+    )
+    longer = len(double) - len(single)
+    same = next((at for at, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
+    # The text around a picture may begin or end like the picture's text ("<image><|im_end|>"): of the possible
+    # cuts, take one that splits no special token.
+    cuts = [
+        double[at : at + longer]
         for at in range(max(0, same - 2 * longer), same + 1)
-        if one[:at] + two[at : at + longer] + one[at:] == two
+        if single[:at] + double[at : at + longer] + single[at:] == double
     ]
     special = [token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special]
-
-    def whole(cut: str) -> int:
-        return sum(map(cut.count, special))
-
-    return max((two[at : at + longer] for at in reversed(starts)), key=whole)
-
-
-# ------------------------------------------------------------------------------------------------------ by the config
+    return max(reversed(cuts), key=lambda cut: sum(map(cut.count, special)))
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Return a row's pictures by the config; None if it lacks the necessary values.
+    """Return a row's pictures by the config; None if the config lacks the necessary values.
 
-    `sizes` None: one picture of the tower's size, if the tower takes only one size.
+    If `sizes` is None, the row has one picture of the size that the vision tower takes, if it takes only one size.
     """
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    rule = _RULES.get(str(getattr(config, "model_type", "")), None if sizes is not None else _fixed)
-    rule = rule or _fixed
+    rule = _RULES.get(str(getattr(config, "model_type", "")), _fixed)
     if vision is None or not isinstance(token, int) or (sizes is None and rule not in _ONE_SIZE):
         return None
     side = getattr(vision, "image_size", None)
@@ -199,10 +187,10 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Return (minus the kept pixels, pixels of padding) of a picture scaled into a rectangle."""
+    """Return (minus the remaining pixels, pixels of padding) of a picture that is scaled into a rectangle."""
     scale = min(into[0] / size[0], into[1] / size[1])
-    kept = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
-    return -kept, into[0] * into[1] - kept
+    pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
+    return -pixels, into[0] * into[1] - pixels
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
@@ -211,17 +199,17 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []
     for width, height in sizes:
-        high, wide = (max(factor, round(each / factor) * factor) for each in (height, width))
+        high, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
         if high * wide > most:
             scale = math.sqrt(height * width / most)
-            high, wide = (max(factor, math.floor(each / scale / factor) * factor) for each in (height, width))
+            high, wide = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
         elif high * wide < least:
             scale = math.sqrt(least / (height * width))
-            high, wide = (math.ceil(each * scale / factor) * factor for each in (height, width))
+            high, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
         grids.append([1, high // patch, wide // patch])
     count = sum(high * wide for _, high, wide in grids)
     channels = getattr(vision, "in_channels", None) or vision.in_chans
-    marks = [each for _, high, wide in grids for each in (False, *[True] * (high * wide // merge**2), False)]
+    marks = [mark for _, high, wide in grids for mark in (False, *[True] * (high * wide // merge**2), False)]
     return marks, {
         "pixel_values": torch.ones(count, channels * vision.temporal_patch_size * patch**2),
         "image_grid_thw": torch.tensor(grids),
@@ -231,13 +219,13 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
     """Idefics 3 and SmolVLM: four tiles along the longer side, and the whole picture as one."""
     side = vision.image_size
-    each = (side // vision.patch_size) ** 2 // config.scale_factor**2
+    per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
     counts = []
     for width, height in sizes:
         scale = 4 * side / max(width, height)
         columns, rows = (math.ceil(int(length * scale) / side) for length in (width, height))
-        tile = [False, False, *[True] * each]
+        tile = [False, False, *[True] * per_tile]
         for _ in range(rows):
             marks += [*tile * columns, False]
         marks += [*tile, False]
@@ -259,7 +247,7 @@ def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
         columns, rows = ((math.floor(length / shrink) - 1) // patch + 1 for length in (width, height))
         marks += [*[True] * columns, False] * rows
         shapes.append((rows * patch, columns * patch))
-    largest = [max(each) for each in zip(*shapes, strict=True)]
+    largest = [max(sides) for sides in zip(*shapes, strict=True)]
     return marks, {
         "pixel_values": torch.ones(len(sizes), 3, *largest),
         "image_sizes": torch.tensor(shapes),

@@ -1,4 +1,4 @@
-"""Recorder of magnitudes: a dispatch mode for operators, hooks for modules and gradients."""
+"""Record the magnitudes of a running step: a dispatch mode for operators, hooks for modules and gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -33,8 +33,8 @@ from isotype.ranges.weights import (
     FILL,
     Magnitude,
     WeightRange,
-    attached,
     flushed_shares,
+    give_gradient,
     largest_rows,
     magnitude,
     pass_on,
@@ -69,20 +69,20 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Module:
-    """Magnitudes of one module; `each`: of its output for each text or batch."""
+    """Magnitudes of one module; `outputs` has the magnitude of the output by the number of the text or batch."""
 
     kind: str
     input: float = 0.0
     output: float = 0.0
     gradient: float = 0.0
-    each: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, float] = field(default_factory=dict)
 
 
 class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     """Records the magnitudes of a running step.
 
     Attributes:
-        phase: of the current operators.
+        phase: phase of the current operators.
         first: the first operator with finite operands and a non-finite result; "" if there is none.
     """
 
@@ -99,11 +99,9 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self._texts = 0
         self._paused = False
 
-    # ------------------------------------------------------------------------------------------------ the step
-
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Record a forward and backward of `rows` texts; 0 records the batch as one."""
+        """Record a forward and backward of `rows` texts; 0 records the batch as one text."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -114,7 +112,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Skip operators inside that a backward recomputes: they were recorded in the forward."""
+        """Skip the operators that a backward recomputes: they were recorded in the forward."""
         before, self._paused = self._paused, in_backward() or self._paused
         try:
             yield
@@ -122,11 +120,10 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
-        """Add hooks to the modules of `model`; `names` are their plain names by id, `inside` the ids of those
-        in blocks.
+        """Add hooks to the modules of `model`: `names` are plain names by id, `inside` the ids of modules in blocks.
 
-        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules even if
-        these weights are frozen; inside, a position table may decide which kernel runs.
+        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules even if the
+        embeddings are frozen. Inside of blocks they do not: the kernel may depend on a position table's gradient.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -137,18 +134,18 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             )
             module.register_forward_hook(self._leaving, always_call=True)
             if kind == "embedding" and id(module) not in inside:
-                module.register_forward_hook(_give_gradient, prepend=True)
+                module.register_forward_hook(give_gradient, prepend=True)
 
     def _entering(self, name: str, kind: str) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._frames.append(name)
             if self._paused:
                 return
-            known = self._modules.setdefault(name, _Module(kind))
-            if known.kind == "other":
-                known.kind = kind  # PEFT's wrapper came first; the layer in it has the same name
+            sizes = self._modules.setdefault(name, _Module(kind))
+            if sizes.kind == "other":
+                sizes.kind = kind  # PEFT's wrapper ran first, and the layer in it has the same name
             for tensor in _floats((args, kwargs)):
-                known.input = _larger(known.input, self._seen(tensor).value)
+                sizes.input = _larger(sizes.input, _undispatched(tensor))
 
         return enter
 
@@ -156,37 +153,24 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         name = self._frames.pop()
         if self._paused:
             return
-        known = self._modules[name]
+        sizes = self._modules[name]
         for tensor in _floats(output):
-            known.output = _larger(known.output, self._seen(tensor).value)
-            self._note_each(known, tensor)
+            sizes.output = _larger(sizes.output, _undispatched(tensor))
+            self._note_texts(sizes, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient(known))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(_note_gradient, sizes))  # type: ignore[no-untyped-call]
 
-    def _note_each(self, known: _Module, tensor: torch.Tensor) -> None:
-        """Record the largest output of each text."""
+    def _note_texts(self, sizes: _Module, output: torch.Tensor) -> None:
+        """Record the largest magnitude of `output` for each text."""
         if not self._rows:
-            values = [self._seen(tensor).value]
-        elif tensor.ndim and tensor.shape[0] == self._rows and tensor.numel():
+            values = [_undispatched(output)]
+        elif output.ndim and output.shape[0] == self._rows and output.numel():
             with without_dispatch():
-                values = largest_rows(tensor)
+                values = largest_rows(output)
         else:
             return
-        for position, value in enumerate(values):
-            text = self._texts + position
-            known.each[text] = _larger(known.each.get(text, 0.0), value)
-
-    def _gradient(self, known: _Module) -> Callable[[torch.Tensor], None]:
-        def note(gradient: torch.Tensor) -> None:
-            known.gradient = _larger(known.gradient, self._seen(gradient).value)
-
-        return note
-
-    def _seen(self, tensor: torch.Tensor) -> Magnitude:
-        with without_dispatch():
-            return magnitude(tensor)
-
-    # ----------------------------------------------------------------------------------------------- operators
+        for text, value in enumerate(values, self._texts):
+            sizes.outputs[text] = _larger(sizes.outputs.get(text, 0.0), value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -204,49 +188,44 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return result
 
     def _write(self, func: Any, short: str, args: Any, kwargs: Any, result: Any) -> None:
-        outputs = [each for each in leaves(result) if isinstance(each, torch.Tensor) and _is_float(each)]
+        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor) and _is_float(leaf)]
         if not outputs:
             return
         if is_attention(short):
             outputs = outputs[:1]  # other outputs are statistics
-        sources = [each for _, each in tensors_in(func, args, kwargs) if _is_float(each)]
+        sources = [tensor for _, tensor in tensors_in(func, args, kwargs) if _is_float(tensor)]
         if short in _SAME_VALUES or (is_view(func) and sources and sources[0].numel() <= outputs[0].numel()):
-            if len(sources) == len(outputs) == 1 and _width(outputs[0]) >= _width(sources[0]):
+            if len(sources) == len(outputs) == 1 and outputs[0].itemsize >= sources[0].itemsize:
                 pass_on(sources[0], outputs[0])
             return
         if is_view(func) or short in _MOVES:
             return
-        operands = [magnitude(each) for each in sources]
-        fills = any(each.filled for each in operands) or _is_fill(short, args, kwargs)
+        operands = [magnitude(tensor) for tensor in sources]
+        fills = any(operand.filled for operand in operands) or _is_fill(short, args, kwargs)
         output = 0.0
-        for each in outputs:
-            output = _larger(output, self._checked(each, operands, fills, func).value)
+        for tensor in outputs:
+            output = _larger(output, self._checked(tensor, operands, fills, func).value)
         module, source = self._place()
         index = self._calls[module, short, self.phase]
         self._calls[module, short, self.phase] += 1
         key = (module, operator_name(func), index, self.phase)
-        flushed = _each_larger(map(flushed_shares, outputs))
-        inputs = [each.value for each in operands]
-        known = self._operators.get(key)
-        if known is None:
-            self._operators[key] = _Operator(inputs, output, flushed, shown(source))
-        else:
-            known.inputs = [_larger(*pair) for pair in zip_longest(known.inputs, inputs, fillvalue=0.0)]
-            known.output, known.flushed = (
-                _larger(known.output, output),
-                _each_larger((known.flushed, flushed)),
-            )
+        flushed = _largest_shares(map(flushed_shares, outputs))
+        inputs = [operand.value for operand in operands]
+        earlier = self._operators.setdefault(key, _Operator(inputs, output, flushed, shown(source)))
+        earlier.inputs = [_larger(*pair) for pair in zip_longest(earlier.inputs, inputs, fillvalue=0.0)]
+        earlier.output = _larger(earlier.output, output)
+        earlier.flushed = _largest_shares((earlier.flushed, flushed))
 
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return the magnitude of a result; infinite if the operator overflowed, not for infinite operands."""
+        """Return the magnitude of a result: infinite if the operator overflowed, finite if an operand was a fill."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))
         if not math.isfinite(size.value) and not self.first:
             module, source = self._place()
-            sizes = ", ".join(f"{each.value:.4g}" for each in operands)
+            sizes = ", ".join(f"{operand.value:.4g}" for operand in operands)
             at = f" ({shown(source)})" if source else ""
             self.first = (
                 f"{operator_name(func)} in {named(module)}{at}, {self.phase}: operands up to {sizes or 'none'}, "
@@ -264,24 +243,15 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self._places.setdefault(last_node_number(), place)
         return place
 
-    # -------------------------------------------------------------------------------------------------- result
-
     def operators(self) -> tuple[OperatorRange, ...]:
         """Return the recorded operators, in the order of their first call."""
-        return tuple(
-            OperatorRange(
-                module,
-                op,
-                index,
-                phase,
-                tuple(seen.inputs),
-                seen.output,
-                seen.flushed[0],
-                seen.source,
-                seen.flushed[1],
+        operators = []
+        for key, sizes in self._operators.items():
+            plain, scaled = sizes.flushed
+            operators.append(
+                OperatorRange(*key, tuple(sizes.inputs), sizes.output, plain, sizes.source, scaled)
             )
-            for (module, op, index, phase), seen in self._operators.items()
-        )
+        return tuple(operators)
 
     def order(self) -> dict[str, int]:
         """Return the positions of the called modules in the order of their first call, by name."""
@@ -292,57 +262,49 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self._modules[name].kind
 
     def modules(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
-        """Return the called modules in the order of their first call; `weights`: ranges of their parameters."""
-        none = WeightRange()
-        return tuple(
-            ModuleRange(
-                name,
-                seen.kind,
-                seen.input,
-                seen.output,
-                seen.gradient,
-                weights.get(name, none).largest,
-                weights.get(name, none).median,
-                weights.get(name, none).gradient,
+        """Return the called modules in the order of their first call; `weights` has the ranges of their parameters."""
+        modules = []
+        for name, sizes in self._modules.items():
+            weight = weights.get(name, WeightRange())
+            of_weights = (weight.largest, weight.median, weight.gradient)
+            modules.append(
+                ModuleRange(name, sizes.kind, sizes.input, sizes.output, sizes.gradient, *of_weights)
             )
-            for name, seen in self._modules.items()
-        )
+        return tuple(modules)
 
     def spread(self) -> float:
-        """Return the largest ratio of a module's outputs between two texts or batches; 1 for a single one."""
-        ratios = [
-            max(seen.each.values()) / min(seen.each.values())
-            for seen in self._modules.values()
-            if len(seen.each) == self._texts and min(seen.each.values()) > 0
-        ]
+        """Return the largest ratio of a module's outputs between two texts or batches; 1 for a single text."""
+        outputs = [m.outputs.values() for m in self._modules.values() if len(m.outputs) == self._texts]
+        ratios = [max(values) / min(values) for values in outputs if min(values) > 0]
         return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)
 
 
-def _larger(one: float, other: float) -> float:
-    """Return the larger of two magnitudes; NaN if one is NaN."""
-    return other if other > one or math.isnan(other) else one
+def _undispatched(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude of a tensor, computed outside of dispatch modes."""
+    with without_dispatch():
+        return magnitude(tensor).value
 
 
-def _each_larger(shares: Iterable[tuple[float, float]]) -> tuple[float, float]:
+def _note_gradient(sizes: _Module, gradient: torch.Tensor) -> None:
+    sizes.gradient = _larger(sizes.gradient, _undispatched(gradient))
+
+
+def _larger(size: float, other: float) -> float:
+    """Return the larger of two magnitudes; NaN if one of them is NaN."""
+    return other if other > size or math.isnan(other) else size
+
+
+def _largest_shares(shares: Iterable[tuple[float, float]]) -> tuple[float, float]:
     plain, scaled = zip(*shares, strict=True)
     return max(plain), max(scaled)
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:
-    return (each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and _is_float(each))
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and _is_float(leaf))
 
 
 def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point
-
-
-def _width(tensor: torch.Tensor) -> int:
-    return tensor.dtype.itemsize
-
-
-def _give_gradient(_: nn.Module, __: Any, output: Any) -> Any:
-    wanted = isinstance(output, torch.Tensor) and _is_float(output) and not output.requires_grad
-    return attached(output) if wanted and torch.is_grad_enabled() else None
 
 
 @cache
@@ -352,6 +314,6 @@ def _short(func: Any) -> str:
 
 
 def _is_fill(short: str, args: Any, kwargs: Any) -> bool:
-    """Return whether infinity in a result was intended: by a number among the arguments, or as log(0)."""
-    numbers = (each for each in (*args, *kwargs.values()) if type(each) is float)
+    """Return whether infinity in a result is intended: by a number among the arguments, or as log(0)."""
+    numbers = (value for value in (*args, *kwargs.values()) if type(value) is float)
     return short == "aten.log" or any(abs(number) >= FILL for number in numbers)

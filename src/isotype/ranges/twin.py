@@ -34,22 +34,22 @@ _QUANTIZED = ("linear4bit", "linear8bit")
 _HALVES = (torch.float16, torch.bfloat16)
 
 Read = Callable[[nn.Module, str, torch.Tensor], Weight]
-"""Reads the weight of (module, name in it, parameter)."""
+"""A function that returns the weight of (module, the parameter's name in the module, parameter)."""
 
 
 class Watcher(Protocol):
-    """Recorder that hooks the modules of a copy."""
+    """A recorder that hooks the modules of a copy."""
 
     def again(self) -> AbstractContextManager[Any]:
-        """Context of each run of a block's forward, including recomputation."""
+        """Return the context in which a block's forward runs, including its recomputation."""
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
-        """Add hooks to the modules; `names`: plain names by id, `inside`: ids of modules in blocks."""
+        """Add hooks to the modules: `names` are plain names by id, `inside` the ids of modules in blocks."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A measured copy of a model: plain names of its modules by id, and of the blocks of every list."""
+    """A measured copy of a model, with the plain names of its modules by id and of the blocks of every list."""
 
     model: nn.Module
     names: dict[int, str]
@@ -58,15 +58,14 @@ class Twin:
 
     def weight_ranges(self) -> dict[str, WeightRange]:
         """Return the weight ranges of every module with parameters, by plain name."""
-        return {
-            self.names[id(module)]: self.weights.range_of(_own(module).own)
-            for module in self.model.modules()
-            if isinstance(_own(module), OnDemand) and _own(module).own
-        }
+        weights = ((self.names[id(module)], _weights_in(module)) for module in self.model.modules())
+        return {name: self.weights.range_of(by_name) for name, by_name in weights if by_name}
 
 
-def _own(module: nn.Module) -> Any:
-    return module.__dict__.get(PARAMETERS, {})
+def _weights_in(module: nn.Module) -> dict[str, Weight]:
+    """Return the weights of a copied module, by name; empty for a module that was not copied."""
+    parameters = vars(module).get(PARAMETERS)
+    return parameters.weights() if isinstance(parameters, OnDemand) else {}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -87,8 +86,8 @@ def twin_of(
 ) -> Twin:
     """Return a copy of `model` to measure, in evaluation mode and without the policy's boundaries.
 
-    `recorder` hooks its modules, `done` is called after each run of a block, `read` reads a parameter's
-    values.
+    `recorder` hooks the modules of the copy, `done` is called after each run of a block, and `read` reads the values
+    of a parameter.
     """
     memo = _Memo(model, weights)
     for module in model.modules():
@@ -113,13 +112,13 @@ def twin_of(
             vars(block)["forward"] = _checkpointed(block.forward, weights, recorder, done)
     recorder.watch(twin, names, inside)
     for module in twin.modules():
-        if isinstance(_own(module), OnDemand) and _own(module).own:
+        if _weights_in(module):
             _keep_while_it_runs(module, weights, id(module) in inside)
     return Twin(twin, names, tuple(blocks), weights)
 
 
 class _Memo(dict[int, Any]):
-    """Memo of deepcopy that casts parameters held as plain attributes (flat weights of recurrent layers)."""
+    """A memo of deepcopy that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()
@@ -142,9 +141,8 @@ def _weights_of(module: nn.Module, read: Read) -> dict[str, Weight | None]:
 
 def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
     kind = kind_of(module) if name == "weight" else ""
-    state: Any = (
-        quantization_state(module) if kind == "linear4bit" else getattr(parameter, "quant_state", None)
-    )
+    stored = getattr(parameter, "quant_state", None)
+    state: Any = quantization_state(module) if kind == "linear4bit" else stored
     if state is not None:
         shape: Any = state.shape
         values: Callable[[], torch.Tensor] = functools.partial(dequantize_4bit, parameter.detach(), state)
@@ -157,7 +155,7 @@ def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
 
 
 def _dequantized_8bit(parameter: torch.Tensor, scales: Any) -> torch.Tensor:
-    """Return code x row scale / 127, LLM.int8, https://arxiv.org/abs/2208.07339."""
+    """Return the dense weight: code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)."""
     values: torch.Tensor = parameter.detach().float() * scales.float().to(parameter.device)[:, None] / 127
     return values
 
@@ -170,22 +168,22 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Remove what belongs to a run: boundaries, accelerate's hooks, compilation, modes."""
+    """Remove the settings of a run: boundaries, accelerate's hooks, compilation, modes."""
     set_boundary(module, None)
-    own = vars(module)
-    if HOOK in own:
-        own.pop(HOOK)
-        own.pop("forward", None)
-        if FORWARD_BEFORE in own:
-            own["forward"] = own.pop(FORWARD_BEFORE)
-    own.pop(COMPILED_CALL, None)
-    own["training"] = False
-    if own.get("gradient_checkpointing"):
-        own["gradient_checkpointing"] = False
-    config: Any = own.get("config")
+    attributes = vars(module)
+    if HOOK in attributes:
+        attributes.pop(HOOK)
+        attributes.pop("forward", None)
+        if FORWARD_BEFORE in attributes:
+            attributes["forward"] = attributes.pop(FORWARD_BEFORE)
+    attributes.pop(COMPILED_CALL, None)
+    attributes["training"] = False
+    if attributes.get("gradient_checkpointing"):
+        attributes["gradient_checkpointing"] = False
+    config: Any = attributes.get("config")
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a recomputed block would fill the cache twice
-    for holder in (own, own_buffers(module)):
+    for holder in (attributes, own_buffers(module)):
         for name, value in list(holder.items()):
             if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
                 holder[name] = value.to(dtype)
@@ -194,7 +192,7 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
 def _checkpointed(
     forward: Callable[..., Any], weights: Weights, recorder: Watcher, done: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a block's forward with recomputation in the backward, which holds its weights while it runs."""
+    """Return a block's forward that keeps the block's weights while it runs and recomputes them in the backward."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.again(), weights.kept():
@@ -211,7 +209,7 @@ def _checkpointed(
 
 
 def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
-    """Hold a module's weights while it runs if it is outside of blocks; an embedding reads only looked-up rows."""
+    """Keep the weights of a module outside of blocks while it runs; of an embedding, only rows that are looked up."""
     looks_up = kind_of(module) == "embedding"
 
     def enter(*_: Any) -> None:

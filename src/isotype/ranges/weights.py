@@ -17,20 +17,16 @@ from isotype.precision.ranges import FLOAT16_FLUSHED
 _SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
-"""Larger values are fill values, infinity or the largest float32 or bfloat16, unless an operator produced them."""
-
-
+"""A larger value that no operator has computed is a fill value: infinity, or the largest float32 or bfloat16."""
 _SAMPLE = 1 << 15
 """Sample size: shares are accurate to a fraction of a percent, and torch uses one thread."""
-
 _SHARED_OUT = 1 << 22
+"""Number of elements up to which a tensor is reduced on one thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The largest magnitude of a tensor, without fill values such as attention masks have; `filled` if there
-    are some.
-    """
+    """The largest magnitude of a tensor without its fill values; `filled` is True if it has any, as masks do."""
 
     value: float
     filled: bool = False
@@ -38,11 +34,14 @@ class Magnitude:
 
 def magnitude(tensor: torch.Tensor) -> Magnitude:
     """Return the largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
-    known = getattr(tensor, _KNOWN, None)
-    if known is not None and known[0] == version_of(tensor):
-        result: Magnitude = known[1]
-        return result
-    return remember(tensor, _measured(tensor))
+    cached = _cached(tensor)
+    return remember(tensor, _measured(tensor)) if cached is None else cached
+
+
+def _cached(tensor: torch.Tensor) -> Magnitude | None:
+    """Return the cached magnitude of a tensor; None if there is none, or if the tensor was written to since."""
+    version, measured = getattr(tensor, _KNOWN, (None, None))
+    return measured if version is not None and version == version_of(tensor) else None
 
 
 def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
@@ -55,16 +54,16 @@ def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
 
 def pass_on(source: torch.Tensor, copy: torch.Tensor) -> None:
     """Copy the cached magnitude of `source` to `copy`, which has the same values."""
-    known = getattr(source, _KNOWN, None)
-    if known is not None and known[0] == version_of(source):
-        remember(copy, known[1])
+    cached = _cached(source)
+    if cached is not None:
+        remember(copy, cached)
 
 
 def _measured(tensor: torch.Tensor) -> Magnitude:
     if not tensor.numel():
         return Magnitude(0.0)
     with _few_threads(tensor):
-        low, high = (float(each) for each in torch.aminmax(tensor.detach()))
+        low, high = map(float, torch.aminmax(tensor.detach()))
     largest = max(-low, high) if low == low and high == high else math.nan
     if largest < FILL or math.isnan(largest):
         return Magnitude(largest)
@@ -77,12 +76,12 @@ def largest_rows(tensor: torch.Tensor) -> list[float]:
     """Return the largest magnitude of each row, the first dimension of a float tensor."""
     with _few_threads(tensor):
         low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
-    return [float(each) for each in torch.maximum(-low, high)]
+    return [float(largest) for largest in torch.maximum(-low, high)]
 
 
 @contextmanager
 def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
-    """Use one thread for a tensor that takes about a millisecond.
+    """Use one thread inside if `tensor` takes about a millisecond.
 
     On busy cores, threads that wait for one another take a hundred times as long.
     """
@@ -98,8 +97,7 @@ def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the shares of nonzero values that float16 rounds to zero: unscaled, and at a loss scale of
-    65536.
+    """Return the shares of nonzero values that float16 rounds to zero without loss scaling and at a scale of 65536.
 
     Large tensors are sampled evenly.
     """
@@ -107,9 +105,9 @@ def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
         return 0.0, 0.0
-    kept = int(torch.count_nonzero(values > FLOAT16_FLUSHED))
-    scaled = nonzero if kept == nonzero else int(torch.count_nonzero(values > _SCALED))
-    return 1.0 - kept / nonzero, 1.0 - scaled / nonzero
+    plain = int(torch.count_nonzero(values > FLOAT16_FLUSHED))
+    scaled = nonzero if plain == nonzero else int(torch.count_nonzero(values > _SCALED))
+    return 1.0 - plain / nonzero, 1.0 - scaled / nonzero
 
 
 def median(tensor: torch.Tensor) -> float:
@@ -120,8 +118,8 @@ def median(tensor: torch.Tensor) -> float:
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return at most 2^15 values of a tensor, evenly spaced in memory; all of a smaller one."""
-    # In memory order: a transposed matrix would be copied.
+    """Return at most 2^15 values of a tensor, evenly spaced in memory; all values of a smaller tensor."""
+    # Memory order avoids the copy of a transposed matrix.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.detach().permute(order).reshape(-1)
     # An odd step covers every column of a matrix with even width.
@@ -135,7 +133,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter of the measured model: `key` is equal for tied parameters, `read` returns the stored values."""
+    """A parameter of the measured model; `key` is equal for tied parameters, and `read` returns the stored values."""
 
     key: Hashable
     shape: torch.Size
@@ -145,7 +143,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """Largest magnitude of weights, median magnitude of the nonzero ones, largest magnitude of their gradients."""
+    """Largest magnitude of weights, median magnitude of nonzero weights, largest magnitude of their gradients."""
 
     largest: float = 0.0
     median: float = 0.0
@@ -154,24 +152,27 @@ class WeightRange:
 
 @dataclass
 class Weights:
-    """Creates the weights of a model in the dtype and on the device of a measurement."""
+    """The weights of a model in the dtype and on the device of a measurement, created when they are used.
+
+    `embedding` is True while an embedding runs: its frozen weight is a placeholder until its rows are looked up.
+    """
 
     dtype: torch.dtype
     device: torch.device
     _open: list[dict[Hashable, torch.Tensor]] = field(default_factory=list)
-    _seen: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
+    _sizes: dict[Hashable, tuple[float, float]] = field(default_factory=dict)  # largest and median magnitude
     _gradients: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _largest_gradient: dict[Hashable, float] = field(default_factory=dict)
     embedding: bool = False
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep weights created inside until exit."""
-        self._open.append({})
+        """Keep the weights that are created inside until exit."""
+        self.open()
         try:
             yield
         finally:
-            self._open.pop()
+            self.close()
 
     def open(self) -> None:
         """Keep created weights until `close`."""
@@ -190,44 +191,45 @@ class Weights:
             value = self.stand_in(weight)
             setattr(value, _LATER, (self, weight))
             return value
-        value = self._made(weight)
+        value = self.materialized(weight)
         if self._open:
             self._open[-1][weight.key] = value
         return value
 
-    def _made(self, weight: Weight) -> torch.Tensor:
+    def materialized(self, weight: Weight) -> torch.Tensor:
+        """Return the values of `weight`, read again; the gradient of a trainable weight is added up."""
         with without_dispatch(), torch.no_grad():
-            stored = weight.read()
-            value = stored.detach().to(self.device, self.dtype)
-            if weight.key not in self._seen:
-                self._seen[weight.key] = (magnitude(value).value, median(value))
-            remember(value, Magnitude(self._seen[weight.key][0]))
+            value = weight.read().detach().to(self.device, self.dtype)
+            if weight.key not in self._sizes:
+                self._sizes[weight.key] = (magnitude(value).value, median(value))
+            remember(value, Magnitude(self._sizes[weight.key][0]))
         if weight.trainable and torch.is_grad_enabled():
             value = attached(value, lambda gradient: self._add(weight.key, gradient))
-            remember(value, Magnitude(self._seen[weight.key][0]))
+            remember(value, Magnitude(self._sizes[weight.key][0]))
         return value
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of `weight` named by `indices`, without duplicates, and the indices into them."""
+        """Return the rows of `weight` at `indices`, without duplicates, and the position of each index in them."""
         with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
-            if weight.key not in self._seen:
+            if weight.key not in self._sizes:
                 chunks = torch.split(stored.flatten(), _CHUNK)
-                self._seen[weight.key] = (max(magnitude(each).value for each in chunks), median(stored))
+                largest = max(magnitude(chunk).value for chunk in chunks)
+                self._sizes[weight.key] = (largest, median(stored))
             wanted, inverse = torch.unique(indices, return_inverse=True)
             value = stored[wanted.to(stored.device)].to(self.device, self.dtype)
-            remember(value, Magnitude(self._seen[weight.key][0]))
+            remember(value, Magnitude(self._sizes[weight.key][0]))
         return value, inverse
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
-        """Return a tensor of that shape and dtype that takes no memory."""
+        """Return a placeholder of the weight's shape that takes no memory."""
         with without_dispatch():
             return torch.zeros((), dtype=self.dtype, device=self.device).expand(weight.shape)
 
     def _add(self, key: Hashable, gradient: torch.Tensor) -> None:
         with without_dispatch(), torch.no_grad():
-            known = self._gradients.get(key)
-            self._gradients[key] = gradient.detach().clone() if known is None else known.add_(gradient)
+            earlier = self._gradients.get(key)
+            self._gradients[key] = gradient.detach().clone() if earlier is None else earlier.add_(gradient)
 
     def end_step(self) -> None:
         """Record the gradients after a backward."""
@@ -236,24 +238,21 @@ class Weights:
             self._largest_gradient[key] = max(self._largest_gradient.get(key, 0.0), largest)
         self._gradients.clear()
 
-    def range_of(self, own: Mapping[str, Weight]) -> WeightRange:
-        """Return the range of all parameters of one module."""
-        seen = [
-            (weight.shape.numel(), *self._seen[weight.key])
-            for weight in own.values()
-            if weight.key in self._seen
-        ]
-        if not seen:
+    def range_of(self, weights: Mapping[str, Weight]) -> WeightRange:
+        """Return the range of all parameters of one module; the median is that of its largest parameter."""
+        used = [weight for weight in weights.values() if weight.key in self._sizes]
+        if not used:
             return WeightRange()
-        gradients = (self._largest_gradient.get(weight.key, 0.0) for weight in own.values())
-        return WeightRange(max(each[1] for each in seen), max(seen)[2], max(gradients))
+        sizes = [(weight.shape.numel(), *self._sizes[weight.key]) for weight in used]
+        gradients = (self._largest_gradient.get(weight.key, 0.0) for weight in weights.values())
+        return WeightRange(max(largest for _, largest, _ in sizes), max(sizes)[2], max(gradients))
 
 
 class OnDemand(dict[str, Any]):
     """A module's `_parameters`: `[name]` materializes a weight; `items()` and `values()` return placeholders."""
 
-    def __init__(self, weights: Weights, own: Mapping[str, Weight | None]) -> None:
-        super().__init__(own)
+    def __init__(self, weights: Weights, by_name: Mapping[str, Weight | None]) -> None:
+        super().__init__(by_name)
         self._weights = weights
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
@@ -272,9 +271,8 @@ class OnDemand(dict[str, Any]):
         """Return placeholders."""
         return [value for _, value in self.items()]
 
-    @property
-    def own(self) -> dict[str, Weight]:
-        """The weights themselves."""
+    def weights(self) -> dict[str, Weight]:
+        """Return the weights by name, without placeholders."""
         return {name: weight for name, weight in super().items() if weight is not None}
 
     def _stand_in(self, weight: Weight | None) -> torch.Tensor | None:
@@ -282,7 +280,7 @@ class OnDemand(dict[str, Any]):
 
 
 def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an embedding; of a placeholder weight, only the looked-up rows are read."""
+    """Return the arguments of an embedding; if its weight is a placeholder, read only the rows at the indices."""
     later = getattr(args[0], _LATER, None)
     if later is None:
         return args
@@ -296,18 +294,24 @@ def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
 
     def restored(value: Any) -> Any:
         later = getattr(value, _LATER, None) if isinstance(value, torch.Tensor) else None
-        return value if later is None else later[0]._made(later[1])
+        return value if later is None else later[0].materialized(later[1])
 
-    if any(hasattr(each, _LATER) for each in args):
+    if any(hasattr(argument, _LATER) for argument in args):
         return tree_map(restored, (args, kwargs))  # type: ignore[no-any-return]
     return args, kwargs
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-    """Return the same values, requiring a gradient that is passed only to `sink`."""
+    """Return a tensor of the same values that requires a gradient; the gradient is passed only to `sink`."""
     anchor = torch.empty(0, requires_grad=True)
     tensor: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
     return tensor
+
+
+def give_gradient(_: Any, __: Any, output: Any) -> torch.Tensor | None:
+    """Let a module's float output require a gradient; a forward hook."""
+    wanted = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
+    return attached(output) if wanted and torch.is_grad_enabled() else None
 
 
 class _Attached(torch.autograd.Function):
