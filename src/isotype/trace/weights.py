@@ -37,12 +37,13 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
         parameters = [(False, *named) for named in place.module.named_parameters(recurse=False)]
         buffers = [(True, *named) for named in place.module.named_buffers(recurse=False)]
         for buffer, name, tensor in (*parameters, *buffers):
+            # Before the shape is read: torch's error about a lazy layer's values names the way out.
+            largest, median_magnitude = (None, None) if buffer or id(tensor) in rows else _magnitudes(tensor)
             row = _row(place, name, tensor, pinned)
             if (known := rows.get(id(tensor))) is not None:
                 rows[id(tensor)] = replace(known, tied=(*known.tied, row.name))
                 continue
             alive.append(tensor)
-            largest, median_magnitude = (None, None) if buffer else _magnitudes(tensor)
             rows[id(tensor)] = replace(
                 row,
                 buffer=buffer,
