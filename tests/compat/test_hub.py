@@ -116,7 +116,7 @@ def test_a_name_server_that_is_silent_is_waited_for_no_longer_than_the_hub(
     monkeypatch.setattr(type(get_session()), "send", lambda *_, **__: answered.wait(60))
     monkeypatch.setattr(hub, "_SECONDS", 0.1)
     with hub.offline_if_unreachable() as why:
-        assert why == "https://hub.invalid does not answer: nothing in 0.2 seconds"
+        assert why == "https://hub.invalid does not answer: nothing received in 0.2 seconds"
     answered.set()
 
 

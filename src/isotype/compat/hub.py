@@ -71,5 +71,5 @@ def _why_unreachable() -> str:
     thread = Thread(target=request, daemon=True)
     thread.start()
     thread.join(2 * _SECONDS)
-    result = results[0] if results else f"nothing in {2 * _SECONDS:g} seconds"
+    result = results[0] if results else f"nothing received in {2 * _SECONDS:g} seconds"
     return f"{constants.ENDPOINT} does not answer: {result}" if result else ""

@@ -14,7 +14,7 @@ from typing import Any
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
-"""Names of the head's arguments in the closure."""
+"""Names of the fused head's arguments in the closure of its forward."""
 _FORMER = "_isotype_trl_forward"
 
 NAMES: Mapping[str, tuple[str, ...]] = {

@@ -4,8 +4,8 @@ On CPUs bitsandbytes (0.50.2, `backends/default/ops.py`) calls operators on the 
 every element. This file reads codes from a table, for pieces of the tensor that fit the caches.
 
 An element is divided by its block's absmax, which gives a number in [-1, 1]; its code is the number of boundaries
-(midpoints between neighbouring values) below this number. The table has a code for each of 65536 cells of the
-range. If a cell contains a boundary, the code is searched with bitsandbytes' arithmetic.
+(midpoints between neighbouring values) below this number. The table has a code for each of 65536 equal cells of
+[-1, 1]. If a cell contains a boundary, the code is searched with bitsandbytes' arithmetic.
 """
 
 from __future__ import annotations
