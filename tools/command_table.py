@@ -18,18 +18,18 @@ from isotype.train.command.command import HOLDERS, RECOMPUTE, TABLE, Spec
 
 LIBRARIES = ("trl", "transformers")
 DEFAULTS = {"dtype": "auto", "use_peft": True, "lora_target_modules": "all-linear"}
-"""isotype's, where they are others than TRL's: the compute dtype is decided, and LoRA is what isotype is for."""
+"""Defaults in isotype that differ from TRL's: isotype decides the compute dtype, and trains adapters."""
 _RECOMPUTE = (
-    "Compute activations again in the backward, for less memory and a slower step. auto (default): only in as many layers as the "
-    "device's memory asks for."
+    "Compute activations again in the backward, for less memory and a slower step. auto (default): in as few layers as the "
+    "device's memory allows."
 )
 HELP = {
-    "dtype": "Compute dtype, auto, float32, bfloat16 or float16; the weights follow. auto: the dtype the checkpoint was trained in, "
-    "where the device runs it.",
-    "use_peft": "Train adapters on a frozen base (the default here); --use_peft False trains every weight.",
+    "dtype": "Compute dtype of the run and its weights: auto, float32, bfloat16 or float16. auto: the dtype that the checkpoint was "
+    "trained in, if the device runs it.",
+    "use_peft": "Train adapters on a frozen base model (the default in isotype); --use_peft False trains every weight.",
     **dict.fromkeys(RECOMPUTE, _RECOMPUTE),
 }
-"""What arguments do that mean something else here than in TRL."""
+"""Help of the arguments that have another meaning in isotype than in TRL."""
 
 
 def described(method: str) -> dict[str, Spec]:

@@ -123,7 +123,7 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     message = said(capsys, folder, monkeypatch, f"sft {SFT} --push_to_hub")
-    assert "--push_to_hub to out: the hub fails (Name or service not known)" in message
+    assert "--push_to_hub to out: the hub cannot be used (Name or service not known)" in message
     assert "hf upload out out" in message
 
 

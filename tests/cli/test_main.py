@@ -173,10 +173,10 @@ def test_a_device_that_is_not_here(capsys, model, data, tmp_path):
     assert err.startswith(
         "error: NVIDIA T4 is not in this machine\n"
         "  - --device t4\n"
-        "    expected  a device that is here\n"
+        "    expected  a device of this machine\n"
         "    fix       leave --device out to train on "
     )
-    assert "; isotype check sft … --device t4 says how it would run there\n" in err
+    assert "; isotype check sft … --device t4 shows how the run would go there\n" in err
 
 
 def test_conflicting_flags_name_both(capsys, model, data):

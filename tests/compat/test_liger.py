@@ -88,5 +88,7 @@ def test_a_trainer_is_kept_from_putting_them_in() -> None:
     accelerator = SimpleNamespace(state=SimpleNamespace(mixed_precision="no"), scaler=None)
     trainer = SimpleNamespace(model=model, args=arguments, accelerator=accelerator)
     (change,) = enforce_trainer(trainer, policy)
-    assert str(change) == "use_liger_kernel: True -> False: Liger's forwards would hide those of the policy"
+    assert (
+        str(change) == "use_liger_kernel: True -> False: Liger's forwards would replace those of the policy"
+    )
     assert not arguments.use_liger_kernel

@@ -117,7 +117,7 @@ def test_a_template_that_writes_earlier_turns_otherwise() -> None:
         labelled_row({"messages": LONGER}, 6, tokenizer=tokenizer, whole=False)
     (problem,) = caught.value.problems
     assert problem.given == (
-        "row 7: message 2 is written otherwise by the chat template when other messages follow"
+        "row 7: the chat template renders message 2 differently if other messages follow"
     )
     assert "--chat_template_path" in problem.fix
 

@@ -79,7 +79,7 @@ def test_without_a_manifest_state_and_weights_must_be_there(
 def test_what_is_no_folder_is_said(tmp_path: Path):
     (tmp_path / "file").touch()
     assert damage(tmp_path / "file") == "it is not a folder"
-    assert damage(tmp_path / "nowhere") == "it is not there"
+    assert damage(tmp_path / "nowhere") == "it does not exist"
     assert whole_checkpoints(tmp_path / "nowhere") == []
 
 

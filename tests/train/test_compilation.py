@@ -132,7 +132,7 @@ def test_generation_is_not_compiled() -> None:
 
 def test_a_model_without_blocks_says_that_nothing_is_compiled() -> None:
     report = compile_blocks(torch.nn.Linear(2, 2), {"backend": "aot_eager"})
-    assert "nothing, for the model has no list of blocks" in str(report)
+    assert "nothing, because the model has no list of blocks" in str(report)
 
 
 def test_what_accelerate_launch_asks_for_is_taken_over(
@@ -196,6 +196,4 @@ def test_inductor_without_a_compiler_is_refused_before_anything_is_loaded(
 def test_a_check_judges_the_step_uncompiled(path: Path) -> None:
     options, rest = parse_options(["sft", "--model_name_or_path", str(path), *COMPILED])
     plan = plan_of(options, rest)
-    assert any(
-        note.startswith("torch.compile: judged is the step as it runs uncompiled") for note in plan.notes
-    )
+    assert any(note.startswith("torch.compile: the uncompiled step is checked") for note in plan.notes)

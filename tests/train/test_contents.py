@@ -51,7 +51,7 @@ def test_text_parts_are_joined_where_the_template_writes_text_alone(tokenizer):
     joined = plain_contents(tokenizer, load("t.jsonl"), said.append)["train"].to_list()
     assert [row["messages"][0]["content"] for row in joined] == ["w1\nw3", "w4"]
     assert said == [
-        "content in several text parts is joined by line breaks: the chat template writes text alone"
+        "content in several text parts is joined by line breaks, because the chat template accepts only text"
     ]
 
 
@@ -99,7 +99,7 @@ SETTINGS: Any = SimpleNamespace(script=SimpleNamespace(dataset_name="d"), method
 def test_pictures_are_refused_by_a_model_of_text(tokenizer):
     row = {"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["a.png"]}
     data = DatasetDict({"train": Dataset.from_list([row])})
-    assert "train: pictures in the column 'images', and a model that takes text alone\n" in refused(
+    assert "train: pictures in the column 'images', and a model that takes only text\n" in refused(
         DataError, check_pictures, SETTINGS, tokenizer, data
     )
 
@@ -161,6 +161,6 @@ def test_a_text_that_begins_as_the_tokenizer_begins_it_is_counted(tokenizer):
     lengths = lengths_of("sft", adds, rows)
     assert lengths is not None
     assert lengths.begun_twice() == (
-        "1 of 2 rows begin with the beginning-of-text token, which the tokenizer adds as well: they have it twice; "
+        "1 of 2 rows begin with the beginning-of-text token, which the tokenizer adds again; "
         "remove it from the rows"
     )

@@ -221,7 +221,7 @@ def test_a_run_starts_from_an_adapter(model, tmp_path):
     with pytest.raises(UsageError) as caught:
         train("dpo", first, pairs, tmp_path / "no", "--lora_r", 8, "--use_dora", "True")
     assert "--lora_r 8" in str(caught.value)
-    assert "the adapter's own: 4" in str(caught.value)
+    assert "the adapter's value: 4" in str(caught.value)
     assert "--use_dora True" in str(caught.value)
     with pytest.raises(UsageError, match=r"an adapter for CAUSAL_LM(.|\n)*isotype merge"):
         train("reward", first, pairs, tmp_path / "no")

@@ -19,7 +19,7 @@ from isotype.cli.main import main
 from isotype.core import VERSION
 from isotype.core.errors import UsageError
 from isotype.train import libraries
-from isotype.train.libraries import LAST_TRIED, newer_than_tried, require_fitting_libraries
+from isotype.train.libraries import LAST_TESTED, newer_than_tested, require_fitting_libraries
 
 
 def later_head(model: Any, temp: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Any = ()) -> Any:
@@ -33,7 +33,7 @@ def later_head(model: Any, temp: float = 1.0, cast_lm_head_to_fp32: bool = False
 
 def test_the_installed_libraries_fit() -> None:
     require_fitting_libraries()
-    assert newer_than_tried() == []
+    assert newer_than_tested() == []
 
 
 def test_a_trl_that_renames_what_is_read_is_refused_by_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_name_that_trl_has_no_more_is_refused_before_arguments_are_read(
     monkeypatch.setattr(type(trl), "__dir__", lambda self: names)
     assert main(["sft", "--model_name_or_path", "nowhere", "--dataset_name", "nowhere"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: a library's internals differ from what isotype knows\n")
+    assert error.startswith("error: a library lacks functions that isotype needs\n")
     assert f"  - trl {metadata.version('trl')} under isotype {VERSION}: it has no {name}\n" in error
 
 
@@ -84,7 +84,7 @@ def test_a_newer_version_is_one_line(
     require_fitting_libraries()
     (record,) = caplog.records
     assert re.fullmatch(
-        r"trl 1\.17\.2 is newer than 1\.16, the last that isotype \S+ was tried with", record.getMessage()
+        r"trl 1\.17\.2 is newer than 1\.16, the last that isotype \S+ was tested with", record.getMessage()
     )
 
 
@@ -98,7 +98,7 @@ def test_upper_bounds_are_what_was_tried() -> None:
     listed = map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["train"]))
     bounds = {each.name: each.specifier for each in listed}
     tried = {entry.library: entry.last_tried for entry in entries()}
-    for library, last_tried in LAST_TRIED.items():
+    for library, last_tried in LAST_TESTED.items():
         assert {entry.last_tried for entry in entries() if entry.library == library} == {last_tried}
     for library in tried.keys() & bounds.keys():
         last = Version(tried[library])

@@ -28,7 +28,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`Class.attribute, by module` of every attribute that our code sets on what `settings` has made."""
     made: list[Any] = []
     found: list[str] = []
-    make = made_in._made
+    make = made_in._built
 
     def kept(*arguments: Any) -> list[Any]:
         parts = make(*arguments)
@@ -46,7 +46,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for kind in (*METHODS["sft"].dataclass_types(), IsotypeArguments, AcceleratorConfig):
         watched(kind)
-    monkeypatch.setattr(made_in, "_made", kept)
+    monkeypatch.setattr(made_in, "_built", kept)
     return found
 
 

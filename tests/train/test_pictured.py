@@ -221,7 +221,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     assert refused(DataError, fitting, arguments("--max_length", "40"), processor, rows, print) == (
         "The data set 'd' cannot be trained on\n"
         "  - train, row 3: 54 tokens\n"
-        "    expected  rows of at most max_length 40: pictures are not cut\n"
+        "    expected  at most max_length 40 tokens, because pictures are not cut\n"
         "    fix       --max_length 54, or none; --excess_length_strategy drop leaves such rows out"
     )
     lines: list[str] = []
@@ -230,7 +230,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     assert kept["train"].num_rows == 2
     assert uncut(arguments(*options), kept) == {"max_length": None}
     assert lines == [
-        "1 of 3 rows in 'train' are longer than max_length 40 and left out: pictures are not cut"
+        "1 of 3 rows in 'train' are longer than max_length 40 and left out, because pictures are not cut"
     ]
 
 

@@ -83,11 +83,11 @@ def test_the_fewest_steps_are_traced() -> None:
 
 def test_what_cannot_be_foreseen_is_computed_again_and_said() -> None:
     def foresee(_: object) -> int:
-        raise NotForeseenError("it could not be traced (ValueError: no)")
+        raise NotForeseenError("the step could not be traced (ValueError: no)")
 
     choice = choose(foresee, Room(10, ""))
     assert choice.arguments == CHECKPOINTING
-    assert choice.reason.endswith("is unknown: it could not be traced (ValueError: no)")
+    assert choice.reason.endswith("is unknown: the step could not be traced (ValueError: no)")
     assert choose(foresee, Room(None, "the memory of this is not known")) == Choice(
         CHECKPOINTING, "the memory of this is not known"
     )

@@ -25,7 +25,7 @@ from isotype.train.monitor import step as steps
 from isotype.train.monitor.memory import SAMPLING_SECONDS, memory_meter
 from isotype.train.monitor.meter import StepMeter
 from isotype.train.monitor.progress import ProgressView
-from isotype.train.monitor.recorder import Kept, RunRecorder
+from isotype.train.monitor.recorder import PeriodicReport, RunRecorder
 from isotype.train.monitor.step import Step
 from tests.pairwise import few, pairwise
 from tests.train.test_trainer import build
@@ -225,7 +225,7 @@ def test_the_report_is_kept_now_and_then_at_little_cost(monkeypatch: pytest.Monk
         if len(written) == 2:
             raise SaveError("the run report could not be written")
 
-    keep, state = Kept(write), SimpleNamespace(is_world_process_zero=True)
+    keep, state = PeriodicReport(write), SimpleNamespace(is_world_process_zero=True)
     for second in range(300):
         clock[0] = max(clock[0], float(second))
         keep.on_step_end(None, state, None)

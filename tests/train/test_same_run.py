@@ -70,7 +70,7 @@ def test_every_difference_is_named_at_once(run: Path):
     assert {given: (expected, fix) for given, expected, fix in found} == {
         "4 rows in an optimizer step": (
             f"2, {at}",
-            "per_device_train_batch_size x gradient_accumulation_steps x processes has to stay what it was",
+            "keep per_device_train_batch_size x gradient_accumulation_steps x processes the same",
         ),
         "--learning_rate 0.001": (f"2e-05, {at}", "--learning_rate 2e-05"),
         "--lr_scheduler_type cosine": (f"linear, {at}", "--lr_scheduler_type linear"),
@@ -103,7 +103,7 @@ def test_other_rows_and_other_weights_are_another_run(run: Path):
     assert given.startswith("the training rows: 20 rows, ")
     assert expected.startswith("20 rows, ")
     assert given.rsplit(", ")[-1] != expected.split(", ")[1]
-    assert fix == "give the rows as they were, in their order, or start again in another --output_dir"
+    assert fix == "give the same rows in the same order, or start again in another --output_dir"
     (run / "train.jsonl").write_text("".join(lines))
     weights = load_file(run / "model" / "model.safetensors")
     save_file({name: value + 1 for name, value in weights.items()}, run / "model" / "model.safetensors")
@@ -188,10 +188,10 @@ def days(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
     cached: bool, dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    note = "note: the chat template can write today's date, and gets 2026-11-10: "
+    note = "note: the chat template can write today's date; it writes 2026-11-10: "
     outcome, text = train(dated)
     assert days == [{"w10"}]
-    assert note + "the day of the run's start, also where it is resumed" in text
+    assert note + "the day of the run's start, which a resumed run keeps" in text
     assert any("2026-11-10" in each for each in outcome.record.notes)
     on(11, monkeypatch)
     if not cached:
@@ -212,7 +212,7 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     on(11, monkeypatch)
     _, text = train(dated, "--output_dir", dated / "other")
     assert days == [{"w10"}, {"w11"}]
-    assert "and gets 2026-11-11: " in text
+    assert "it writes 2026-11-11: " in text
     # The template of --chat_template_path may be another one than the tokenizer's.
     template = dated / "given.jinja"
     (dated / "model" / "chat_template.jinja").rename(template)
@@ -220,7 +220,7 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     for day in (12, 13):
         on(day, monkeypatch)
         _, text = train(dated, "--chat_template_path", template, "--output_dir", dated / f"given-{day}")
-        assert f"and gets 2026-11-{day}: " in text
+        assert f"it writes 2026-11-{day}: " in text
     assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
 
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_without_a_day_goes_on_with_today_and_says_so(
     on(11, monkeypatch)
     _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
     assert days[1:] == [{"w11"}]
-    assert "2026-11-11: today: checkpoint-2 names no day, and may have been trained with another" in text
+    assert "2026-11-11: today: checkpoint-2 records no day, and may have been trained with another" in text
 
 
 def test_a_date_in_the_rows_is_the_same_on_every_day(
@@ -321,7 +321,7 @@ def test_bytes_that_have_changed_are_found_and_an_older_checkpoint_is_taken(run:
     path.write_bytes(content)
     outcome, text = train(run, "--resume_from_checkpoint", "true")
     assert (
-        f"note: {path.parent} is not complete: adapter_model.safetensors holds other bytes than were saved"
+        f"note: {path.parent} is not complete: adapter_model.safetensors has other bytes than were saved"
         in text
     )
     assert f"resuming from {run / 'out' / 'checkpoint-1'}" in text

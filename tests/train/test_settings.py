@@ -73,7 +73,7 @@ def test_contradictions_are_all_named_with_both_flags():
         "    fix       leave one of the two out\n"
         "  - --fp16_full_eval\n"
         "    expected  evaluation under the same policy as training\n"
-        "    fix       leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway"
+        "    fix       leave it out: it would cast the master weights, too; evaluation runs in the compute dtype anyway"
     )
 
 

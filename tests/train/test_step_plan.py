@@ -135,7 +135,7 @@ def test_what_is_not_traced_as_asked_is_said():
     found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True")
     assert found.attention is None
     assert found.notes == (
-        "flash_attention_2 is traced as scaled_dot_product_attention, whose dtypes are wider",
+        "flash_attention_2 is traced as scaled_dot_product_attention, which accepts more dtypes",
     )
 
 

@@ -390,7 +390,7 @@ def assert_stopped_whole(out: Path, message: str, problem: str) -> None:
     told, way = message.split("  = ")
     assert told == problem
     assert way.startswith(
-        f"nothing else is lost, {last} is complete; resume with:\n    isotype sft --model_name_or_path "
+        f"nothing else is lost; {last} is complete: resume with:\n    isotype sft --model_name_or_path "
     )
     assert way.endswith(f" --resume_from_checkpoint {last}\n")
     assert whole_checkpoints(out) == [out / "checkpoint-1", last]
@@ -407,8 +407,8 @@ def test_a_full_disk_is_one_message_and_everything_saved_before_is_whole(
         message,
         "error: the disk is full: the checkpoint could not be saved\n"
         f"  - {out}: No space left on device\n"
-        "    expected  room for the adapter and twice its size for the optimizer state\n"
-        "    fix       free some room, or give --output_dir on another disk, or --save_total_limit 1\n",
+        "    expected  space for the adapter, and twice as much for the optimizer state\n"
+        "    fix       free some space, or give --output_dir on another disk, or --save_total_limit 1\n",
     )
     assert [p.name for p in out.iterdir() if p.name.startswith(".") or p.name == "checkpoint-3"] == []
     assert json.loads((out / "run_report.json").read_text())["status"] == "failed"
@@ -450,7 +450,7 @@ def test_a_limit_on_file_sizes_is_one_message_too(
         message,
         "error: the checkpoint could not be saved\n"
         f"  - {out}: {reason}\n"
-        "    expected  a directory that takes files of this size\n"
+        "    expected  a directory that accepts files of this size\n"
         "    fix       make it writable and lift limits on file sizes, or give another --output_dir\n",
     )
     file_size_limit(-1)

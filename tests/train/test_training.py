@@ -88,7 +88,7 @@ def test_adapter_and_model_do_not_mix_in_a_reused_directory(model, data, tmp_pat
     _, text = train(model, data, out)
     assert "fused: " in text
     assert "together: " not in text  # that takes -v
-    assert f"note: {out} holds a finished run (model.safetensors, run_report.json)" in text
+    assert f"note: {out} has a finished run (model.safetensors, run_report.json)" in text
     assert "adapter_model.safetensors" in names(out)
     assert not names(out) & {"model.safetensors", "config.json"}
     train(model, data, out, "--use_peft", "False")
@@ -427,8 +427,8 @@ def test_a_rank_above_some_layers_is_a_note(model: Path) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(model)
     check_module_names(network, peft.LoraConfig(r=40, target_modules=["q_proj", "k_proj", "v_proj"]))
     assert network.adapter_notes == (
-        "rank 40 is above the width of 4 of 6 adapted layers (the narrowest has 32): there it takes memory and adds "
-        "nothing; rank_pattern gives a layer a rank of its own",
+        "rank 40 is above the width of 4 of 6 adapted layers (the narrowest has 32), where a larger rank "
+        "only takes memory; rank_pattern sets the rank of single layers",
     )
     check_module_names(network, peft.LoraConfig(r=32, target_modules=["q_proj", "k_proj"]))
     assert len(network.adapter_notes) == 1

@@ -98,7 +98,7 @@ def test_all_problems_are_named_at_once():
         (["--num_train_epochs", "0"], "--num_train_epochs 0"),
         (
             ["--use_liger_kernel", "True"],
-            "--use_liger_kernel: Liger binds forwards of its own to norms and MLPs, which hide those that follow the precision policy",
+            "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, also those that follow the precision policy",
         ),
         (["--dataset_streaming", "True"], "--dataset_streaming without --max_steps"),
         (["--use_cpu", "True", "--device", "cuda"], "--use_cpu True and --device cuda"),
@@ -154,8 +154,8 @@ def test_auto_must_not_come_out_at_a_refused_dtype():
     check_policy(settings("--fp16", "False"), POLICY)
     assert refused(PrecisionError, check_policy, settings("--bf16", "False"), POLICY) == (
         "the arguments disagree about precision\n"
-        "  - --dtype auto, which is bfloat16 here, and --bf16 False\n"
-        "    expected  a compute dtype that is not ruled out\n"
+        "  - --dtype auto, which is bfloat16 in this run, and --bf16 False\n"
+        "    expected  a compute dtype that is not excluded\n"
         "    fix       --dtype float32, or --dtype float16"
     )
 

@@ -16,7 +16,7 @@ from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
 from isotype.preflight.check import function_arguments
 from isotype.report.text import say, show_commands
-from isotype.train.command.command import Command, here
+from isotype.train.command.command import Command, without_absent_device
 from isotype.train.preflight.plan import Options, Repaired, StepPlan, repaired_command, with_commands
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
@@ -66,7 +66,9 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
     # isotype's trainings have no arguments for FSDP1, and without a data set there is nothing to train on.
     if options.fsdp == 1 or "dataset_name" not in command:
         return {}
-    trained = here(command, report.trace.setup.profile.present).with_processes(options.devices or 1)
+    trained = without_absent_device(command, report.trace.setup.profile.present).with_processes(
+        options.devices or 1
+    )
     return {"train it": trained.tokens()}
 
 

@@ -143,10 +143,10 @@ def parse_request(
         method or asked or "sft",
         tokens,
         keywords,
-        own=_add_own,
+        add_arguments=_add_own,
         model=model,
         positional=method is None,
-        judge=_problems,
+        problems_of=_problems,
         prog="isotype plan",
     )
     memory = None if own.max_memory is None else parse_size(own.max_memory)

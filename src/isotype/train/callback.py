@@ -1,4 +1,4 @@
-"""PrecisionCallback keeps the policy through training in any transformers or TRL script."""
+"""`PrecisionCallback`: holds a precision policy through a training in any transformers or TRL script."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     At the beginning of training, the model is brought under the policy, whatever the trainer did to it (TRL casts
     every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy
-    needs one; one with default settings begins with the policy's loss scale. On resuming, values that were rounded by
-    bfloat16 parameters are refused. Before the first forward, the step is checked on fake tensors (`isotype.check`)
-    with its own batch. After it, the optimizer state is checked. A step that the GradScaler skips does not advance
-    the learning rate schedule. Each checkpoint gets the policy as a file.
+    needs one; a GradScaler with torch's default scale gets the policy's loss scale. A resumed run is refused if its
+    values were rounded by bfloat16 parameters. Before the first forward, the step is checked on fake tensors
+    (`isotype.check`) with its batch. After the first step, the optimizer state is checked. A step that the GradScaler
+    skips does not advance the learning rate schedule. Each checkpoint gets the policy as a file.
 
-    Before every update, loss and gradient norm are checked. If one is not finite (and no GradScaler skips the step),
-    the same batch is run again under a recorder, and training stops with the first operator whose result is not
-    finite: its module, operands, source line and cause.
+    Before every update, loss and gradient norm are checked. If one of them is not finite (and no GradScaler skips the
+    step), the same batch is run again under a recorder, and training stops with an error that names the first operator
+    whose result is not finite: its module, operands, source line and cause.
 
     During training, products of 16-bit matrices on a GPU accumulate in float32 (`isotype.lora.kernels`).
 
     Args:
-        policy: default: the model's policy, else one derived at every run from the model's dtypes and the trainer's
-            arguments (`fp16`, `bf16`); frozen weights then keep their dtypes.
+        policy: default: the model's policy, else a policy derived at every run from the model's dtypes and the
+            trainer's arguments (`fp16`, `bf16`), which leaves frozen weights in their dtypes.
         check: reaction to a disagreement between trainer and policy (GradScaler, optimizer state not in the master
             dtype, rounded values) and to errors of the preflight: `"error"` raises PrecisionError, `"warning"` logs,
-            None disables both. Assumptions about a device that was not measured are only logged.
+            None disables both. An error that rests on an assumption about the device is only logged.
         watch: stop training at a loss or a gradient that is not finite.
-        ranges: measured value ranges for the preflight; None: unknown. By default, those of a float16 step are
-            measured on its first batch, which takes additional memory.
+        ranges: measured value ranges for the preflight; None if they are unknown. By default, the ranges of a float16
+            step are measured on its first batch, which takes additional memory.
     """
 
     def __init__(
@@ -93,29 +93,29 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._scale: float | None = None
         self.watch = watch
         self.ranges = ranges
-        self._meter: StepMeter | None = None  # of a PolicyTrainer its own
+        self._meter: StepMeter | None = None  # a PolicyTrainer has its own
         self._reductions = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        held = policy_of(model)
-        bound = None if held is None or held.keep_frozen else held  # another run's that was only derived
+        saved = policy_of(model)
+        bound = None if saved is None or saved.keep_frozen else saved  # not one that another run derived
         policy = self._policy = self.policy or bound or policy_of_current_dtypes(model, args)
         _restore(model, policy)
         if hasattr(model, "save_pretrained"):
             save_policy_too(model)
         if state.global_step > 0 and not has_shards(model):
-            self._judge(rounded_error(model, policy.master))
+            self._raise_or_log(rounded_error(model, policy.master))
         raise_optimizer_state(optimizer, policy.master)
-        self._judge(scaler_error(optimizer, policy))
+        self._raise_or_log(scaler_error(optimizer, policy))
         scaler = getattr(optimizer, "scaler", None)
         if state.global_step == 0 and policy.loss_scaling and scaler is not None and scaler.is_enabled():
             begin_loss_scale(scaler, policy)
         self._checked = False
         trainer = calling_trainer()
         if self.check is not None:
-            report = partial(self._report, speaks=state.is_world_process_zero, whole=not has_shards(model))
+            report = partial(self._report, logs=state.is_world_process_zero, whole=not has_shards(model))
             outermost = getattr(trainer, "model_wrapped", None)
             before_first_step(model, args, optimizer, report, outermost, self.ranges)
         self._leave()
@@ -127,19 +127,19 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.attach()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the trainer."""
+        """Restore the trainer's methods and torch's setting for 16-bit products."""
         self._leave()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the last step."""
+        """Begin the measurement of a step."""
         if self._meter is not None and not self._meter.together:
             self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the loss scale, to see if the step lowers it; stop a training whose values are not finite.
+        """Store the loss scale for `on_optimizer_step`; check that loss and gradient norm are finite.
 
         Raises:
-            TrainingError: loss or gradient are not finite, see `isotype.trace.nonfinite.again`.
+            TrainingError: the loss or the gradient norm is not finite, see `isotype.trace.nonfinite.again`.
         """
         meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
         if meter is None or (scale is None and meter.together):
@@ -147,7 +147,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             return
         step = meter.read()
         self._scale = step.scale
-        what = None if meter.together else meter.ends(step)  # a PolicyTrainer's recorder judges
+        what = None if meter.together else meter.ends(step)  # the recorder of a PolicyTrainer checks the step
         if what is not None:
             step.learning_rate, replay = float(kwargs["lr_scheduler"].get_last_lr()[0]), meter.replay(step)
             last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
@@ -160,48 +160,48 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._meter = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Mark a skipped step for accelerate, so that the learning rate schedule waits.
+        """Mark a skipped step for accelerate, so that the learning rate schedule does not advance.
 
-        accelerate 1.15 counts a step as skipped if GradScaler did not call the optimizer; but a fused optimizer is
-        always called and skips by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
+        accelerate 1.15 counts a step as skipped if GradScaler did not call the optimizer. GradScaler always calls a fused
+        optimizer, which skips the update by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
         """
         if self._scale is None:
             return
-        known = self._meter.now.grad_norm if self._meter is not None and self._meter.together else None
+        norm = self._meter.now.grad_norm if self._meter is not None and self._meter.together else None
         after = loss_scale(getattr(kwargs["optimizer"], "scaler", None))
-        if not math.isfinite(known) if known is not None else after is not None and after < self._scale:
+        if not math.isfinite(norm) if norm is not None else after is not None and after < self._scale:
             mark_as_skipped(kwargs["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check after the first step that masters and optimizer state are in the master dtype."""
+        """Check after the first step that trainable parameters and optimizer state are in the master dtype."""
         if self._checked or self._policy is None:
             return
         self._checked = True
-        self._judge(optimizer_error(kwargs["optimizer"], self._policy.master))
+        self._raise_or_log(optimizer_error(kwargs["optimizer"], self._policy.master))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the policy beside the adapter."""
+        """Write the policy into the checkpoint, if the model has not written it."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         missing = directory.is_dir() and not (directory / POLICY_FILE).exists()
         if self._policy is not None and state.is_world_process_zero and missing:
             self._policy.save(directory)
 
-    def _report(self, report: Report, speaks: bool, whole: bool) -> None:
-        """Judge the measured errors of the preflight, log its other findings."""
-        # Stored values are the checkpoint's matter; the run checks its loss.
+    def _report(self, report: Report, logs: bool, whole: bool) -> None:
+        """React to the preflight's errors as `check` says, and log its other findings."""
+        # An error in stored values is only logged: the run checks its loss in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
-        # The policy's own warnings have reported the machine.
-        known = ("device", "memory", "versions")
-        costs = [finding for finding in report.warnings if finding.kind not in known]
-        for finding in (*assumed, *costs) if speaks else ():
+        # The warnings of the policy already cover these kinds.
+        covered = ("device", "memory", "versions")
+        costs = [finding for finding in report.warnings if finding.kind not in covered]
+        for finding in (*assumed, *costs) if logs else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
-        # The twin of a sharded model holds all of it: its memory is not this process's.
-        # Of a step that is about to run, less than the whole device is no reason to end the training.
+        # The step is about to run, so only a peak above the memory of the whole device is an error. The traced copy of a
+        # sharded model is not sharded: its peak is not that of this process.
         full = whole and report.memory.peak > (report.trace.setup.profile.memory_bytes or math.inf)
         if certain := tuple(f for f in report.errors if f not in assumed and (full or f.kind != "memory")):
-            self._judge(replace(report, findings=certain).error())
+            self._raise_or_log(replace(report, findings=certain).error())
 
-    def _judge(self, error: PrecisionError | None) -> None:
+    def _raise_or_log(self, error: PrecisionError | None) -> None:
         if error is None or self.check is None:
             return
         if self.check == "error":
@@ -210,7 +210,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Bring the model under the policy and log the changes; those of frozen weights as warnings."""
+    """Bring the model under the policy and log the changes: as warnings for frozen weights, else as information."""
     frozen = {
         f"{place.name}.{name}" if place.name else name
         for place in places(model)
@@ -228,17 +228,17 @@ def before_first_step(
     model: nn.Module,
     arguments: Any,
     optimizer: Any,
-    tell: Callable[[Report], None],
+    handle_report: Callable[[Report], None],
     outermost: nn.Module | None = None,
     ranges: Ranges | Literal["measure"] | None = "measure",
 ) -> None:
     """Check the step of a running trainer when its first training batch reaches the model.
 
     Args:
-        tell: called with the report before that batch's forward; may raise.
-        outermost: the model as the trainer calls it. If compiled as a whole, only its own hooks run outside of the
+        handle_report: called with the report before the forward of that batch; may raise.
+        outermost: the model as the trainer calls it. If it is compiled as a whole, only its hooks run outside of the
             graph.
-        ranges: measured value ranges; None: unknown; `measure`: a float16 step is measured on this batch.
+        ranges: measured value ranges; None if they are unknown; `measure` to measure a float16 step on this batch.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -248,23 +248,23 @@ def before_first_step(
         try:
             with traced_as(without_its_padding(model, args, kwargs)):
                 request = request_of_first_step(model, (args, kwargs), arguments, optimizer)
-                known = None if ranges == "measure" else ranges
+                measured = None if ranges == "measure" else ranges
                 wiring = passed_on(model, request.inputs.inputs)
-                request = replace(request, ranges=known, wiring=wiring)
+                request = replace(request, ranges=measured, wiring=wiring)
                 report = run(request, verify=False, measure=ranges == "measure")
         except Exception as error:  # noqa: BLE001 - a check never ends a training: its error is logged
             raised = f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
             return
-        gc.collect()  # a trace refers to itself, and holds values
-        tell(report)
+        gc.collect()  # a trace has reference cycles, and holds tensors
+        handle_report(report)
 
     called = outermost if outermost is not None and is_compiled_module(outermost) else model
     handle = called.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding rests on contracts that were not measured on the device."""
+    """Return True if a finding rests on operator contracts that were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
@@ -272,9 +272,9 @@ def is_assumed(finding: Finding, trace: Trace) -> bool:
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     """Return the policy of a model that has none, in a trainer with these arguments.
 
-    Storage is the quantization format, else the dtype of most float weights (trainable ones count as float32
-    masters). Compute is the dtype of `fp16` or `bf16`, else bitsandbytes' compute dtype, else the storage. Frozen
-    weights are never cast.
+    The storage is the quantization format, else the dtype of most float weights (trainable weights count as float32).
+    The compute dtype is that of `fp16` or `bf16`, else the compute dtype of bitsandbytes, else the storage. Frozen
+    weights are not cast.
 
     Raises:
         PrecisionError: invalid policy, or 16-bit and float32 weights without autocast.
@@ -288,7 +288,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     others = [dtype for dtype in elements if dtype != torch.float32]
     if trainable == "full" and compute == torch.float32 and others:
         headline = "weights of different dtypes and no autocast"
-        what = f"frozen weights in {dtype_name(others[0])} among float32 masters"
+        what = f"frozen weights in {dtype_name(others[0])} beside float32 master weights"
         fix = "train with bf16=True or fp16=True, or load the model in float32"
         raise PrecisionError.of(headline, what, "one dtype, or autocast between them", fix)
     policy = resolve_precision(
@@ -303,13 +303,13 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
         storage=policy.storage if policy.quantized else dtype_name(most),
         keep_frozen=True,
         routers=False,
-        reasons={**policy.reasons, "storage": "as the model has it; no frozen weight is recast"},
+        reasons={**policy.reasons, "storage": "as in the model; no frozen weight is cast"},
         warnings=(),
     )
 
 
 def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
-    """Count elements of the base's float weights by dtype; trainable ones count as float32 masters."""
+    """Count the elements of the base model's float weights by dtype; trainable weights count as float32."""
     elements: Counter[torch.dtype] = Counter()
     for place in places(model):
         if not place.adapter:
@@ -337,7 +337,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast float state tensors of `optimizer` to `master`; the step refuses other dtypes."""
+    """Cast the float state of `optimizer` for parameters in the dtype `master` to `master`: `step` requires it."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -345,7 +345,7 @@ def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
 
 
 def _is_moment(name: str, tensor: Any) -> bool:
-    # Quantized optimizers keep uint8 state with its own constants; `step` counts in float32.
+    # A quantized optimizer has uint8 state with constants of its own; the counter `step` is float32.
     return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
 
 
@@ -356,7 +356,7 @@ _SCALED = (
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
-    """Return the error if a GradScaler is missing or not allowed, else None."""
+    """Return the error if the policy needs a GradScaler that is missing, or allows none and there is one; else None."""
     scaler = getattr(optimizer, "scaler", None)
     active = scaler is not None and scaler.is_enabled()
     if active == policy.loss_scaling:
@@ -371,9 +371,9 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 
 
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
-    """Return the error if the resumed values were rounded on loading, else None.
+    """Return the error if the values of a resumed run were rounded while they were loaded, else None.
 
-    `model.load_adapter` first copies into the parameters and then makes them float32, so only their values show it.
+    `model.load_adapter` copies into the parameters before it makes them float32, so only the values show the rounding.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (
@@ -386,8 +386,8 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
         return None
     return PrecisionError.of(
         "the values that this run resumes from were rounded while they were loaded",
-        f"trainable parameters hold no more digits than {dtype_name(rounded)}",
+        f"all trainable parameters have values that {dtype_name(rounded)} represents exactly",
         f"{dtype_name(master)} values, as they were saved",
         "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
-        "trainer.train(resume_from_checkpoint=checkpoint): the parameters are then float32 when they are loaded",
+        "trainer.train(resume_from_checkpoint=checkpoint): the values are then loaded into float32 parameters",
     )

@@ -1,4 +1,4 @@
-"""Chat with a model or an adapter, in the dtypes it was trained in."""
+"""Chat with a model or an adapter, in the dtypes of its training."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 
 Message = dict[str, Any]
-"""`role`, and `content`: a text, or parts if a turn has pictures."""
+"""A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has pictures)."""
 PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""Of a checkpoint's generation settings, those that are code of the hub, or that a stream of words has no use for, are off."""
+"""Generation settings of a checkpoint that are switched off: they need code from the hub, or cannot be streamed."""
 Prompt = str | Sequence[Message]
 """A plain text to continue, or a conversation."""
 LONGEST = 200
-"""Tokens of an answer in a chat without `--max_new_tokens`; fewer if the context leaves fewer."""
+"""Most tokens of an answer in a chat without `--max_new_tokens`."""
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Switch to evaluation mode with the KV cache, and back."""
+    """Put a model into evaluation mode with its KV cache, and restore its former mode at the end."""
     training, cache = model.training, getattr(model.config, "use_cache", None)
     model.eval()
     model.config.use_cache = True
@@ -53,20 +53,20 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, messages: Prompt) -> Any:
-    """Return ids and mask of a text or a conversation; without a chat template, of its last message."""
+    """Tokenize a text or a conversation; without a chat template, only the conversation's last message."""
     if isinstance(messages, str):
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
-        asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        arguments = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         turns: list[Any] = list(messages)
-        if hasattr(tokenizer, "tokenizer"):  # a processor's, whose template takes contents in parts
-            turns, asked = with_pictures(turns, ()), {**asked, "tokenize": True}
+        if hasattr(tokenizer, "tokenizer"):  # the chat template of a processor takes contents in parts
+            turns, arguments = with_pictures(turns, ()), {**arguments, "tokenize": True}
         try:
-            return render_chat(tokenizer, turns, **asked)
+            return render_chat(tokenizer, turns, **arguments)
         except TemplateError as error:
             what = f"{template_source(tokenizer)}: {one_line(error)}"
             fix = "ask another question, or correct the template"
-            expected = "a conversation that the template can write"
+            expected = "a conversation that the template can render"
             raise UsageError.of(
                 "the model's chat template refuses this conversation", what, expected, fix
             ) from error
@@ -74,7 +74,7 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
 
 
 def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]:
-    """Return messages with their contents in parts, and pictures in their places."""
+    """Return messages whose contents are lists of parts, with `pictures` in the image parts."""
     from trl import prepare_multimodal_messages
 
     turns: list[Any] = prepare_multimodal_messages([dict(turn) for turn in messages], images=list(pictures))
@@ -83,9 +83,9 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int, **arguments: Any) -> Any:
-    """Return the ids `[tokens]` that a model writes after a conversation, without autocast, as under a policy.
+    """Return the token ids `[tokens]`, int64, that a model generates after a conversation.
 
-    They end where the model's context is full: learned positions have no row behind it.
+    Generation ends where the context is full: a model with learned positions has no embedding beyond it.
     """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
@@ -100,18 +100,19 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
 
 
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's greedy answer (sampling with `do_sample=True, …`)."""
+    """Return the model's answer: greedy, or sampled with `do_sample=True` and other arguments of `generate`."""
     ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     return str(words.decode(ids, skip_special_tokens=True)).strip()
 
 
 def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord | None) -> list[Sample]:
-    """Return the sample questions with their answers from before the run."""
+    """Return the sample questions with the answers before training; a resumed run takes them from its report."""
     samples = () if earlier is None else earlier.samples
     answers = {(sample.question, sample.pictures): sample.before for sample in samples}
     return [
-        replace(each, before=each.before or answers.get((each.question, each.pictures))) for each, _ in asked
+        replace(sample, before=sample.before or answers.get((sample.question, sample.pictures)))
+        for sample, _ in asked
     ]
 
 
@@ -153,7 +154,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
             options.model, options.dtype, options.quantization, options.device, options.model_revision
         )
     _check_writes(options.model, model, tokenizer)
-    pictures = [opened_picture(each, tokenizer) for each in options.image or ()]
+    pictures = [opened_picture(path, tokenizer) for path in options.image or ()]
     interactive = options.ask is None and sys.stdin.isatty()
     console.print(
         _header(options, tokenizer, policy, interactive), style="dim", highlight=False, markup=False
@@ -185,7 +186,7 @@ def opened_picture(path: str, processor: Any) -> Any:
     """Open a picture in RGB; raise UsageError if it cannot be read or the model takes none."""
     if not hasattr(processor, "image_processor"):
         expected, fix = "a model that takes pictures, with its processor", "leave the picture out"
-        raise UsageError.of("the model takes text alone", f"the picture {path}", expected, fix)
+        raise UsageError.of("the model takes only text", f"the picture {path}", expected, fix)
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -193,8 +194,8 @@ def opened_picture(path: str, processor: Any) -> Any:
             return picture.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
         what = f"{path}: {getattr(error, 'strerror', None) or first_line(error)}"
-        expected = "a picture that can be read"
-        raise UsageError.of("the picture cannot be shown", what, expected, "give another") from error
+        expected = "a file that is a readable picture"
+        raise UsageError.of("the picture cannot be shown", what, expected, "give another one") from error
 
 
 def _shown_picture(path: str, processor: Any, interactive: bool, console: Console) -> list[Any]:
@@ -205,8 +206,8 @@ def _shown_picture(path: str, processor: Any, interactive: bool, console: Consol
             raise
         say(console, str(error), "yellow")
         return []
-    said = f"({path}: {picture.width} x {picture.height}, with the next question)"
-    console.print(said, style="dim", highlight=False, markup=False)
+    line = f"({path}: {picture.width} x {picture.height}, with the next question)"
+    console.print(line, style="dim", highlight=False, markup=False)
     return [picture]
 
 
@@ -220,7 +221,7 @@ def _asked(question: str, pictures: Sequence[Any]) -> Message:
 def stream_answer(
     model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
 ) -> tuple[str, bool]:
-    """Write the model's answer word by word; return it, and False if Ctrl-C cut it short."""
+    """Print the model's answer word by word; return (answer, True), or (its beginning, False) after Ctrl-C."""
     from transformers import TextStreamer
 
     parts: list[str] = []
@@ -228,7 +229,7 @@ def stream_answer(
     class Writer(TextStreamer):  # type: ignore[misc]  # transformers ships no types
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             parts.append(text)
-            # Not by rich: a Ctrl-C in the middle of its print would leave the text in its buffer, to come again.
+            # Not by rich: Ctrl-C during its `print` would leave the text in its buffer, which is printed later.
             console.file.write(shown(text) + "\n" * stream_end)
             console.file.flush()
 
@@ -260,7 +261,7 @@ def _check(options: argparse.Namespace) -> None:
 def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
     if not model.can_generate():
         what, fix = f"{name}: a {type(without_peft(model)).__name__}", "give another model"
-        raise UsageError.of("this model does not write text", what, "a model with a language head", fix)
+        raise UsageError.of("this model does not generate text", what, "a model with a language head", fix)
     if tokenizer is None:
         expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
         fix = "copy them from the model that the weights come from"
@@ -275,9 +276,9 @@ def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy
         "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}",
     ]
     if not getattr(tokenizer, "chat_template", None):
-        parts.append("no chat template: it continues your text")
+        parts.append("no chat template: the model continues your text")
     if interactive:
-        parts.append(f"{_RESET} forgets, {_EXIT[0]} leaves, Ctrl-C stops an answer")
+        parts.append(f"{_RESET} starts again, {_EXIT[0]} leaves, Ctrl-C stops an answer")
     return " · ".join(parts)
 
 
@@ -292,7 +293,7 @@ def _questions(options: argparse.Namespace, interactive: bool, console: Console)
         while True:
             try:
                 yield as_typed(console.input(Text.assemble((">", "bold"), " "))).strip()
-            except (EOFError, OSError):  # Ctrl-D, and a terminal that has gone
+            except (EOFError, OSError):  # Ctrl-D, or a closed terminal
                 console.print()
                 return
             except Terminated:
@@ -305,7 +306,7 @@ def _line_editing() -> None:
     try:
         import readline  # noqa: F401 - its import gives `input` a history and editing keys
     except ImportError:
-        return  # not on Windows, whose console edits lines by itself
+        return  # on Windows, where the console edits lines by itself
 
 
 def _turn(
@@ -319,35 +320,35 @@ def _turn(
 ) -> list[Message]:
     asked = [*messages, question]
     try:
-        kept, longest = _fitting(model, tokenizer, asked, options.max_new_tokens)
+        turns, longest = _fitting(model, tokenizer, asked, options.max_new_tokens)
     except UsageError as error:
         if not interactive:
             raise
         say(console, str(error), "yellow")
         return messages
-    if len(kept) < len(asked):
-        console.print("(the oldest turns no longer fit into the context and are forgotten)", style="dim")
+    if len(turns) < len(asked):
+        console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
     if options.max_new_tokens is None and longest < LONGEST:
-        left = f"(this model's context of {_context(model)} tokens leaves {longest} for the answer)"
-        say(console, left, "dim")
+        line = f"(this model's context of {_context(model)} tokens leaves {longest} for the answer)"
+        say(console, line, "dim")
     sampling: dict[str, Any] = {"do_sample": options.temperature != 0}
     if options.temperature:
         sampling["temperature"] = options.temperature
-    text, whole = stream_answer(model, tokenizer, kept, console, max_new_tokens=longest, **sampling)
+    text, whole = stream_answer(model, tokenizer, turns, console, max_new_tokens=longest, **sampling)
     if not whole and not interactive:
         raise KeyboardInterrupt
-    return [*kept, {"role": "assistant", "content": text}]
+    return [*turns, {"role": "assistant", "content": text}]
 
 
 def _fitting(
     model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int | None
 ) -> tuple[list[Message], int]:
-    """Return the system message and the latest turns that leave room for an answer, and the answer's most tokens.
+    """Return the system message with the latest turns that leave room for an answer, and the answer's largest length.
 
-    Without `max_new_tokens`, earlier turns leave `LONGEST` or half of the context, and a question alone one token.
+    Without `max_new_tokens`, the room is `LONGEST` tokens or half of the context; one token for a single question.
 
     Raises:
-        UsageError: the last question does not fit alone.
+        UsageError: the last question alone does not fit.
     """
     limit = _context(model)
     if limit is None:
@@ -374,6 +375,6 @@ def _too_long(length: int, limit: int, max_new_tokens: int | None) -> UsageError
 
 
 def _context(model: Any) -> int | None:
-    """Return the number of positions in the model's config, or None."""
+    """Return `max_position_embeddings` of the model's config; None if the config has none."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit

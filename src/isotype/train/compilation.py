@@ -1,9 +1,9 @@
-"""`--torch_compile`: compile each block of a model by itself, and nothing of isotype.
+"""`--torch_compile`: compile each block of a model separately, without isotype's code.
 
 accelerate passes the whole model to `torch.compile`, with the head, its loss and isotype's hooks, whose Python state
-breaks graphs or recompiles at every call. Most time is spent in the blocks; all blocks of a kind share one graph
-(https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Hooks stay outside, since `forward` is
-compiled and not the module's call.
+causes graph breaks or a recompilation at every call. Most time is spent in the blocks, and all blocks of a class share
+one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only `forward` is compiled, not the
+module's call, so hooks stay outside of the graph.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Options = tuple[tuple[str, Any], ...]
 
 
 class CompiledBlock(Swapped):
-    """Block whose forward is compiled when differentiated; evaluation and generation run eagerly.
+    """Block whose forward is compiled if gradients are enabled; evaluation and generation run eagerly.
 
-    Generation would compile each block separately, by its number in the key cache.
+    In generation every block would be compiled separately, for its index in the key-value cache.
     """
 
     compiled_original: type[nn.Module]
@@ -58,7 +58,10 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Take accelerate's options for compiling a model (not DeepSpeed's), so that it does not compile; None without."""
+    """Return accelerate's options for `torch.compile`, and prevent it from compiling; None if nothing is to be compiled.
+
+    DeepSpeed compiles by itself, so None is returned with DeepSpeed.
+    """
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin
@@ -70,30 +73,30 @@ def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
-    """Compile the forward of every block of a model when first differentiated, or given another shape; say so."""
+    """Let `torch.compile` compile the blocks at their first forwards with gradients; return a line for the user."""
     blocks = list(outermost_blocks(model))
     for _, block in blocks:
         block.__dict__["compiled_options"] = tuple(sorted(options.items()))
         base: Any = type(block)
         swap(block, _compiled_class(base))
     if not blocks:
-        return "compiled: nothing, for the model has no list of blocks; all of it runs as written"
+        return "compiled: nothing, because the model has no list of blocks; the whole model runs eagerly"
     return (
-        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps, with LoRA "
-        "layers as PEFT has them: what isotype fuses does not go into a graph"
+        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps, with the LoRA "
+        "layers of PEFT: torch.compile cannot trace the layers that isotype fuses"
     )
 
 
 def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
-    """Yield a problem if inductor is requested and its compiler is not installed."""
+    """Yield a problem if inductor is requested and the compiler that inductor calls is not installed."""
     if not training.torch_compile or training.torch_compile_backend != "inductor":
         return
     flag, fix = "--torch_compile True", "install it, or leave --torch_compile out"
     if device.startswith("cpu") or (device == "auto" and not torch.accelerator.is_available()):
-        # As `torch._inductor.config.cpp.cxx` has it.
+        # The default of `torch._inductor.config.cpp.cxx`.
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(shlex.split(name)[0]) is None:
-            expected = f"a C++ compiler, by which inductor compiles for a CPU: {name} is not on the path"
+            expected = f"a C++ compiler, which inductor needs for a CPU: {name} is not on the path"
             yield Problem(flag, expected, f"{fix}; $CXX names another one")
     elif (device == "auto" or device.startswith("cuda")) and importlib.util.find_spec("triton") is None:
-        yield Problem(flag, "the package triton, by which inductor compiles for a GPU", fix)
+        yield Problem(flag, "the package triton, which inductor needs for a GPU", fix)

@@ -1,4 +1,4 @@
-"""The date that chat templates write: the day of a run's first start, kept in its checkpoints."""
+"""The date that chat templates write into texts: the day on which the run was first started, as in its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from isotype.train.run import Run
 
 
 def day_of_run(resume: Path | None) -> date:
-    """Return the day of the run that is resumed; else today, by the clock of rank 0 for all processes."""
+    """Return the day in the resumed checkpoint, or today; all processes get the date of rank 0."""
     return from_first(lambda: template_date(resume) or date.today())
 
 
 def day_in_templates(run: Run) -> AbstractContextManager[None]:
-    """Inside, chat templates write the day of the run."""
+    """Return a context in which chat templates write the day of the run as today's date."""
     return day_held(date.fromisoformat(run.identity[TEMPLATE_DATE]))
 
 
 def mark(run: Run, tokenizer: Any) -> None:
-    """Put the day on a tokenizer: `datasets` keys its cache of tokenized rows by the tokenizer's attributes."""
+    """Store the day on a tokenizer, whose attributes are part of the key under which `datasets` caches tokenized rows."""
     if writes_date(tokenizer) or getattr(run.settings.training, "chat_template_path", None) is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
 
 
 def day_note(run: Run, tokenizer: Any) -> str | None:
-    """Say the day if the chat template can write it into the rows; None if not."""
+    """Return a note with the day if the chat template can write it into the rows; else None."""
     from trl import is_conversational
 
     rows = run.data[run.settings.script.dataset_train_split]
@@ -38,9 +38,9 @@ def day_note(run: Run, tokenizer: Any) -> str | None:
         return None
     day = run.identity[TEMPLATE_DATE]
     if run.resume is None:
-        which = "the day of the run's start, also where it is resumed"
+        which = "the day of the run's start, which a resumed run keeps"
     elif template_date(run.resume) is None:
-        which = f"today: {run.resume.name} names no day, and may have been trained with another"
+        which = f"today: {run.resume.name} records no day, and may have been trained with another"
     else:
         which = f"as in {run.resume.name}, which the run resumes from"
-    return f"the chat template can write today's date, and gets {day}: {which}"
+    return f"the chat template can write today's date; it writes {day}: {which}"

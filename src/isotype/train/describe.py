@@ -1,4 +1,4 @@
-"""Descriptions of a run: in the terminal at its start, in the run report at its end."""
+"""Descriptions of a run, for the terminal at its start and for the run report at its end."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "
 def policy_rows(
     policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return the rows of policy and choice; the optimizer's state by `--optim` if it is not in the master dtype."""
+    """Return (role, dtype, reason) for each row of the policy, of the optimizer state by `--optim`, and of `choice`."""
     name = str(getattr(optimizer, "value", optimizer))
-    rows, kept = {row[0]: row for row in policy.rows()}, state_of(name)
-    if kept is not None:
-        state = "optimizer state"
-        rows[state] = (state, f"{kept[0].format(dtype_name(policy.master))} ({name})", kept[1])
+    rows, state = {row[0]: row for row in policy.rows()}, state_of(name)
+    if state is not None:
+        role = "optimizer state"
+        rows[role] = (role, f"{state[0].format(dtype_name(policy.master))} ({name})", state[1])
     return (*rows.values(), *(() if choice is None else (choice.row(),)))
 
 
@@ -77,7 +77,7 @@ def show_policy(
     extra: IsotypeArguments | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """Print the policy and its warnings; `--quiet`: three lines without reasons; `--verbose`: full reasons."""
+    """Print the policy and its warnings: in three lines with `--quiet`, with unabridged reasons with `--verbose`."""
     rows = policy_rows(policy, optimizer, choice)
     if extra is not None and extra.quiet:
         third = -(-len(rows) // 3)
@@ -109,12 +109,12 @@ def show_policy(
 
 
 def show_model(console: Console, model: Any) -> None:
-    """Print the number of parameters and of trainable ones, and the storage of the weights."""
+    """Print the number of parameters, the number of trainable ones, and the bytes of the weights by dtype."""
     total, trainable = parameter_counts(model)
-    lies = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
+    stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
     console.print(
         f"model: {total / 1e6:.1f} M parameters, {trainable / 1e6:.2f} M trainable ({format_share(trainable / total)}); "
-        f"weights: {lies}",
+        f"weights: {stored}",
         highlight=False,
     )
     if rows := part_rows(model):
@@ -122,26 +122,26 @@ def show_model(console: Console, model: Any) -> None:
         for name in ("part", "parameters", "trainable", "stored as"):
             number = name in ("parameters", "trainable")
             table.add_column(name, justify="right" if number else "left", no_wrap=True)
-        for part, total, trainable, stored in rows:
-            table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", stored)
+        for part, total, trainable, dtypes in rows:
+            table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", dtypes)
         console.print(fitting(table, console), highlight=False)
     for line in model_notes(model):
         console.print(Text.assemble(("note: ", "yellow"), line))
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """Return (part, parameters, trainable ones, storage dtypes) per part of a model with pictures or sound."""
+    """Return (part, parameters, trainable parameters, storage dtypes) for each part of a model with pictures or sound."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
         return []
     totals, learn, forms = Counter[str](), Counter[str](), dict[str, set[str]]()
-    for each in stored_parameters(base, ("lora_",)):
-        part = parts.of(plain_name(each.name))
-        totals[part] += each.elements
-        forms.setdefault(part, set()).add(_form(each.dtype))
-    for name, parameter in base.named_parameters():
-        learn[parts.of(plain_name(name))] += parameter.numel() * parameter.requires_grad
+    for parameter in stored_parameters(base, ("lora_",)):
+        part = parts.of(plain_name(parameter.name))
+        totals[part] += parameter.elements
+        forms.setdefault(part, set()).add(_form(parameter.dtype))
+    for name, weight in base.named_parameters():
+        learn[parts.of(plain_name(name))] += weight.numel() * weight.requires_grad
     return [
         (part, totals[part], learn[part], ", ".join(sorted(forms[part]))) for part in PARTS if totals[part]
     ]
@@ -152,7 +152,7 @@ def _form(dtype: Any) -> str:
 
 
 def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
-    """Print what is fused (all of it with `--verbose`) and what is not."""
+    """Print a summary of the fused layers and the layers that are not fused; with `--verbose` all of the report."""
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
@@ -163,13 +163,13 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """Return all and trainable parameters; packed 4-bit weights count as their unpacked values."""
-    total = sum(each.elements for each in stored_parameters(model))
+    """Return the numbers of all and of trainable parameters; a packed 4-bit weight counts its unpacked values."""
+    total = sum(stored.elements for stored in stored_parameters(model))
     return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
-    """Return bytes of the weights by storage dtype, most first; quantization constants count with their weights."""
+    """Return (storage dtype, bytes) of the weights with their quantization constants, most bytes first."""
     sizes: Counter[str] = Counter()
     for parameter in stored_parameters(model):
         sizes[_form(parameter.dtype)] += parameter.bytes
@@ -177,12 +177,12 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return the peculiarities of this model: unquantized experts, omitted adapters."""
+    """Return notes for the user on the model: experts that are not quantized, and `adapter_notes`."""
     return (*unquantized_experts(model), *getattr(model, "adapter_notes", ()))
 
 
 def unquantized_experts(model: Any) -> list[str]:
-    """Return a line about stacked weights that a quantized model keeps in a float dtype, and why."""
+    """Return a line on the stacked expert weights that a quantized model keeps in a float dtype, or an empty list."""
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     named = {
         name: p
@@ -203,14 +203,14 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) of `--ask` as one turn of a chat, or of the first prompts of the test split."""
+    """Return (sample, prompt) for `--ask`, or for the first prompts of the test split: one, or four with pictures."""
     if settings.extra.ask:
         asked = as_typed(settings.extra.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
     split = settings.script.dataset_test_split
     rows = list(islice(data[split], _PICTURED)) if split in data else []
-    taken = rows[: _PICTURED if rows and pictures_in(rows[0]) else 1]
-    return [question for row in taken if (question := _question(row)) is not None]
+    rows = rows[: _PICTURED if rows and pictures_in(rows[0]) else 1]
+    return [question for row in rows if (question := _question(row)) is not None]
 
 
 def _question(row: Mapping[str, Any]) -> tuple[Sample, Prompt] | None:
@@ -247,7 +247,7 @@ def record(
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
-    """Return the run as data, as `recorder` has measured it since `started`."""
+    """Return the record of the run, with the steps that `recorder` has measured since `started`."""
     settings, policy, trainer = run.settings, run.policy, built.trainer
     total, trainable = parameter_counts(trainer.model)
     allocator = allocator_setting() if run.profile.kind == "cuda" else None
@@ -304,15 +304,15 @@ def _words(value: Any) -> str:
 
 
 def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
-    """Return the fused functions, their kernels, and what is not fused and why."""
+    """Return rows for the report: the fused functions, their kernels, and the layers that are not fused, with reasons."""
     if fusion is None or not (fusion.fused or fusion.left):
         return []
     rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
-    taken = [line.partition(": ")[2] for line in str(fusion).splitlines() if line.startswith("kernels: ")]
-    return rows + [("kernels", line) for line in (*taken, *fusion.fallbacks)]
+    used = [line.partition(": ")[2] for line in str(fusion).splitlines() if line.startswith("kernels: ")]
+    return rows + [("kernels", line) for line in (*used, *fusion.fallbacks)]
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the language-model head chosen by measurement, if two were compared."""
+    """Return the row of the report on the language-model head, if one was chosen by measuring two; else no row."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

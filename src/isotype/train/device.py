@@ -18,41 +18,41 @@ from isotype.train.command.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:
-    """Return the profile of the requested device; raise UsageError if it is not here, or not the first of its kind."""
+    """Return the profile of `--device`; raise UsageError if it is not in this machine, or not the first of its kind."""
     device = settings.extra.device
     profile = device_profile(device)
     if not profile.present:
         raise UsageError.of(
             f"{profile.title} is not in this machine",
             f"--device {device}",
-            "a device that is here",
+            "a device of this machine",
             f"leave --device out to train on {device_profile('auto').title}; isotype check {settings.method.name} … "
-            f"--device {device} says how it would run there",
+            f"--device {device} shows how the run would go there",
         )
     if index := torch.device(profile.name).index:
-        headline = "the trainer takes the first GPU it sees"
+        headline = "the trainer uses the first visible GPU"
         fix = f"CUDA_VISIBLE_DEVICES={index} isotype {settings.method.name} …"
         raise UsageError.of(headline, f"--device {device}", "a device without an index", fix)
     return profile
 
 
 def say_one_gpu(settings: Settings, console: Console) -> None:
-    """Print how to use all GPUs if a run without launcher uses the first of several."""
-    if left := gpus_left(settings.training):
-        command = f"torchrun --standalone --nproc_per_node {left + 1} -m isotype {settings.method.name} …"
-        note = f"note: training on the first of {left + 1} GPUs; {command} trains on all of them"
+    """Print how to train on all GPUs if a run without a launcher uses only the first of several."""
+    if unused := gpus_left(settings.training):
+        command = f"torchrun --standalone --nproc_per_node {unused + 1} -m isotype {settings.method.name} …"
+        note = f"note: training on the first of {unused + 1} GPUs; {command} trains on all of them"
         say(console, note)
 
 
 def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:
-    """Return arguments for asynchronous copies from pinned memory to an NVIDIA or AMD GPU."""
+    """Return the trainer's arguments for asynchronous copies from pinned memory, if the device is an NVIDIA or AMD GPU."""
     if not torch.cuda.is_available():
-        return {"dataloader_pin_memory": False}  # torch warns where there is nothing to pin for
+        return {"dataloader_pin_memory": False}  # torch warns about pinned memory without a GPU
     pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
     chosen = pinned and "accelerator_config" not in settings.command
     return {"accelerator_config": {"non_blocking": True}} if chosen else {}
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Exclude attention kernels whose gradients may be NaN (IST812); the others compute the same."""
+    """Return a context without cuDNN's attention if its gradients may be NaN on this device (IST812)."""
     return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()

@@ -1,4 +1,4 @@
-"""The initial adapter of a run: that of `--model_name_or_path`, or PEFT's initialisation `--init_lora_weights`."""
+"""The initial adapter of a run: read from `--model_name_or_path`, or initialised by `--init_lora_weights`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MADE_BY = {
     "use_rslora": "use_rslora",
     "init_lora_weights": "init_lora_weights",
 }
-"""Arguments of a new adapter, and the field of PEFT's config that each one sets."""
+"""For each argument of a new adapter, the field of `peft.LoraConfig` that it sets."""
 
 
 def start_of(settings: Settings) -> Settings:
-    """Return the settings with the adapter that `--model_name_or_path` names and its base; unchanged for a model.
+    """Return the settings with the adapter that `--model_name_or_path` names and its base model; unchanged for a model.
 
-    Precision without a flag is the adapter's: the base's storage and the compute dtype.
+    Storage and compute dtype are those of the adapter's training unless arguments request others.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.
-        UsageError: arguments of another adapter, or an adapter for another task.
+        UsageError: arguments that contradict the adapter, or an adapter for another task.
     """
     name = str(settings.model.model_name_or_path)
     if not is_adapter(name):
@@ -47,8 +47,8 @@ def start_of(settings: Settings) -> Settings:
         expected, fix = "the model that it was trained on", "correct base_model_name_or_path in that file"
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     problems = [*_other_task(settings, adapter), *_other_adapter(settings, adapter)]
-    began = getattr(adapter.config, "init_lora_weights", None)
-    if problems := [*problems, *part_of_base_problems(settings, began, adapter.directory)]:
+    method = getattr(adapter.config, "init_lora_weights", None)
+    if problems := [*problems, *part_of_base_problems(settings, method, adapter.directory)]:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
     base = {"model_name_or_path": adapter.base}
     if adapter.revision and "model_revision" not in settings.command:
@@ -83,7 +83,7 @@ def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
 
 
 def _other_adapter(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
-    """Yield the problems of given arguments that contradict the adapter's config."""
+    """Yield a problem for each given argument that contradicts the adapter's config."""
     if settings.precision.trainable == "full":
         fix = "leave it out, or merge the adapter first"
         yield Problem("--use_peft False", "an adapter to be trained further", fix)
@@ -91,11 +91,11 @@ def _other_adapter(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
         has = _plain(getattr(adapter.config, key, None))
         if name in settings.command and _plain(asked) != has:
-            yield Problem(f"--{name} {asked}", f"the adapter's own: {has}", f"leave --{name} out")
+            yield Problem(f"--{name} {asked}", f"the adapter's value: {has}", f"leave --{name} out")
 
 
 def _plain(value: Any) -> Any:
-    """Normalize names, so that order and container do not matter."""
+    """Return a collection of names as a sorted list, for comparisons; any other value unchanged."""
     return sorted(value) if isinstance(value, (list, tuple, set)) else value
 
 
@@ -103,40 +103,40 @@ def _plain(value: Any) -> Any:
 
 
 DRAWN = ("gaussian", "orthogonal")
-"""Initialisations with random A and B whose product is zero; the base is unchanged."""
+"""Initialisations with random A and B whose product is zero, so the base model is unchanged."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""Initialisations that need a base in a float dtype: PEFT 0.21 draws `orthogonal` in a weight's storage dtype."""
+"""Initialisations that need base weights in a float dtype (PEFT 0.21 draws `orthogonal` in their storage dtype)."""
 
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of the base is computed again whenever the adapter is attached: equal up to rounding, like the product of A
-and B, whatever signs the decomposition chooses.
+Whenever the adapter is attached, the rest of the base weight is computed again. It is equal up to rounding, as is the
+product of A and B, even if the decomposition chooses other signs.
 """
 
 LOFTQ = "loftq"
 """Initialisation from the quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
 
-_DATA = "it needs passes over data before the adapter is there: save one by PEFT's script and give it as --model_name_or_path"
+_DATA = "it needs data before the adapter exists: save an adapter by PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
     "corda": _DATA,
     "lora_ga": _DATA,
-    "mica": "its B is not trained, which no policy here knows",
+    "mica": "its B is not trained, which isotype's policies do not support",
 }
-"""Other initialisations of PEFT -> why they are refused."""
+"""For each other initialisation of PEFT, the reason for its refusal."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of `--init_lora_weights` that the arguments show."""
+    """Yield the problems of `--init_lora_weights` that can be found before the model is read."""
     name, extra = settings.extra.init_lora_weights, settings.extra
     if name is None:
         return
     flag, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
     expected = f"one of {', '.join(choices)}"
     if name.startswith("pissa_niter_"):
-        fix = "--init_lora_weights pissa: its iterations start from random values, so every load would leave another base"
+        fix = "--init_lora_weights pissa: pissa_niter starts from random values, so every load would change the base differently"
         yield Problem(flag, expected, fix)
     elif name in _REFUSED:
         yield Problem(flag, expected, _REFUSED[name])
@@ -148,43 +148,45 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
     if name == LOFTQ and settings.model.use_dora:
-        expected = "LoRA: DoRA's magnitudes are those of the quantized weights"
+        expected = "LoRA: DoRA takes its magnitudes from the quantized weights"
         yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
     if name == LOFTQ and brings_tokens(settings.training):
         fix = "leave --init_lora_weights out"
-        yield Problem(f"{flag} --chat_template_path", "an adapter that is there before the trainer", fix)
+        yield Problem(f"{flag} --chat_template_path", "an adapter that is added before TRL adds tokens", fix)
     if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
-        fix = f"leave --init_lora_weights out, or --fsdp with it (--device {extra.device})"
-        yield Problem(f"{flag} --fsdp", "weights in one piece, which it decomposes", fix)
+        fix = f"leave --init_lora_weights out, or leave --fsdp out (--device {extra.device})"
+        yield Problem(f"{flag} --fsdp", "whole weights, which it decomposes", fix)
     yield from part_of_base_problems(settings, name)
 
 
 def brings_tokens(training: Any) -> bool:
-    """Return True if the chat template and tokens of another model are adopted; sft and reward have the argument."""
+    """Return True if `--chat_template_path` names another model, whose chat template and new tokens TRL then adds."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Return a problem if the method would put a second adapter on the base, and so subtract its part twice.
+    """Return a problem if the method needs a reference adapter: adding it would change the base weights a second time.
 
-    TRL's reference of a preference run, or of one with a KL term, is a copy of the adapter, made from its config.
+    TRL makes the reference of a preference loss or a KL term by adding an adapter from the same config.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
         return []
-    expected = "an adapter that leaves the base as it is, for the reference model is a copy of it"
+    expected = (
+        "an initialisation that leaves the base unchanged, because TRL adds a second adapter as the reference"
+    )
     if adapter is not None:
         merged = f"isotype merge {adapter} -o {adapter}-merged"
-        fix = f"merge it first ({merged}), and start from that"
-        return [Problem(f"an adapter that {name} began", expected, fix)]
+        fix = f"merge it first ({merged}), and start from the merged model"
+        return [Problem(f"an adapter that was initialised by {name}", expected, fix)]
     what = f"--init_lora_weights {name} with {settings.method.name}"
     return [Problem(what, expected, "leave it out, or gaussian or orthogonal")]
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the model without its adapter is the reference: if the adapter is new and the base unchanged."""
+    """Return True if the model without its adapter is the reference model: for a new adapter on an unchanged base."""
     new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
@@ -193,17 +195,17 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
     """Raise PrecisionError if the adapter needs a part of the base's weights and the policy quantizes them."""
     name = settings.extra.init_lora_weights
     if name in OF_FLOATS and policy.quantized:
-        raise PrecisionError("the adapter cannot be initialised so", [_quantized(name, policy.storage)])
+        raise PrecisionError("the adapter cannot be initialised", [_quantized(name, policy.storage)])
     if name == LOFTQ and policy.storage not in FOUR_BITS:
         what = f"--init_lora_weights {name} and a base in {policy.storage}"
-        expected = "a base in 4 bits: it begins from their errors"
+        expected = "a base in 4 bits, whose quantization errors it compensates"
         fix = "--quantization nf4, or leave --init_lora_weights out"
-        raise PrecisionError.of("the adapter cannot be initialised so", what, expected, fix)
+        raise PrecisionError.of("the adapter cannot be initialised", what, expected, fix)
 
 
 def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
     part = name in PART_OF_BASE
-    why = "the rest of each weight would be rounded again" if part else "PEFT draws in its dtype"
+    why = "the rest of each weight would be rounded again" if part else "PEFT draws A and B in its dtype"
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

@@ -1,4 +1,4 @@
-"""Several processes, as requested by a launcher (torchrun, accelerate) or `--fsdp`."""
+"""A run in several processes: the launcher (torchrun, accelerate launch), sharding by `--fsdp`, and lost processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.core.errors import Problem, TrainingError, UsageError
 
 T = TypeVar("T")
 
-# gloo's words, and NCCL's, where the process at the other end of a connection is gone.
+# Error messages of gloo and NCCL if the process at the other end of a connection has ended.
 _GONE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|remote process exited|remote process has terminated|timed out",
     re.I,
@@ -32,8 +32,8 @@ class Sharding:
 
     Attributes:
         reshard: free a block's gathered weights after its forward and gather them again for its backward.
-        offload: parts in CPU memory were requested.
-        source: name of the argument with the version.
+        offload: True if weights in CPU memory were requested, which is not supported.
+        source: name of the argument that sets `version`.
     """
 
     reshard: bool = True
@@ -44,27 +44,25 @@ class Sharding:
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
-    """Return the sharding of `--fsdp` or `accelerate launch`, removed from the environment; None without either.
+    """Return the sharding of `--fsdp` or `accelerate launch`, and remove its variable from the environment; or None.
 
-    The model is sharded while it is loaded (`isotype.checkpoint.shard`). accelerate would first load it whole into
-    every process, and shards nothing on a CPU. Unsupported requests raise UsageError.
+    The model is sharded while it is loaded (`isotype.checkpoint.shard`). accelerate would first load the whole
+    model in every process, and does not shard on a CPU. Unsupported requests raise UsageError.
     """
-    asked = requested_sharding(training)
+    sharding = requested_sharding(training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    if asked is None:
-        return None
-    if problems := list(_problems(asked, training, arguments)):
+    if sharding is not None and (problems := list(_problems(sharding, training, arguments))):
         raise UsageError("the model cannot be sharded with these arguments", problems)
-    return asked
+    return sharding
 
 
 def processes() -> int:
-    """Return the number of processes that a launcher has started together; 1 without one."""
+    """Return the number of processes that a launcher has started for this run; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """Return in all processes what rank 0 computes; its exception is raised in all."""
+    """Call `compute` in rank 0 and return its result in every process; an exception is raised in every process."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return compute()
     box: list[Any] = [None]
@@ -82,7 +80,7 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def requested_sharding(training: Any) -> Sharding | None:
-    """Return the sharding of `--fsdp` or `accelerate launch`, unchecked; None without either."""
+    """Return the sharding that `--fsdp` or `accelerate launch` requests, without checking it; None without either."""
     if training.fsdp:
         return _of_arguments(training)
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
@@ -100,7 +98,7 @@ def _of_arguments(training: Any) -> Sharding:
 
 
 def _of_launcher() -> Sharding:
-    """Return the sharding of `accelerate launch` (`prepare_multi_gpu_env` in accelerate/utils/launch.py)."""
+    """Return the sharding in the variables of `prepare_multi_gpu_env` (accelerate/utils/launch.py)."""
     variable = os.environ.get
     return Sharding(
         reshard=_true(variable("FSDP_RESHARD_AFTER_FORWARD", "true")),
@@ -115,21 +113,21 @@ def _true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "full_shard")
 
 
-def _problems(asked: Sharding, training: Any, arguments: Any) -> Iterator[Problem]:
-    if asked.version != 2:
-        fix = f"set {asked.source} to 2; FSDP1 flattens parameters of several dtypes into one"
-        yield Problem(f"{asked.source} {asked.version}", "FSDP2", fix)
-    if asked.offload:
-        expected = "weights on the device: parts in the memory of the CPU are not supported"
-        fix = "leave it out; --quantization nf4 or more processes take less memory on each"
+def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Problem]:
+    if sharding.version != 2:
+        fix = f"set {sharding.source} to 2; FSDP1 flattens parameters of several dtypes into one"
+        yield Problem(f"{sharding.source} {sharding.version}", "FSDP2", fix)
+    if sharding.offload:
+        expected = "weights on the device: offloading them to CPU memory is not supported"
+        fix = "leave it out; --quantization nf4 or more processes need less memory per device"
         yield Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix)
     if getattr(arguments, "use_dora", False):
         fix = "leave it out, or train without --fsdp, where every process holds the model (DDP)"
-        expected = "plain LoRA: the norms of whole weights, which DoRA begins with, are on no process"
+        expected = "plain LoRA: DoRA begins with norms of whole weights, which no process holds"
         yield Problem("--use_dora", expected, fix)
     template = getattr(training, "chat_template_path", None)
     if template is not None:
-        expected = "the model's own chat template: no tokens are added to a sharded embedding"
+        expected = "the model's own chat template: a sharded embedding gets no new tokens"
         yield Problem(f"--chat_template_path {template}", expected, "train it without --fsdp")
 
 
@@ -141,18 +139,18 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
     except RuntimeError as error:
         if trainer.accelerator.num_processes == 1 or not _GONE.search(str(error)):
             raise
-        # The launcher ends this process now; only the reason remains to be printed.
+        # The launcher sends SIGTERM to this process now, which must still print the reason.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _lost(trainer, goes_on) from error
 
 
 @cache
 def leave_group_at_exit() -> None:
-    """Leave the process group when this process exits; neither transformers nor accelerate does.
+    """Register the end of the process group for the exit of this process; transformers and accelerate leave it open.
 
     Threads of a live group sometimes end Python's shutdown with SIGABRT, "terminate called without an active
-    exception": https://github.com/pytorch/pytorch/issues/190489. Only for processes whose training has ended: one
-    that lost another process must not wait for it.
+    exception": https://github.com/pytorch/pytorch/issues/190489. Call it only after the training has ended: a process
+    that lost another one must not wait for it.
     """
     atexit.register(_leave_group)
 
@@ -164,10 +162,10 @@ def _leave_group() -> None:
 
 def _lost(trainer: Any, goes_on: Callable[[Path], str]) -> TrainingError:
     checkpoint = trainer.last_checkpoint()
-    here = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another process, which has ended"
+    what = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another process, which has ended"
     fix = "look for its message above; a process that the system killed (out of memory: signal 9) leaves none"
-    hint = "no checkpoint had been saved before; --save_steps N keeps one every N steps"
+    hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
     if checkpoint:
         hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"
-    problem = Problem(f"step {trainer.state.global_step + 1}: {here}", "all processes of the run", fix)
+    problem = Problem(f"step {trainer.state.global_step + 1}: {what}", "all processes of the run", fix)
     return TrainingError("another process of the run has ended", [problem], hint)

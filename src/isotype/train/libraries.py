@@ -1,4 +1,4 @@
-"""Refuse installed libraries that lack what isotype reads and overrides, before a model is loaded."""
+"""Refuse installed libraries that lack a function which isotype calls or overrides, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from isotype.data.methods import Method
 
 logger = logging.getLogger("isotype")
 
-LAST_TRIED = {
+LAST_TESTED = {
     "torch": "2.14",
     "transformers": "5.24",
     "trl": "1.16",
     "accelerate": "1.15",
     "bitsandbytes": "0.50",
 }
-"""The newest version of each library that every entry of docs/compat.md was tested with."""
+"""The newest version of each library with which all entries of docs/compat.md were tested."""
 
 
 def require_fitting_libraries() -> None:
-    """Raise UsageError if a library lacks what isotype reads or overrides; log libraries newer than tested."""
-    for line in newer_than_tried():
+    """Raise UsageError if a library lacks a function that isotype calls or overrides; log libraries newer than tested."""
+    for line in newer_than_tested():
         logger.warning("%s", line)
     _refuse(_incompatibilities())
 
 
 def require_names(method: Method) -> None:
-    """Raise UsageError if TRL lacks a method's trainer, its arguments, or their parser, before any is loaded."""
+    """Raise UsageError if the installed TRL lacks the trainer class of a method or its config class."""
     config = f"{method.trainer.removesuffix('Trainer')}Config"
     _refuse(("trl", reason) for reason in trl_head.lacking((method.trainer, config)))
 
@@ -43,26 +43,26 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
     problems = [
         Problem(
             f"{library} {version(library)} under isotype {VERSION}: {reason}",
-            f"{library} {LAST_TRIED[library]}, which isotype was tried with",
-            f"pip install '{library}=={LAST_TRIED[library]}.*', or a newer isotype",
+            f"{library} {LAST_TESTED[library]}, which isotype was tested with",
+            f"pip install '{library}=={LAST_TESTED[library]}.*', or a newer isotype",
         )
         for library, reason in incompatibilities
     ]
     if problems:
-        raise UsageError("a library's internals differ from what isotype knows", problems)
+        raise UsageError("a library lacks functions that isotype needs", problems)
 
 
-def newer_than_tried() -> list[str]:
+def newer_than_tested() -> list[str]:
     """Return a line for each installed library that is newer than the last tested version."""
     lines = []
-    for library, last in LAST_TRIED.items():
+    for library, last in LAST_TESTED.items():
         try:
             installed = version(library)
         except PackageNotFoundError:
             continue
         if Version(installed).release[:2] > Version(last).release[:2]:
             lines.append(
-                f"{library} {installed} is newer than {last}, the last that isotype {VERSION} was tried with"
+                f"{library} {installed} is newer than {last}, the last that isotype {VERSION} was tested with"
             )
     return lines
 

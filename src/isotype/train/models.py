@@ -1,4 +1,4 @@
-"""The model of a training command under its policy, with its adapter: loaded, or without weights."""
+"""The model of a training command under its policy, with its adapter: loaded, or on the meta device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_refer
 from isotype.train.launched import Sharding
 from isotype.train.policy import moments_of_run
 
-# Decided by the policy; `read_precision_request` has read the arguments.
+# Arguments of `--model_init_kwargs` that the policy decides; `read_precision_request` has read them.
 _DECIDED = (
     "dtype", "torch_dtype", "quantization_config", "load_in_4bit", "load_in_8bit", "trust_remote_code",
 )  # fmt: skip
@@ -48,18 +48,18 @@ _DECIDED = (
 def adapted_model(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint` and add the arguments' adapter on the parts `adapt`; return (model, peft_config).
+    """Load `checkpoint`, add the adapter to the parts `adapt`, and return (model, peft_config).
 
-    The latter is None unless a chat template adds tokens, so that the trainer has to add the adapter.
+    `peft_config` is None unless the chat template adds tokens: then the trainer has to add the adapter.
     """
     import transformers
 
     arguments, training, method = settings.model, settings.training, settings.method
-    given = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
+    init = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
     kwargs = {
         "model_class": getattr(transformers, method.auto_class) if method.auto_class else None,
         "attn_implementation": arguments.attn_implementation,
-        **given,
+        **init,
         **dict(method.model_kwargs),
     }
     late = settings.start is None and policy.trainable == "lora" and brings_tokens(training)
@@ -72,12 +72,14 @@ def adapted_model(
             model = load(checkpoint, policy, **kwargs)
             model = model if add is None else add(model)
     except TypeError as error:
-        if not given or "unexpected keyword argument" not in str(error):
+        if not init or "unexpected keyword argument" not in str(error):
             raise
         headline = "the model does not take these arguments"
-        what = f"--model_init_kwargs {', '.join(given)}: {error}"
+        what = f"--model_init_kwargs {', '.join(init)}: {error}"
         expected = "arguments of from_pretrained or fields of the model's config"
-        raise UsageError.of(headline, what, expected, "leave out the one it names") from error
+        raise UsageError.of(
+            headline, what, expected, "leave out the argument that the message names"
+        ) from error
     model.config.use_cache = False
     if not late:
         return model, None
@@ -112,14 +114,14 @@ def _adapted(
 
 
 _REFERENCE = "ref"
-"""TRL's name for the frozen copy of the adapter, the reference of a preference run or of one with a KL term."""
+"""TRL's name for a frozen copy of the adapter: the reference model of a preference loss or a KL term."""
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Add TRL's reference adapter to a sharded model, which TRL cannot do."""
+    """Return the model; a sharded one gets the reference adapter here, because TRL cannot add it."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
-        assert policy is not None, "add_lora() leaves it on the model"
+        assert policy is not None, "add_lora() stores the policy on the model"
         with seen_dense(model):
             model.add_adapter(_REFERENCE, model.peft_config["default"])
         enforce_model(model, policy)
@@ -127,7 +129,7 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 
 
 def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
-    """Call PEFT's `add_adapter`, also for quantized experts; do nothing if the adapter is `there`."""
+    """Call PEFT's `add_adapter`, also for quantized experts; do nothing if the adapter is already `there`."""
     if not there:
         with seen_dense(model):
             type(model).add_adapter(model, name, config)
@@ -135,10 +137,10 @@ def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
 
 @contextmanager
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
-    """While a trainer is built, let TRL add an adapter `ref` only if it is needed and can be added.
+    """While a trainer is built, let TRL add the reference adapter `ref`, and delete it afterwards if it is not needed.
 
-    A sharded model has it already: TRL copies values into it. The copy of a new adapter is deleted again: the model
-    with the adapter switched off computes the same.
+    A sharded model already has `ref`, and TRL only copies values into it. For a new adapter `ref` is deleted: the model
+    with its adapter switched off computes the same.
     """
     adapters = getattr(model, "peft_config", None) or {}
     there = _REFERENCE in adapters
@@ -162,30 +164,30 @@ def _sharded(
 ) -> Any:
     model = load_sharded(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
     base = without_peft(model)
-    mark_as_sharded(base)  # `generate` then goes on until every process has its end
-    # TRL casts the masters of a model with these to bfloat16, which no assignment to `.data` undoes where they are sharded.
+    mark_as_sharded(base)  # `generate` then continues until every process has finished
+    # With these attributes TRL would cast the master weights to bfloat16, which cannot be undone for sharded parameters.
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
     return model
 
 
 def require_token_ids(config: Any, settings: Settings) -> None:
-    """Raise UsageError for a model whose input is not token ids, such as Whisper: no trainer of TRL feeds it."""
+    """Raise UsageError for a model whose input is not token ids, such as Whisper: TRL has no trainer for such models."""
     cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":
         return
-    headline = f"isotype {settings.method.name} trains models of token ids"
-    expected = "a language model, which may take pictures"
-    fix = "train it by a script: isotype.load, isotype.add_lora and isotype.fuse take it"
+    headline = f"isotype {settings.method.name} trains models whose input is token ids"
+    expected = "a language model, with or without pictures"
+    fix = "train the model in a script: isotype.load, isotype.add_lora and isotype.fuse accept it"
     raise UsageError.of(headline, f"{cls.__name__}, which takes {takes}", expected, fix)
 
 
 def check_module_names(model: Any, config: Any) -> None:
-    """Raise UsageError for names in `--lora_target_modules` and `--lora_modules_to_save` without a module."""
+    """Raise UsageError for names in `--lora_target_modules` and `--lora_modules_to_save` that no module has."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
-    convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts
+    convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
     problems = []
@@ -205,7 +207,10 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if every adapted layer's narrower side is less than the rank; a note if only some are."""
+    """Raise UsageError if the rank is above the width of all adapted layers; note it if only of some.
+
+    The width of a layer is the smaller of its input and output features.
+    """
     rank, targets = getattr(config, "r", None), config.target_modules
     widths = [
         min(module.in_features, module.out_features)
@@ -218,7 +223,7 @@ def _check_rank(model: Any, config: Any) -> None:
     if rank <= max(widths):
         note = (
             f"rank {rank} is above the width of {len(narrow)} of {len(widths)} adapted layers (the narrowest has "
-            f"{min(widths)}): there it takes memory and adds nothing; rank_pattern gives a layer a rank of its own"
+            f"{min(widths)}), where a larger rank only takes memory; rank_pattern sets the rank of single layers"
         )
         model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return
@@ -239,9 +244,9 @@ def _is_target(name: str, targets: Any) -> bool:
 
 
 def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
-    """Return the local source and tokenizer of a model: a directory, GGUF file, embedded model or downloaded hub id.
+    """Return (local directory, tokenizer) of a directory, GGUF file, embedded model or downloaded hub id.
 
-    (model, None) if there is none. A GGUF file's is written into the cache, as in a training.
+    Return (model, None) if this machine has no tokenizer. The tokenizer in a GGUF file is first written into the cache.
     """
     source = local_path(model) or local_snapshot(model, revision)
     if source is None:
@@ -255,7 +260,7 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """Return a checkpoint's tokenizer, or image processor; raise CheckpointError if there is none."""
+    """Return a checkpoint's tokenizer, or its processor for pictures; raise CheckpointError if there is none."""
     limit_templates()
     return tokenizer_of(
         source if isinstance(source, str) and not Path(source).is_dir() else Path(source),
@@ -281,19 +286,19 @@ def weightless_model(
     attn_implementation: str | None = None,
     **settings: Any,
 ) -> Any:
-    """Return the model of `isotype.load` and `isotype.add_lora` under `policy`, every tensor on the meta device.
+    """Return the model that `isotype.load` and `isotype.add_lora` would make, with every tensor on the meta device.
 
     Args:
         model_class: a transformers model class or auto class; default: the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        fold: fold equal layers (see `isotype.model.fold`) before adapters are made, unless layers are chosen by
-            number.
+        fold: fold equal layers (see `isotype.model.fold`), before adapters are added unless their config selects
+            layers by number.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
         CheckpointError: transformers has no class for the config, or an incompatible one.
         PrecisionError: adapters under a policy that trains every weight.
-        UsageError: an adapter that cannot be made on this model.
+        UsageError: PEFT cannot add the adapter to this model.
     """
     model = skeleton(
         config, policy, model_class=model_class, attn_implementation=attn_implementation, **settings
@@ -319,7 +324,7 @@ def _lora_config(model: Any, lora: Any) -> Any:
 
 
 def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
-    """Return True if the quantizer or PEFT treats layers differently by number."""
+    """Return True if the quantizer or the adapter's config selects layers by number."""
     if lora is None:
         names: list[str] = []
     elif getattr(lora, "layers_to_transform", None) is not None:
@@ -333,7 +338,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
-    """Call `add_lora` without its warnings: the model's `adapter_notes` contain them and are printed."""
+    """Call `add_lora` and suppress its warnings: `adapter_notes` of the model repeats them and is printed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, config, adapt=adapt)
@@ -341,7 +346,7 @@ def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None
 
 @contextmanager
 def _adapter_arguments() -> Iterator[None]:
-    """Show PEFT's warnings about the user's arguments: a regex without a match, an unsupported layer."""
+    """Raise UsageError for PEFT's errors about the adapter's arguments, such as a regular expression without a match."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -352,7 +357,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts to adapt: those of `--adapt`; else the language model if no row has pictures; else None (all)."""
+    """Return the parts to adapt: `--adapt`, or the language model if no row has a picture; None for all parts."""
     if settings.extra.adapt is not None:
         return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

@@ -1,4 +1,4 @@
-"""The policy of a checkpoint, with measured value ranges if float16 needs them."""
+"""The policy of a run, with measured value ranges if it needs them, and its enforcement on a trainer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy and the measured ranges behind it; None if not measured or not needed.
+    """Return the policy, and the value ranges by which it was decided (None without a measurement).
 
-    `when`: `measure` a local checkpoint without a cached measurement, or use only what is `known`.
+    `when`: `measure` also measures a local checkpoint without cached ranges; `known` uses only cached ranges.
     """
     profile = device_profile(device)
     measure = partial(_measured, measure_ranges, checkpoint, profile) if when == "measure" else None
@@ -47,10 +47,10 @@ def policy_by_ranges(
 
 
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Refuse to train in float16 if a norm or another parameter multiplies by more than 65504.
+    """Raise PrecisionError for float16 if a norm or another parameter has values above 65504.
 
-    Linear layers and embeddings of that kind run in float32. The measured values after a norm fit, but the first
-    update of an adapter changes results by such a factor times the learning rate, which is not measured.
+    Linear layers and embeddings with such values run in float32. The results of such a norm fit when they are
+    measured, but an update of an adapter changes them by this factor times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -68,14 +68,14 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
 def policy_of_run(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return `policy_by_ranges` for all processes of a run, measured and decided by the first."""
+    """Return `policy_by_ranges` in all processes of a run, by the measurement of the first process."""
     if processes() == 1:
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
-    known = None if ranges is None else partial(_same, ranges)
+    known = None if ranges is None else (lambda measured=ranges: measured)
     if request.quantization != MIXED:
         return resolve_request(checkpoint.facts, request, device, checkpoint, measure=known)
-    # The layers' formats are the first process's, whatever another one has measured.
+    # The layers' formats are those of the first process: another process may have measured other damages.
     mine, ranges = resolve_request(
         checkpoint.facts, as_decided(request, policy), device, checkpoint, measure=known
     )
@@ -83,12 +83,12 @@ def policy_of_run(
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
-    """Return the second moments `[in]` of each linear layer's input channels, cached or measured by rank 0."""
+    """Return the second moments `[in]` of the input of each linear layer, from the cache or measured by rank 0."""
 
     def measured() -> dict[str, str]:
-        here = downloaded(checkpoint)
-        damages = None if here.fingerprint is None else read_measurement(Damages, here.fingerprint)
-        damages = damages or _measured(measure_quality, here, device_profile(device))
+        local = downloaded(checkpoint)
+        damages = None if local.fingerprint is None else read_measurement(Damages, local.fingerprint)
+        damages = damages or _measured(measure_quality, local, device_profile(device))
         return {layer.module: layer.moments for layer in damages.layers}
 
     written = measured() if processes() == 1 else from_first(measured)
@@ -96,34 +96,30 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the GPU that will train; on the CPU if there is none, or no room on it."""
+    """Measure block by block on the GPU of the training, or on the CPU without a GPU or if its memory is too small."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
     try:
         return measure(checkpoint, device=device)
     except torch.OutOfMemoryError:
-        note = f"measured on the CPU: there was no room on {profile.title}"
+        note = f"measured on the CPU: the memory of {profile.title} was too small"
     finally:
         torch.get_device_module(device).empty_cache()  # later choices depend on the free memory
     result = measure(checkpoint)
     return replace(result, notes=(*result.notes, note))
 
 
-def _same(ranges: Ranges) -> Ranges:
-    return ranges
-
-
 def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, ...]:
-    """Restore `policy` in place and return the changes (an empty tuple if there were none).
+    """Bring a model or a trainer under `policy` in place and return the changes (an empty tuple if there are none).
 
     Args:
-        model: a model, or a transformers/TRL trainer before `train()`; then also its GradScaler and autocast, which
-            accelerate omits for float16 on a CPU.
+        model: a model, or a transformers/TRL trainer before `train()`. A trainer also gets its GradScaler and autocast,
+            which accelerate omits for float16 on a CPU.
         policy: default: the model's (set by `isotype.load` and `isotype.add_lora`).
 
     Raises:
-        PrecisionError: no policy was given and the model has none; a quantization state is lost; or the trainer was
+        PrecisionError: neither `policy` nor the model has a policy, a quantization state is lost, or the trainer was
             built for another mixed precision.
     """
     is_trainer = hasattr(model, "accelerator") and hasattr(model, "model")
@@ -146,8 +142,8 @@ def enforce_trainer(
     Args:
         trainer: a transformers or TRL trainer, before `train()`.
         policy: from `isotype.resolve_precision`.
-        masters: trainable parameters by name, from before the trainer was built. TRL casts those of a quantized model
-            to bfloat16; these values restore the lost digits.
+        masters: values of the trainable parameters by name, from before the trainer was built. TRL casts the trainable
+            parameters of a quantized model to bfloat16; `masters` restores the lost digits.
     """
     parameters = dict(trainer.model.named_parameters())
     for name, values in (masters or {}).items():
@@ -156,20 +152,20 @@ def enforce_trainer(
     changes = enforce_model(trainer.model, policy)
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        # Its forward is the model's, so that the two agree at the first step; its weights stay as exact as those that are trained.
+        # The reference model gets the model's casts, so that both agree at the first step, but keeps its exact weights.
         enforce_model(reference, replace(policy, keep_frozen=True))
     if getattr(trainer.args, "use_liger_kernel", False):
         trainer.args.use_liger_kernel = False
         changes = (
             *changes,
-            Change("use_liger_kernel", "True -> False: Liger's forwards would hide those of the policy"),
+            Change("use_liger_kernel", "True -> False: Liger's forwards would replace those of the policy"),
         )
     _mixed_precision(trainer, policy)
     return changes
 
 
 def masters_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters' storage by name for `enforce_trainer` (references, no copies)."""
+    """Return the data of the trainable parameters by name, for `enforce_trainer` (references, no copies)."""
     return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -179,7 +175,7 @@ def mixed_precision_name(policy: PrecisionPolicy) -> str:
 
 
 def precision_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Return the policy's attributes of transformers' TrainingArguments: `fp16`, `bf16` and dependent ones."""
+    """Return the attributes of transformers' TrainingArguments that the policy decides."""
     return {
         "bf16": policy.compute == torch.bfloat16,
         "fp16": policy.compute == torch.float16,
@@ -196,18 +192,18 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         fix = f"build it with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments"
         raise PrecisionError.of("the trainer and the policy disagree", what, expected, fix)
     if policy.loss_scaling and accelerator.scaler is None:
-        # accelerate 1.15 leaves out both autocast and the scaler for float16 on a CPU, without a word
-        # (Accelerator.__init__: `self.device.type != "cpu"`); torch has both for it.
+        # accelerate 1.15 silently leaves out autocast and GradScaler for float16 on a CPU (Accelerator.__init__:
+        # `self.device.type != "cpu"`), although torch has both.
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.native_amp = True
     if policy.loss_scaling and has_shards(trainer.model):
-        # Every process has to skip a step that overflows in one of them.
+        # Every process must skip a step that overflows in one process.
         accelerator.scaler = sharded_scaler(accelerator.device.type)
     if policy.loss_scaling:
         begin_loss_scale(accelerator.scaler, policy)
 
 
 def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
-    """Set the policy's loss scale on a GradScaler with default settings that has made no step."""
+    """Set the policy's loss scale on a GradScaler that still has torch's default scale."""
     if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})

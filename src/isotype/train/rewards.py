@@ -1,4 +1,4 @@
-"""Reward functions of grpo and rloo by name, as for `trl grpo`."""
+"""Reward functions of `isotype grpo` and `rloo`, found by the names that `trl grpo` accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUILT_IN = (
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
-    """Return TRL's reward functions by name, others by dotted path (`my_rewards.length`), a reward model's path."""
+    """Return the reward functions: TRL's by name, others by dotted path (`my_rewards.length`), a reward model by path."""
     functions: list[Any] = [reward_model] if reward_model else []
     problems = []
     for name in names or ():
@@ -72,7 +72,7 @@ def _explained(function: Any) -> Any:
 
 
 def _line_in(function: Any, error: Exception) -> str:
-    """Return the `file:line` of the function's own file in the error's traceback."""
+    """Return `file:line` of the last frame in the function's file in the error's traceback."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else line_of(error)
@@ -82,7 +82,7 @@ def _built_in(name: str) -> Any:
     from trl import rewards
 
     function = getattr(rewards, name)
-    # The values that `trl grpo` gives it.
+    # The values that `trl grpo` passes.
     return function(max_completion_len=1280, soft_punish_cache=256) if name.startswith("get_") else function
 
 
@@ -97,7 +97,7 @@ def _dotted(name: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         what = f"--reward_funcs {name}: {error}"
-        return Problem(what, "a module that can be imported from here", "check the path")
+        return Problem(what, "a module that can be imported from the current directory", "check the path")
     function = getattr(module, function_name, None)
     if not callable(function):
         what = f"--reward_funcs {name}: {module.__name__} has no function {function_name}"

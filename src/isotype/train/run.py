@@ -1,4 +1,4 @@
-"""A training run as two values: everything decided before a weight is read, and what is built from it."""
+"""A training run as two values: `Run`, decided before a weight is read, and `Built`, the objects made from it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""At least every fourth layer is checkpointed: fewer would save less than the margin of error."""
+"""Largest `every_n_layers`: with fewer checkpointed layers, the saving is below the error of the estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
 
 class NotForeseenError(Exception):
-    """The cost of a step cannot be determined; the message is the reason, as a clause."""
+    """The memory of a step cannot be determined; the message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layers recomputed in the backward.
+    """The layers that are recomputed in the backward, and the reason for this choice.
 
     Attributes:
-        arguments: of the model's `gradient_checkpointing_enable`; None for no layer.
+        arguments: keywords of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
     """
 
     arguments: Mapping[str, Any] | None
@@ -81,7 +81,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
 
 
 def _sparser(without: int, least: int, room: int) -> range:
-    """Return the numbers n to try, the largest first: every n-th layer saves nearly an n-th of what all save."""
+    """Return the values of `every_n_layers` to try, largest first: n saves nearly an n-th of what all layers save."""
     if least > room or without <= least:
         return range(0)
     most = min(SPARSEST, int((without - least) / (without - room)))
@@ -93,12 +93,12 @@ class Run:
     """The decisions of a training command.
 
     Attributes:
-        settings: the command, with the base model in place of an adapter to train further.
-        ranges: the measurement behind the policy; None if there is none.
-        rewards: the trainer's argument for rewards; empty for methods without.
-        resume: the run's checkpoint to resume; None to start from the beginning.
-        earlier: the report of the run up to there.
-        identity: the settings that determine its numbers, see `isotype.train.output.resume.identity_of`.
+        settings: the command's settings, with the base model in place of an adapter to train further.
+        rewards: the trainer's argument `reward_funcs`; empty for methods without rewards.
+        resume: the checkpoint to resume; None to start from the beginning.
+        earlier: the report of the run up to the checkpoint `resume`.
+        identity: the settings that determine the run's numbers, see `isotype.train.output.resume.identity_of`.
+        ranges: the value ranges by which the policy was decided; None without a measurement.
     """
 
     settings: Settings
@@ -119,10 +119,10 @@ class Built:
     """The objects that a run has built for training.
 
     Attributes:
-        asked: questions to answer before and after.
-        fusion: the fused functions; None if nothing was fused.
-        lengths: of the training rows, if known.
-        pictures: the data has pictures.
+        asked: sample questions for the model before and after the training, with their prompts.
+        fusion: the report on the fused layers; None if nothing was fused.
+        lengths: lengths of the training rows; None if they are unknown.
+        pictures: True if the data has pictures.
     """
 
     trainer: Any

@@ -1,8 +1,8 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-No vision-language model comes with a package. The tower (0.4 million parameters) and a projector are trained for half
-a minute on drawn pictures until their outputs are near the embeddings of the matching words: "three", "red",
-"circles". SmolLM2 itself was trained on no picture, and neither part on a question about one, as in the fine-tuning.
+isotype has no vision-language model as a package. The tower (0.4 million parameters) and a projector are trained for
+half a minute on drawn pictures, until their outputs are near the embeddings of the matching words: "three", "red",
+"circles". SmolLM2 has not been trained on pictures, and no part on the questions of the fine-tuning.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for the tokens of a picture in turn: its number, its colour, its form."""
+"""Words for the tokens of a picture, which stand in turn for its number, its colour and its form."""
 
 
-def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line: None) -> Path:
-    """Make the model and its processor in `folder` unless they exist: the same on every machine, up to rounding."""
+def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
+    """Train the model and save it with its processor into `folder`, unless it exists; return `folder`.
+
+    The model is the same on every machine, up to rounding.
+    """
     if (folder / "config.json").is_file():
         return folder
     from transformers import LlavaForConditionalGeneration
@@ -59,14 +62,14 @@ def make_shapes_model(folder: Path, said: Callable[[str], object] = lambda line:
     model = LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
-    said(f"teaching a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn pictures")
+    say(f"training a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn pictures")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products so small take longer on several
+    torch.set_num_threads(1)  # such small products take longer on several threads
     try:
         _teach(model, tokenizer)
     finally:
         torch.set_num_threads(threads)
-    part = folder.with_name(f"{folder.name}.part")  # whole, or not there
+    part = folder.with_name(f"{folder.name}.part")  # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
     _processor(tokenizer).save_pretrained(part)
     with without_bars():
@@ -113,7 +116,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector: thirds of a picture's tokens match the embeddings of number, colour and form."""
+    """Train tower and projector to match a third of a picture's tokens each to number, colour and form."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]
@@ -121,7 +124,7 @@ def _teach(model: Any, tokenizer: Any) -> None:
     scale = torch.cat(targets).std()
     optimizer = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=STEPS, pct_start=0.1)
-    contents = [each for each in CONTENTS if each not in HELD_BACK]
+    contents = [content for content in CONTENTS if content not in HELD_BACK]
     rng = random.Random(0)
     with torch.enable_grad():
         for _ in range(STEPS):
@@ -132,12 +135,12 @@ def _teach(model: Any, tokenizer: Any) -> None:
             loss = features.new_zeros(())
             for kind, target in enumerate(targets):
                 right = torch.tensor([_indices(content)[kind] for content in drawn])
-                own = features[:, kind::3]
-                logits = own @ functional.normalize(target, dim=-1).T / scale
+                part = features[:, kind::3]
+                logits = part @ functional.normalize(target, dim=-1).T / scale
                 loss = loss + functional.cross_entropy(
-                    logits.transpose(1, 2), right[:, None].expand(-1, own.shape[1])
+                    logits.transpose(1, 2), right[:, None].expand(-1, part.shape[1])
                 )
-                loss = loss + functional.mse_loss(own, target[right][:, None].expand_as(own)) / scale**2
+                loss = loss + functional.mse_loss(part, target[right][:, None].expand_as(part)) / scale**2
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(parameters, 1.0)

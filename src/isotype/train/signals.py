@@ -1,4 +1,4 @@
-"""Early ends of a run: signals, which let the step end and be saved, and evaluations that stop improving."""
+"""Early ends of a run: a signal ends it after the current step, and early stopping after evaluations that do not improve."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from isotype.core.names import plural
 from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
-"""Time after a signal in which a launcher may forward one that the terminal has already sent."""
+"""Seconds after a signal in which a launcher may forward the signal that the terminal has already sent."""
 
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """Let the step end and save a checkpoint at the first Ctrl-C, SIGTERM or SIGHUP; stop at once at the second.
+    """Finish the step and save a checkpoint at the first Ctrl-C, SIGTERM or SIGHUP; stop at once at the second.
 
-    A terminal that hangs up may send SIGHUP twice (kernel and shell), which never stops at once.
+    A second SIGHUP is ignored: a terminal that hangs up may send two (kernel and shell).
 
-    Yields the signals so far. Nothing changes outside the main thread, where Python receives no signals. Handlers are
-    restored afterwards; after a stop, signals are ignored until the process ends, so that it can print how to resume.
+    Yield the list of signals received so far; outside the main thread, where Python receives no signals, it stays empty.
+    At the end the former handlers are restored. In the process of `isotype` signals are ignored after a stop, so
+    that the process can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -41,13 +42,13 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # With several processes every step's values include stop requests; only then is the signal exchanged.
+            # With several processes, each step counts the stop requests of all; signals are exchanged only if there are any.
             alone = trainer.accelerator.num_processes == 1
             if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # A signal during an evaluation need not wait for one more step.
+            # A signal during an evaluation stops the run without one more step.
             if _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
@@ -57,7 +58,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     def ask_to_stop(signum: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            return  # a data loader's worker: the terminal sends Ctrl-C to it as well, and it ends with its parent
+            return  # a worker of the data loader, which gets Ctrl-C from the terminal, too, and ends with this process
         if stopped:
             if signum == HANGUP:
                 return
@@ -66,7 +67,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         began.append(time.monotonic())
         stopped.append(signum)
-        with suppress(RuntimeError):  # raised by a stream that the signal has found in the middle of a write
+        with suppress(RuntimeError):  # raised by a stream whose write the signal has interrupted
             console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
 
     if threading.current_thread() is not threading.main_thread():
@@ -77,14 +78,14 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
     try:
         yield stopped
     finally:
-        # `isotype` sets this handler: the process is its own.
+        # `isotype` has set the handler `terminate`, so the whole process ends with this run.
         ending = bool(stopped) and before[signal.SIGTERM] is terminate
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if ending else handler)
 
 
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Return True if a process of the run was asked to stop, so that all stop after the same step."""
+    """Return True in every process if one process was asked to stop: all stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
         numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
@@ -96,17 +97,17 @@ def _agreed(trainer: Any, stopped: list[int]) -> bool:
 
 
 class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that ends a training whose held-back loss, or `--metric_for_best_model`, stops improving."""
+    """Callback that ends a training whose evaluation loss, or `--metric_for_best_model`, no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the checkpoint's count; transformers would also restore a former run's stop."""
+        """Restore the counter from the checkpoint. transformers would also restore the stop of the former run."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
             self.early_stopping_patience_counter = int(saved["attributes"].get(counter, 0))
 
-    def said(self, state: Any, metric: str) -> str | None:
-        """Describe the end of the training, if this ended it."""
+    def description(self, state: Any, metric: str) -> str | None:
+        """Describe the end of the training; None if this callback has not ended it."""
         if (
             self.early_stopping_patience_counter < self.early_stopping_patience
             or state.global_step >= state.max_steps
@@ -120,7 +121,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:
-    """Return the callback of `--early_stopping_patience`; None if not given."""
+    """Return the callback for `--early_stopping_patience`; None without this argument."""
     patience = settings.extra.early_stopping_patience
     if patience is None:
         return None
@@ -128,7 +129,7 @@ def early_stopping(settings: Settings) -> EarlyStopping | None:
 
 
 def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if there is no evaluation to judge by."""
+    """Yield a problem if an argument of early stopping lacks the other argument or an evaluation."""
     extra, training = settings.extra, settings.training
     if extra.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:
@@ -138,20 +139,20 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
     setting = f"--early_stopping_patience {extra.early_stopping_patience}"
     if extra.eval_split is None and training.eval_strategy == "no":
         fix = "--eval_split 0.05, or --eval_strategy steps with a data set that has a test split"
-        yield Problem(f"{setting} without an evaluation", "held-back rows to go by", fix)
+        yield Problem(f"{setting} without an evaluation", "an evaluation on held-back rows", fix)
 
 
 def balance(trainer: Any) -> str | None:
-    """Describe the routers' load-balancing loss; None if it is not in the loss."""
+    """Return a note on the load-balancing loss of the routers; None if the loss does not include it."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None
     times = getattr(config, "router_aux_loss_coef", 0.0)
-    return f"the balance loss of the routers is in the loss, times {times:g} (router_aux_loss_coef)"
+    return f"the loss includes the load-balancing loss of the routers times {times:g} (router_aux_loss_coef)"
 
 
 def not_the_best(settings: Settings) -> str | None:
-    """Return a note if the last model is saved and not the best."""
+    """Return a note if early stopping saves the last model instead of the best; else None."""
     training = settings.training
     if settings.extra.early_stopping_patience is None or training.load_best_model_at_end:
         return None

@@ -1,6 +1,6 @@
 """A transformers or TRL trainer under a policy, with complete checkpoints and measured steps.
 
-`policy_trainer(SFTTrainer)` is a subclass; the trainer's source is unchanged.
+`policy_trainer(SFTTrainer)` returns a subclass; the trainer's source is unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PolicyTrainer(WholeCheckpoints):
     """Mixin over `transformers.Trainer`; see `policy_trainer`.
 
     Attributes:
-        compilation: arguments of `torch.compile` for the model's blocks; None without compilation.
+        compilation: keywords of `torch.compile` for the model's blocks; None without compilation.
     """
 
     compilation: Mapping[str, Any] | None = None
@@ -35,24 +35,24 @@ class PolicyTrainer(WholeCheckpoints):
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
-            # Not with isotype's loss: it smooths labels without whole logits.
+            # TRL deprecates label smoothing because it needs whole logits; isotype's loss does not.
             warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
             super().__init__(*args, **kwargs)
-        # From here on: the Trainer refuses to be made to save such a model, which `Sharded` does.
+        # Set after `__init__`, in which the Trainer would refuse a sharded model: `Sharded` saves it.
         self.is_distributed_loading_by_transformers = has_shards(self.model)
         use_own_head(self)
         self._free_inputs()
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Call the trainer's own, but take compilation from accelerate, which would compile the whole model."""
+        """Call the trainer's method, and prevent accelerate from compiling the whole model."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.compilation = take_compilation(self.accelerator)
 
     def _free_inputs(self: Any) -> None:
         """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
-        TRL sets it when the trainer is built, transformers (5.23) when the training begins. Frozen layers below the
-        first adapter would then have a graph, and a backward.
+        TRL sets it when the trainer is built, transformers (5.23) when the training begins. With it, frozen layers below
+        the first adapter would get an autograd graph and a backward.
         """
         args = self.args
         if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
@@ -61,7 +61,7 @@ class PolicyTrainer(WholeCheckpoints):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, signals: Sequence[int] = (), **kwargs: Any
     ) -> Any:
-        """Call the trainer's own `train` and measure every step; `signals` are stop requests to this process so far."""
+        """Call the trainer's `train` and measure every step; `signals` are the signals that asked this process to stop."""
         self._flops_of_value = None
         with memory_meter(self.args.device) as memory:
             self.steps = StepMeter(self, together=True, memory=memory, signals=signals)
@@ -70,11 +70,11 @@ class PolicyTrainer(WholeCheckpoints):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 self.steps.detach()
-                self.steps.begin(0)  # lets go of the last batch
+                self.steps.begin(0)  # releases the last batch
 
     def run_epoch(self: Any, **kwargs: Any) -> None:
         self._free_inputs()
-        # A run resumed at its last step has no step left; transformers 5.23 would make one more.
+        # transformers 5.23 would train one more step if a run is resumed at its last step.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -86,24 +86,23 @@ class PolicyTrainer(WholeCheckpoints):
         super().run_epoch(**kwargs)
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """Return the trainer's own count, without counting the model's parameters again at every call."""
+        """Return the trainer's estimate, without counting the model's parameters again at every call."""
         name = getattr(self.model, "main_input_name", "input_ids")
         values: int = inputs[name].numel() if name in inputs else 0
         if not values:
             return 0
-        each: int | None = self._flops_of_value
-        if each is None:
-            each = self._flops_of_value = super().floating_point_ops(inputs) // values  # type: ignore[misc]
-        return values * each
+        if self._flops_of_value is None:
+            self._flops_of_value = super().floating_point_ops(inputs) // values  # type: ignore[misc]
+        return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's own; hooks of embeddings see kept rows as TRL would have joined them."""
+        """Call the trainer's method, with the batch shown to hooks of embeddings as TRL would have joined its rows."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
 @cache
 def policy_trainer(trainer_class: type) -> type:
-    """Return `trainer_class` with complete checkpoints, measured steps and isotype's loss, under the same name."""
+    """Return a subclass of `trainer_class`, with the same name, that is also a `PolicyTrainer`."""
     bases = (PolicyTrainer, trainer_class)
     return type(trainer_class.__name__, bases, {"__module__": trainer_class.__module__})

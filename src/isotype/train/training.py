@@ -52,7 +52,7 @@ from isotype.train.models import (
     processing_class,
     require_token_ids,
 )
-from isotype.train.monitor.recorder import Kept, RunRecorder
+from isotype.train.monitor.recorder import PeriodicReport, RunRecorder
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.resume import (
     RECOMPUTED,
@@ -91,10 +91,11 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        adapter: directory of the saved adapter (or model), None if nothing was saved.
+        adapter: directory of the saved adapter (or model); None if nothing was saved.
+        report: path of the HTML report.
         checkpoint: the last complete checkpoint of this run, or the resumed one; None if there is none.
-        stopped_by: the signal that stopped it; None if it reached its end.
-        pictures: it was trained on data with pictures.
+        stopped_by: number of the signal that stopped the run; None if the run reached its end.
+        pictures: True if the training data has pictures.
     """
 
     record: RunRecord
@@ -118,7 +119,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         settings = start_of(settings)
         sharding = take_sharding(settings.training, settings.model)
         profile = training_device(settings)
-        settings = _here(settings, sharding, profile)
+        settings = _for_machine(settings, sharding, profile)
         say_one_gpu(settings, console)
         rewards, script = dict[str, Any](), settings.script
         if hasattr(script, "reward_funcs"):
@@ -138,8 +139,8 @@ def run(settings: Settings, console: Console) -> Outcome:
                 return _train(replace(decided, identity=identity), built, console)
 
 
-def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine: the trainer does not shard, since the model is sharded on loading."""
+def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
+    """Return the settings for this machine, without `--fsdp`: the model is sharded while it is loaded."""
     values = loading_arguments(settings, profile)
     auto = settings.auto_checkpointing
     if sharding is not None:
@@ -151,7 +152,7 @@ def _here(settings: Settings, sharding: Sharding | None, profile: DeviceProfile)
 
 
 def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]) -> Run:
-    """Return the run: data, checkpoint and policy, decided and compared with the run that it resumes."""
+    """Read the data, decide the policy, and raise CheckpointError if the resumed checkpoint is of another run."""
     resume = resume_point(settings)
     earlier = earlier_report(resume)
     notes: list[str] = []
@@ -185,7 +186,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
 
 @contextmanager
 def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
-    """Refuse a second run into the same folder; the writing process of a run holds the lock."""
+    """Hold the lock of the output directory in the process that writes, so that a second run into it is refused."""
     if not settings.training.should_save:
         yield
         return
@@ -198,7 +199,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
 
 @contextmanager
 def _output_directory(settings: Settings) -> Iterator[None]:
-    """Create the output directory; remove it again if nothing was written."""
+    """Create the output directory, and remove it at the end if nothing was written into it."""
     root = Path(settings.training.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -207,16 +208,18 @@ def _output_directory(settings: Settings) -> Iterator[None]:
         except OSError as error:
             headline = "cannot write to the output directory"
             what = f"--output_dir {root}: {error.strerror}"
-            raise UsageError.of(headline, what, "a directory that can be made", "give another one") from error
+            raise UsageError.of(
+                headline, what, "a directory that can be created", "give another one"
+            ) from error
         yield
     finally:
         for path in missing:
-            with suppress(OSError):  # it is not empty, or could not be created
+            with suppress(OSError):  # the folder is not empty, or could not be created
                 path.rmdir()
 
 
 def _build(run: Run, console: Console) -> Built:
-    """Return the trainer under the policy, and the sample questions with their answers before training."""
+    """Build the model and its trainer under the policy, and ask the sample questions before the training."""
     from transformers import set_seed
 
     from isotype.checkpoint.load import tokenizer_source
@@ -227,16 +230,16 @@ def _build(run: Run, console: Console) -> Built:
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     mark(run, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
-    said = list(run.notes)
-    data = fitting(settings, tokenizer, data, said.append)
+    notes = list(run.notes)
+    data = fitting(settings, tokenizer, data, notes.append)
     if whole := uncut(settings, data):
         settings = settings.but(**whole)
     run, training = replace(run, settings=settings, data=data), settings.training
     train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
     counted = hasattr(training, "max_length")
     lengths = lengths_in(settings, tokenizer, data[train_split]) if counted else None
-    rows = labelled_rows(settings, tokenizer, data, say=said.append)
-    said += plain_turns(settings, tokenizer, data)
+    rows = labelled_rows(settings, tokenizer, data, say=notes.append)
+    notes += plain_turns(settings, tokenizer, data)
     choice = choice_of_run(run, tokenizer, lengths)
     describe.show_policy(console, policy, training.optim, settings.extra, choice)
     if run.resume is None:
@@ -252,7 +255,7 @@ def _build(run: Run, console: Console) -> Built:
         _arguments_of(settings),
         _refused_rows_named(settings, tokenizer, data),
         asking(_name_on_hub(settings, source)),
-        _found_again(model, source, run.checkpoint.revision),
+        _named_by_path(model, source, run.checkpoint.revision),
         one_reference(settings, model),
     ):
         trainer = policy_trainer(method.trainer_class())(
@@ -277,7 +280,7 @@ def _build(run: Run, console: Console) -> Built:
     twice = lengths and lengths.begun_twice()
     dated = day_note(run, trainer.processing_class)
     more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
-    notes = tuple(note for note in (*said, *more) if note)
+    notes += [note for note in more if note]
     for note in notes:
         say(console, f"note: {note}")
     built = Built(
@@ -285,7 +288,7 @@ def _build(run: Run, console: Console) -> Built:
         asked=asked,
         choice=choice,
         fusion=fusion,
-        notes=notes,
+        notes=tuple(notes),
         lengths=lengths,
         pictures=has_pictures(settings, data),
     )
@@ -296,7 +299,7 @@ def _build(run: Run, console: Console) -> Built:
 
 
 def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
-    """Compile the blocks, or fuse the model and return the report; None if compiled or left as in PEFT."""
+    """Compile the model's blocks, or fuse its layers and return the report; None if nothing is fused."""
     if trainer.compilation is not None:
         say(console, compile_blocks(trainer.model, trainer.compilation))
         return None
@@ -310,21 +313,23 @@ def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) 
 
 
 def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
-    """Return the trainer's arguments after the policy, the choice of layers and the rows."""
+    """Return the trainer's arguments for the policy, the chosen gradient checkpointing and the columns of the rows."""
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
     pictures = picture_columns(rows)
     if pictures or "input_ids" in next(iter(rows), {}):
-        values["assistant_only_loss"] = False  # TRL refuses it beside labels, and templates without markers
+        values["assistant_only_loss"] = (
+            False  # TRL refuses it for rows with labels and for chat templates without markers
+        )
     if pictures and run.settings.method.loss == "labels":
-        values["remove_unused_columns"] = False  # tools, for one, which TRL would take away
+        values["remove_unused_columns"] = False  # TRL would remove the column `tools`, for example
     return run.settings.but(**values).training
 
 
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
-    """Turn errors of TRL and PEFT while they build a trainer into errors about the user's arguments."""
+    """Raise UsageError about the user's arguments for an error of TRL or PEFT while a trainer is built."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -337,7 +342,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterator[None]:
-    """Find and name a row outside of the sample that the chat template refuses."""
+    """If the chat template refuses a row that was not sampled, find the row and raise DataError with its number."""
     try:
         yield
     except (TemplateError, *ERRORS):
@@ -347,25 +352,25 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 
 
 @contextmanager
-def _found_again(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
+def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
     """While the trainer is built, set the model's name to the path of its weights.
 
-    To train every weight against a reference model, TRL loads that by name: from the main branch of a hub id,
-    whatever the revision, and not at all from a GGUF file.
+    If every weight is trained, TRL loads the reference model by this name: it would ignore the revision of a hub id,
+    and cannot read a GGUF file.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
-    named = name_of(config)
+    name = name_of(config)
     rename(
         config, str(local_snapshot(source, revision) or source) if isinstance(source, str) else str(source)
     )
     try:
         yield
     finally:
-        rename(config, named)
+        rename(config, name)
 
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
-    """Return a hub id that the trainer reads: of a chat template, a reward model or a reference model; or None."""
+    """Return a hub id that the trainer will read (chat template, reward model or reference model); None if none is."""
     names = [getattr(settings.training, "chat_template_path", None)]
     names += [getattr(settings.script, "reward_model_name_or_path", None), source]
     return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
@@ -379,7 +384,7 @@ def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> li
         return questions
     with console.status("asking the model before training …"):
         return [
-            (replace(each, before=answer(model, tokenizer, prompt)), prompt) for each, prompt in questions
+            (replace(sample, before=answer(model, tokenizer, prompt)), prompt) for sample, prompt in questions
         ]
 
 
@@ -418,8 +423,9 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
                 pictures=built.pictures,
             )
 
-        stopping, kept = early_stopping(settings), Kept(lambda: write(so_far(), made_steps=True))
-        _watch(trainer, PrecisionCallback(run.policy, ranges=run.ranges), recorder, kept, stopping)
+        stopping = early_stopping(settings)
+        periodic = PeriodicReport(lambda: write(so_far(), made_steps=True))
+        _watch(trainer, PrecisionCallback(run.policy, ranges=run.ranges), recorder, periodic, stopping)
         try:
             with lost_process_named(trainer, goes_on), freed_memory_kept(), float32_reductions():
                 stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
@@ -434,7 +440,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
             failed = record_of(samples, "failed", f"{error}; {unread}" if unread else error)
             try:
                 write(failed, made_steps=recorder.made_steps)
-            except SaveError as unsaved:  # what has failed may be the disk
+            except SaveError as unsaved:  # the failure may be a full disk
                 say(console, f"no run report: {unsaved.headline}")
             raise
     if stopped_by is not None:
@@ -444,13 +450,13 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         samples = answers_after(trainer, samples, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
-    if early := (stopping and stopping.said(trainer.state, trainer.args.metric_for_best_model)) or "":
+    if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":
         say(console, early)
     return ended(record_of(samples, "finished"), early, adapter=root)
 
 
 def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
-    """Replace the callbacks by which transformers shows a run."""
+    """Add the callbacks, and remove those that print the progress for transformers."""
     for shown in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(shown)
     for callback in filter(None, callbacks):
@@ -460,7 +466,7 @@ def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
 def _train_and_save(
     trainer: Any, root: Path, resume: Path | None, hooks: Hooks, console: Console
 ) -> int | None:
-    """Train to the end and save the model into `root`; return the signal that stopped it, or None."""
+    """Train and save the model into `root`; return the signal that stopped the training, or None at its end."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
             trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)
@@ -470,7 +476,7 @@ def _train_and_save(
             trainer.save_final(root)
             if trainer.args.should_save:
                 remove_other_kind(root, former)
-            stopped.clear()  # the run is whole: what follows may be interrupted as ever
+            stopped.clear()  # everything is saved: Ctrl-C may interrupt what follows
         except KeyboardInterrupt as interrupt:
             if trainer.args.should_save:
                 recover(root)

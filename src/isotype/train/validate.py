@@ -1,4 +1,4 @@
-"""Problems of a training command, reported all at once before a weight is read."""
+"""Checks of a training command before a weight is read; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the arguments by themselves, then what they name elsewhere; raise UsageError with all problems."""
+    """Check the arguments, then the files and services that they name; raise UsageError with all problems."""
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems += compiler_problems(settings.training, settings.extra.device)
     if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
@@ -59,7 +59,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
-    """Return the problems of the arguments that do not depend on the machine."""
+    """Return the problems of the arguments that are the same on every machine."""
     read = partial(_read, settings)
     return [
         *number_problems(read),
@@ -80,10 +80,10 @@ def _read(settings: Settings, name: str) -> Any:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """Refuse a task type, by which PEFT would add a head to the adapter: the method decides it."""
+    """Yield a problem for a task type of another method: PEFT would add a head to the adapter."""
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
-        fits = [each.name for each in METHODS.values() if each.task_type == task]
+        fits = [other.name for other in METHODS.values() if other.task_type == task]
         expected = f"{method.task_type}, which isotype {method.name} trains"
         fix = f"leave it out{f', or isotype {fits[0]}, which trains {task}' if fits else ''}"
         yield Problem(f"--lora_task_type {task} with {method.name}", expected, fix)
@@ -107,7 +107,7 @@ def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
     training = settings.training
     streaming = settings.script.dataset_streaming or getattr(settings.dataset, "streaming", False)
     if streaming and training.max_steps <= 0:
-        expected = "the number of steps, since a stream does not say how long it is"
+        expected = "the number of steps, because the length of a stream is unknown"
         yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
 
 
@@ -115,7 +115,7 @@ _CHECKPOINT = sorted(
     {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
     - {"function", "args", "kwargs", "context_fn"}
 )
-"""Arguments of torch's function and of transformers that JSON can express."""
+"""Keywords of `torch.utils.checkpoint.checkpoint` and of transformers whose values JSON can express."""
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
@@ -134,7 +134,7 @@ def _offload(settings: Settings) -> Iterator[Problem]:
     if settings.extra.device != "cpu" and torch.accelerator.is_available():
         return
     arguments = settings.training.gradient_checkpointing_kwargs or {}
-    expected = "a GPU, whose activations have other memory to go to"
+    expected = "a GPU, whose activations can move to CPU memory"
     if arguments.get("offload"):
         yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
     if getattr(settings.training, "activation_offloading", False):
@@ -149,7 +149,7 @@ def _paths(settings: Settings) -> Iterator[Problem]:
     output, model = settings.training.output_dir, Path(str(settings.model.model_name_or_path))
     if output and model.is_dir() and Path(output).resolve() == model.resolve():
         setting = f"--output_dir {output} is the model's own directory"
-        yield Problem(setting, "a directory of its own for what comes out", "give another one")
+        yield Problem(setting, "another directory for the results", "give another one")
 
 
 def _looks_like_path(text: str) -> bool:
@@ -165,21 +165,21 @@ def _packages(settings: Settings) -> Iterator[Problem]:
         wanted.append((f"--deepspeed {training.deepspeed}", "deepspeed"))
     reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
     wanted += [(f"--report_to {name}", _REPORTERS[name]) for name in reporters if name in _REPORTERS]
-    given_to_model = training.model_init_kwargs or {}
-    attention = settings.model.attn_implementation or given_to_model.get("attn_implementation")
+    init = training.model_init_kwargs or {}
+    attention = settings.model.attn_implementation or init.get("attn_implementation")
     if attention in _ATTENTION:
         wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
     optimizer = str(getattr(training.optim, "value", training.optim))
     package = package_of(optimizer)
     wanted += [] if package is None else [(f"--optim {optimizer}", package)]
-    for given, package in wanted:
+    for argument, package in wanted:
         if find_spec(package) is None:
-            fix = f"pip install {package.replace('_', '-')}, or leave {given.split()[0]} out"
-            yield Problem(given, f"the package {package}, which is not installed", fix)
+            fix = f"pip install {package.replace('_', '-')}, or leave {argument.split()[0]} out"
+            yield Problem(argument, f"the package {package}, which is not installed", fix)
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if optimizer and schedule cannot be built from their arguments, tried on one parameter."""
+    """Yield a problem if the optimizer or the schedule cannot be built from its arguments (for one parameter)."""
     from transformers import Trainer, get_scheduler
 
     training = settings.training
@@ -188,8 +188,8 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     setting = f"--optim {name}"
     fix = "leave --optim and --optim_args out, or give --optim_args what the message asks for"
     try:
-        made, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
-        optimizer = made([parameter], **arguments)
+        kind, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
+        optimizer = kind([parameter], **arguments)
         setting = (
             f"--lr_scheduler_type {getattr(training.lr_scheduler_type, 'value', training.lr_scheduler_type)}"
         )
@@ -199,23 +199,22 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
         message = one_line(error)
-        yield Problem(f"{setting}: {message}", "arguments that it can be made of", fix)
+        yield Problem(f"{setting}: {message}", "arguments from which it can be built", fix)
 
 
 def _schedule_cure(kind: Any) -> str:
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-    own = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
-    takes = [
-        name for name in inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters if name not in own
-    ]
+    common = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
+    parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters
+    takes = [name for name in parameters if name not in common]
     if not takes:
         return "leave --lr_scheduler_kwargs out: this schedule takes none"
     return f"--lr_scheduler_kwargs of {', '.join(takes)}, or --lr_scheduler_type linear"
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if the result cannot be uploaded, instead of after hours of training."""
+    """Yield a problem if the result cannot be uploaded to the hub: known now, not after hours of training."""
     training = settings.training
     if not training.push_to_hub or not training.should_save:
         return
@@ -237,15 +236,17 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         HfApi(token=training.hub_token).whoami()
     except LocalTokenNotFoundError:
         fix = f"hf auth login, or --hub_token; or {later}"
-        yield Problem(f"--push_to_hub to {name} without a token", "a token that may write there", fix)
+        yield Problem(
+            f"--push_to_hub to {name} without a token", "a token with permission to write to it", fix
+        )
     except Exception as error:  # noqa: BLE001 - from any HTTP library of the hub's client; it is reported unchanged
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        setting = f"--push_to_hub to {name}: the hub fails ({reason})"
-        yield Problem(setting, "a hub that can be reached, and a token that it takes", later)
+        setting = f"--push_to_hub to {name}: the hub cannot be used ({reason})"
+        yield Problem(setting, "a reachable hub and a valid token", later)
 
 
 def _read_later(settings: Settings) -> Iterator[Problem]:
-    """Yield the trainer's other files that do not exist: a tokenizer's template, a reward model."""
+    """Yield a problem for a missing `--chat_template_path` or `--reward_model_name_or_path`, which the trainer reads."""
     from transformers import AutoConfig, AutoTokenizer
 
     scorer = "a directory or hub id with a model that scores texts"
@@ -266,19 +267,19 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
 
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:
-    training, given = settings.training, settings.training.model_init_kwargs or {}
+    training, init = settings.training, settings.training.model_init_kwargs or {}
     if getattr(training, "use_liger_kernel", False):
         yield Problem(
-            "--use_liger_kernel: Liger binds forwards of its own to norms and MLPs, which hide those that follow the precision policy",
+            "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, also those that follow the precision policy",
             "modules that compute under the policy",
             "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
         )
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
         value = getattr(settings.model, flag)
-        if name in given and flag in settings.command and given[name] != value:
-            both = f"--{flag} {value} and --model_init_kwargs {name}={given[name]}"
+        if name in init and flag in settings.command and init[name] != value:
+            both = f"--{flag} {value} and --model_init_kwargs {name}={init[name]}"
             yield Problem(both, f"one {name}", "leave one of the two out")
-    if getattr(training, "trust_remote_code", False) or given.get("trust_remote_code"):
+    if getattr(training, "trust_remote_code", False) or init.get("trust_remote_code"):
         expected = "an architecture that transformers has: isotype runs no code from a checkpoint"
         yield Problem("--trust_remote_code", expected, "leave it out")
     if training.use_cpu and not settings.extra.device.startswith("cpu"):
@@ -288,18 +289,14 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Check that other arguments allow the decided policy: `--bf16 False`, `--fp16 False`, `--init_lora_weights`.
-
-    Raises:
-        PrecisionError: they do not.
-    """
+    """Raise PrecisionError if `--bf16 False`, `--fp16 False` or `--init_lora_weights` excludes the decided policy."""
     check_initial(settings, policy)
     name = str(policy.compute).removeprefix("torch.")
     if name not in settings.refused:
         return
     flag, other = ("bf16", "float16") if name == "bfloat16" else ("fp16", "bfloat16")
-    what = f"--dtype auto, which is {name} here, and --{flag} False"
-    expected, fix = "a compute dtype that is not ruled out", f"--dtype float32, or --dtype {other}"
+    what = f"--dtype auto, which is {name} in this run, and --{flag} False"
+    expected, fix = "a compute dtype that is not excluded", f"--dtype float32, or --dtype {other}"
     raise PrecisionError.of("the arguments disagree about precision", what, expected, fix)
 
 
@@ -307,8 +304,8 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     """Check that the tokenizer fits the data, the arguments and the model's vocabulary.
 
     Raises:
-        UsageError: conversations without a chat template, a special token that is not in the vocabulary.
-        CheckpointError: the tokenizer makes ids without an embedding in the model.
+        UsageError: conversations without a chat template, or a special token that is not in the vocabulary.
+        CheckpointError: the tokenizer has token ids for which the model has no embedding.
     """
     from transformers import AutoConfig
 
@@ -320,7 +317,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     with asking(source):
         config = pretrained(AutoConfig, source, revision=settings.model.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
-    # Added tokens may be beyond the embedding unused (Gemma 3 1B has one for images); these are used.
+    # An unused added token may be beyond the embedding (Gemma 3 1B has one for images); special tokens are used.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])
     if size is not None and largest >= size:
@@ -341,7 +338,7 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
         fix = "add chat_template.jinja to the model's directory, or give prompts as plain text"
         if hasattr(training, "chat_template_path"):
             fix = "--chat_template_path FILE.jinja, or prompts and completions as plain text"
-        expected = "a chat template, which writes a conversation as text"
+        expected = "a chat template, which renders a conversation as text"
         yield Problem("conversations, and a tokenizer without a chat template", expected, fix)
     for flag in ("eos_token", "pad_token"):
         token = getattr(training, flag, None)
@@ -351,7 +348,7 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
-    """Raise UsageError if `--completion_only_loss True` finds no completions."""
+    """Raise UsageError if the data has no completions for `--completion_only_loss True`."""
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     if getattr(settings.training, "completion_only_loss", None) is not True:
         return
@@ -363,7 +360,7 @@ def _check_completions(settings: Settings, data: Any) -> None:
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
-    """Raise DataError if rows of token ids have one that the model lacks."""
+    """Raise DataError if rows of token ids have an id for which the model has no embedding."""
     name = settings.script.dataset_name or "datasets"
     problems = [
         replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
@@ -376,36 +373,36 @@ def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
-    """Return a hint if prompts and answers are plain text and the model's chat template is not applied to them."""
+    """Return a hint, or (), if prompts are plain text and the model has a chat template that is not applied to them."""
     row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return ()
     if any(token in prompt for token in words.get_added_vocab()):
-        return ()  # the template has been applied by whoever wrote the rows
+        return ()  # the rows already have the template's special tokens
     return (
-        "the prompts are plain text, and are trained without the model's chat template; "
-        "--apply_chat_template True writes them as the user's and the answers as the assistant's",
+        "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
+        "makes them messages of the user, and the answers messages of the assistant",
     )
 
 
-def dropped_examples(settings: Settings, given: Sequence[Any] | Any, prepared: Any) -> str | None:
-    """Describe the examples that the trainer dropped because of `max_length`; None if it kept all.
+def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: Any) -> str | None:
+    """Describe the rows that the trainer dropped because of `max_length`; None if it dropped none.
 
     Raises:
-        DataError: none is left.
+        DataError: all rows were dropped.
     """
-    countable = hasattr(given, "__len__") and hasattr(prepared, "__len__")
+    countable = hasattr(rows, "__len__") and hasattr(prepared, "__len__")
     if not settings.method.dropped or not countable or getattr(settings.training, "packing", False):
         return None
-    dropped, limit = len(given) - len(prepared), settings.training.max_length
+    dropped, limit = len(rows) - len(prepared), settings.training.max_length
     if dropped <= 0:
         return None
     why = f"{settings.method.dropped} max_length {limit}"
-    if "input_ids" in getattr(given, "column_names", ()):
+    if "input_ids" in getattr(rows, "column_names", ()):
         why = f"none of their first {limit} tokens counts in the loss"
     if len(prepared) == 0:
-        what = f"all {len(given)} examples were dropped: {why}"
+        what = f"all {len(rows)} examples were dropped: {why}"
         raise DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")
-    return f"{dropped} of {len(given)} examples were dropped: {why}"
+    return f"{dropped} of {len(rows)} examples were dropped: {why}"

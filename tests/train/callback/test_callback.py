@@ -144,10 +144,10 @@ def test_values_that_were_rounded_by_the_load_are_refused(
     checkpoint = str(uninterrupted[0] / "checkpoint-3")
     assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=checkpoint) == (
         "the values that this run resumes from were rounded while they were loaded\n"
-        "  - trainable parameters hold no more digits than bfloat16\n"
+        "  - all trainable parameters have values that bfloat16 represents exactly\n"
         "    expected  float32 values, as they were saved\n"
         "    fix       call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
-        "trainer.train(resume_from_checkpoint=checkpoint): the parameters are then float32 when they are loaded"
+        "trainer.train(resume_from_checkpoint=checkpoint): the values are then loaded into float32 parameters"
     )
 
 
@@ -243,7 +243,7 @@ def test_without_a_policy_frozen_weights_stay_as_they_lie(
         "lora",
         True,
     )
-    assert policy.reasons["storage"] == "as the model has it; no frozen weight is recast"
+    assert policy.reasons["storage"] == "as in the model; no frozen weight is cast"
 
 
 def test_without_a_policy_the_compute_dtype_of_a_quantized_model_is_kept(path: Path, tmp_path: Path):
@@ -282,7 +282,7 @@ def test_16_bit_weights_among_float32_masters_need_autocast(path: Path, tmp_path
     trainer.add_callback(isotype.PrecisionCallback())
     assert refused(isotype.PrecisionError, trainer.train) == (
         "weights of different dtypes and no autocast\n"
-        "  - frozen weights in bfloat16 among float32 masters\n"
+        "  - frozen weights in bfloat16 beside float32 master weights\n"
         "    expected  one dtype, or autocast between them\n"
         "    fix       train with bf16=True or fp16=True, or load the model in float32"
     )
@@ -430,7 +430,7 @@ def test_full_weights_that_were_rounded_are_told_by_their_values():
     assert rounded_error(layer, torch.float32) is None
     for parameter in layer.parameters():
         parameter.data = parameter.data.half().float()
-    assert "no more digits than float16" in str(rounded_error(layer, torch.float32))
+    assert "values that float16 represents exactly" in str(rounded_error(layer, torch.float32))
     assert rounded_error(layer, torch.float16) is None
 
 

@@ -118,14 +118,14 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
     assert compared(theirs) == compared(ours)
     assert caplog.messages == [
         "theirs.yaml: axolotl's file: 24 of its names are used; of the others:\n"
-        "  tf32: no effect: products are in the compute dtype (--tf32 True where that is float32)\n"
-        "  datasets[0].type: not done: words around an instruction and its input; they are the prompt, with an empty line "
+        "  tf32: no effect: products are in the compute dtype (--tf32 True for float32)\n"
+        "  datasets[0].type: not done: words around an instruction and its input; the prompt is both, with an empty line "
         "between them\n"
-        "  sequence_len: not done: rows that are longer are dropped; here they are cut\n"
-        "  model_type: no effect: the checkpoint's files name its classes and its tokenizer\n"
-        "  flash_attention: no effect: isotype takes torch's FlashAttention where the card has it (--attn_implementation asks "
-        "for another)\n"
-        "  dataset_prepared_path: no effect: isotype keeps no prepared data"
+        "  sequence_len: not done: longer rows are not dropped but cut\n"
+        "  model_type: no effect: the files of the checkpoint name its classes and its tokenizer\n"
+        "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it (--attn_implementation "
+        "selects another)\n"
+        "  dataset_prepared_path: no effect: isotype stores no prepared data"
     ]
 
 

@@ -1,6 +1,6 @@
-"""The arguments of a training command, and isotype's own beside those of TRL and transformers.
+"""The arguments that isotype adds to TRL's and transformers', and facts about the arguments of all three.
 
-Torch is not loaded, so that `isotype sft --help` is fast.
+Torch is not imported, so that `isotype sft --help` is fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isotype.core.formats import ASKED, MIXED
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
-"""Returns the value of an argument by its name; None if not given or unknown to the method."""
+"""Function that returns the value of an argument by its name; None if the method has no such argument."""
 
 
 def _argument(default: Any, text: str, **metadata: list[str]) -> Any:
@@ -30,32 +30,33 @@ class IsotypeArguments:
 
     quantization: str | None = _argument(
         None,
-        "Storage of the frozen base weights; short for --load_in_4bit, --load_in_8bit and "
-        "--bnb_4bit_quant_type. mxfp4: experts that the checkpoint stores so (gpt-oss) stay packed. mixed: each linear layer in nf4, int8 or unquantized, chosen by how much that changes the model's output "
+        "Storage format of the frozen base weights, instead of --load_in_4bit, --load_in_8bit and "
+        "--bnb_4bit_quant_type. With mxfp4, experts that the checkpoint stores in MXFP4 (gpt-oss) stay packed. With "
+        "mixed, each linear layer is stored in nf4, int8 or unquantized, by how much that changes the model's output "
         "(measured once, see isotype quality).",
         choices=[*ASKED, MIXED],
     )
     base_memory: str | None = _argument(
         None,
-        "With --quantization mixed: maximum memory of the base's weights, such as 6GiB; by default linear layers may "
-        "use a tenth more than in nf4.",
+        "With --quantization mixed: most memory that the base model's weights may take, such as 6GiB. By default, "
+        "linear layers may take a tenth more than in nf4.",
     )
     adapt: str | None = _argument(
         None,
-        "For a model that takes pictures, the parts that get adapters: language, projector, vision, or several of them "
+        "For a model that takes pictures: the parts that get adapters: language, projector, vision, or several of them "
         "(language,projector). Default: all, or only the language model if no row has a picture.",
     )
     quantized_parts: str = _argument(
         "language",
-        "For a model that takes pictures or sound, the parts that --quantization stores in fewer bits: language, or all "
-        "(towers and projectors too).",
+        "For a model that takes pictures or sound: the parts that --quantization stores in fewer bits: language, or "
+        "all (with the towers and projectors).",
         choices=["language", "all"],
     )
     device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
     ranges: str = _argument(
         "measure",
-        "For float16: measure the checkpoint's value ranges unless cached (measure), or decide by what is "
-        "known already (known).",
+        "For float16: measure the checkpoint's value ranges unless they are cached (measure), or use only cached "
+        "ranges (known).",
         choices=["measure", "known"],
     )
     fuse: bool = _argument(
@@ -65,62 +66,68 @@ class IsotypeArguments:
     )
     ask: str | None = _argument(
         None,
-        "A question the model answers before and after training. Default: the first prompt of "
-        "the test split, if evaluation is on (--eval_strategy).",
+        "A question that the model answers before and after the training. Default: the first prompt of the test "
+        "split, if evaluation is on (--eval_strategy).",
     )
     columns: str | None = _argument(
         None,
-        "The trainer's names for the data set's columns: prompt=question,completion=answer; or alpaca, "
-        "for instruction, input and output.",
+        "Pairs of the trainer's and the data set's column names, such as prompt=question,completion=answer; or "
+        "alpaca, for a data set with the columns instruction, input and output.",
     )
     apply_chat_template: bool = _argument(
         False,
-        "Write prompts and answers that are plain text as messages of user and assistant, by the model's chat "
+        "Make messages of user and assistant from prompts and answers that are plain text, for the model's chat "
         "template.",
     )
     text_lines: bool = _argument(
-        False, "Make an example of each line of a .txt file; by default the whole file is one."
+        False, "Make an example of each line of a .txt file; by default the whole file is one example."
     )
     excess_length_strategy: str = _argument(
         "raise",
-        "Rows with pictures longer than --max_length, which are never cut: refuse them (raise), or leave them out (drop). "
-        "Without --max_length they have their whole length.",
+        "Rows with pictures are never cut. If some are longer than --max_length: refuse the data (raise), or leave "
+        "those rows out (drop). Without --max_length, rows keep their whole length.",
         choices=["raise", "drop"],
     )
     tokens_per_step: int | None = _argument(
         None,
-        "With --per_device_train_batch_size auto: tokens of an optimizer step, instead of 8 rows per micro-batch.",
+        "With --per_device_train_batch_size auto: tokens of an optimizer step; by default, a step has as many rows as "
+        "with a batch size of 8.",
     )
     eval_split: float | None = _argument(
         None,
-        "Hold back this share of the training rows (or this many of them) and measure the loss on them, "
+        "Hold back this share of the training rows (or this many rows) and measure the loss on them, "
         "by default five times in the run (--eval_strategy, --eval_steps).",
     )
     quiet: bool = _argument(False, "Print less: the policy in three lines, no example.", aliases=["-q"])
     verbose: bool = _argument(
-        False, "Print more: every reason in full, restored weights, libraries' warnings.", aliases=["-v"]
+        False,
+        "Print more: every reason in full, weights whose dtype was restored, warnings of libraries.",
+        aliases=["-v"],
     )
     lora_bias: str = _argument(
         "none",
-        "Biases that are trained together with the adapters: none, all, or those of the adapted layers.",
+        "Biases that are trained together with the adapters: none, all, or those of the adapted layers (lora_only).",
         choices=["none", "all", "lora_only"],
     )
     init_lora_weights: str | None = _argument(
         None,
-        "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq; by default A is drawn "
-        "(Kaiming) and B is zero. loftq compensates a part of the 4-bit errors. olora and pissa move a part of the base's weights "
-        "into the adapter, so the base must not be quantized.",
+        "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq. By default A is "
+        "random (Kaiming) and B is zero. loftq compensates a part of the errors of 4-bit storage. olora and pissa move a "
+        "part of the base weights into the adapter, so the base must not be quantized.",
     )
     early_stopping_patience: int | None = _argument(
         None,
-        "Stop after so many evaluations in a row without a better held-back loss (or --metric_for_best_model).",
+        "Stop after this many evaluations in a row without a better loss on the held-back rows (or "
+        "--metric_for_best_model).",
     )
-    early_stopping_threshold: float = _argument(0.0, "Minimum improvement of a held-back loss.")
+    early_stopping_threshold: float = _argument(
+        0.0, "Smallest improvement that counts for --early_stopping_patience."
+    )
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Range of an argument's numbers: from `least` (`above`: exclusive) to `most` (`below`: exclusive)."""
+    """Range of an argument's numbers: from `least` (excluded if `above`) to `most` (excluded if `below`)."""
 
     least: float
     most: float = math.inf
@@ -159,15 +166,15 @@ def _names(module: str, name: str, what: Callable[[Any], list[str]] = list) -> C
 
 @dataclass(frozen=True)
 class Argument:
-    """Facts about an argument beside TRL's dataclasses.
+    """Facts about an argument that TRL's dataclasses lack.
 
     Attributes:
-        group: heading in the short help; "" if it is not listed there.
+        group: heading above the argument in the short help; "" if the short help leaves it out.
         example: a value, for the short help.
-        text: a description in a few words.
-        losses: losses of the methods whose short help lists it; empty for all.
-        choices: valid names, if another library looks them up long after the model is loaded.
-        json: an example, if it takes a JSON object.
+        text: a description in a few words, for the short help.
+        losses: `Method.loss` of the methods whose short help lists the argument; empty for all methods.
+        choices: returns the valid names, if another library looks them up long after the model is loaded.
+        json: an example of a JSON object, if the argument takes one.
     """
 
     name: str
@@ -191,32 +198,34 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("model_name_or_path", "model and data", "MODEL", "directory, GGUF, hub id, or an adapter"),
     Argument("dataset_name", "model and data", "DATA", "JSONL, CSV, parquet, directory, hub id"),
     Argument("columns", "model and data", "alpaca", "or prompt=question,completion=answer"),
-    Argument("eval_split", "model and data", "0.05", "share of rows to evaluate on"),
+    Argument("eval_split", "model and data", "0.05", "share of rows held back for evaluation"),
     Argument("output_dir", "model and data", "DIR", "adapter, checkpoints, report"),
-    Argument("quantization", "precision", "nf4", "storage: nf4, fp4, int8, mxfp4"),
+    Argument("quantization", "precision", "nf4", "storage: nf4, fp4, int8, mxfp4, mixed"),
     Argument("dtype", "precision", "bfloat16", "compute dtype; auto by default"),
     Argument("device", "precision", "cuda", "auto, cpu, cuda, mps, xpu"),
     Argument("learning_rate", "training", "2e-4", limit=Limit(0, 1e3, fix="1e-4 is a common start")),
     Argument("num_train_epochs", "training", "3", "or --max_steps N"),
-    Argument("per_device_train_batch_size", "training", "8", "rows at once", limit=_COUNT),
+    Argument("per_device_train_batch_size", "training", "8", "rows in a batch", limit=_COUNT),
     Argument("per_device_eval_batch_size", limit=_COUNT),
-    Argument("gradient_accumulation_steps", "training", "1", "batches summed into a step", limit=_COUNT),
-    Argument("max_length", "training", "1024", "tokens a row is cut to", _NOT_RL, _COUNT),
+    Argument("gradient_accumulation_steps", "training", "1", "batches in an optimizer step", limit=_COUNT),
+    Argument("max_length", "training", "1024", "tokens; longer rows are cut", _NOT_RL, _COUNT),
     Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
     Argument("packing", "training", "True", "several short rows in one", ("labels",)),
-    Argument("beta", "training", "0.1", "closeness to the reference", _COMPARED, limit=_NOT_NEGATIVE),
-    Argument("reward_funcs", "training", "FILE.py:name", "scores of completions", ("policy",)),
-    Argument("num_generations", "training", "8", "completions of a prompt to compare", ("policy",), _GROUP),
-    Argument("max_completion_length", "training", "256", "tokens", ("policy",), _COUNT),
+    Argument(
+        "beta", "training", "0.1", "higher: closer to the reference model", _COMPARED, limit=_NOT_NEGATIVE
+    ),
+    Argument("reward_funcs", "training", "my_rewards.length", "or accuracy_reward, …", ("policy",)),
+    Argument("num_generations", "training", "8", "completions of each prompt", ("policy",), _GROUP),
+    Argument("max_completion_length", "training", "256", "tokens of a completion", ("policy",), _COUNT),
     *_limited(
         _COUNT, "steps_per_generation generation_batch_size num_iterations dataset_num_proc tokens_per_step"
     ),
-    Argument("lora_r", "adapter", "16", "rank", limit=_COUNT),
-    Argument("lora_alpha", "adapter", "32", limit=_SCALE),
+    Argument("lora_r", "adapter", "16", "rank of the adapters", limit=_COUNT),
+    Argument("lora_alpha", "adapter", "32", "scale of the adapters, over their rank", limit=_SCALE),
     Argument("lora_dropout", limit=_DROPOUT),
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
     Argument(
-        "lora_task_type", choices=_names("peft", "TaskType", lambda each: [kind.value for kind in each])
+        "lora_task_type", choices=_names("peft", "TaskType", lambda kinds: [kind.value for kind in kinds])
     ),
     Argument("adapt", "adapter", "language", "or projector, vision, all"),
     Argument("use_dora", "adapter", "True"),
@@ -230,9 +239,9 @@ ARGUMENTS: tuple[Argument, ...] = (
         limit=_COUNT,
     ),
     Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
-    Argument("save_steps", "progress and results", "500", "a checkpoint every so many steps", limit=_EVERY),
+    Argument("save_steps", "progress and results", "500", "steps between checkpoints", limit=_EVERY),
     Argument("resume_from_checkpoint", "progress and results", "true", "from the newest complete checkpoint"),
-    Argument("logging_steps", "progress and results", "10", "a line every so many steps", limit=_EVERY),
+    Argument("logging_steps", "progress and results", "10", "steps between lines of output", limit=_EVERY),
     Argument("eval_steps", limit=_EVERY),
     Argument(
         "report_to",
@@ -242,11 +251,11 @@ ARGUMENTS: tuple[Argument, ...] = (
         choices=_names(
             "transformers.integrations.integration_utils",
             "INTEGRATION_TO_CALLBACK",
-            lambda each: ["none", "all", *each],
+            lambda names: ["none", "all", *names],
         ),
     ),
     Argument("push_to_hub", "progress and results", "True", "upload the result"),
-    Argument("config", "progress and results", "FILE.yaml", "any of these as name: value lines"),
+    Argument("config", "progress and results", "FILE.yaml", "arguments as name: value lines"),
     *_limited(
         _NOT_NEGATIVE, "warmup_steps weight_decay adam_epsilon dataloader_num_workers neftune_noise_alpha"
     ),
@@ -261,13 +270,13 @@ ARGUMENTS: tuple[Argument, ...] = (
         choices=_names(
             "transformers.modeling_utils",
             "ALL_ATTENTION_FUNCTIONS",
-            lambda each: ["eager", *each.valid_keys()],
+            lambda functions: ["eager", *functions.valid_keys()],
         ),
     ),
     Argument(
         "torch_compile_backend",
         choices=_names(
-            "accelerate.utils", "DynamoBackend", lambda each: [kind.value.lower() for kind in each]
+            "accelerate.utils", "DynamoBackend", lambda kinds: [kind.value.lower() for kind in kinds]
         ),
     ),
     Argument("model_init_kwargs", json='{"attn_implementation": "eager"}'),
@@ -282,11 +291,11 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("liger_kernel_config", json='{"rope": false}'),
     Argument("transformers_continuous_batching_config", json='{"max_batch_tokens": 4096}'),
 )
-"""Arguments with such facts, in the order of problems."""
+"""Facts about arguments, in the order in which their problems are reported."""
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of counts by flag name; values that are not whole numbers are judged elsewhere."""
+    """Return the problems of counts, given by flag name; a value that is not a whole number is left to the parser."""
     return [
         Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
         for name, count in counts.items()
@@ -336,9 +345,9 @@ def name_problems(read: Read) -> Iterator[Problem]:
         if argument.choices is None:
             continue
         value = read(argument.name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, str) and not _is_known(each, choices := argument.choices()):
-                yield wrong_choice(f"--{argument.name} {each}", each, choices)
+        for choice in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(choice, str) and not _is_known(choice, choices := argument.choices()):
+                yield wrong_choice(f"--{argument.name} {choice}", choice, choices)
 
 
 def _is_known(name: str, choices: list[str]) -> bool:
@@ -361,14 +370,13 @@ def short_help(method: str) -> str:
     lines = [f"usage: isotype {method} --model_name_or_path MODEL --dataset_name DATA […]", ""]
     for group, arguments in common_arguments(method).items():
         lines.append(f"{group}:")
-        for each in arguments:
-            argument = f"  --{each.name} {each.example}"
-            lines.append(f"{argument:<41} {each.text}" if len(argument) <= 41 else f"{argument}  {each.text}")
-            lines[-1] = lines[-1].rstrip()
+        for argument in arguments:
+            flag = f"  --{argument.name} {argument.example}"
+            lines.append(f"{flag:<41} {argument.text}".rstrip())
     lines += [
         "",
-        "-q less output, -v more. --print-config writes the command as a file for",
-        "--config, and does not train. --help-all lists every argument, with those of",
-        f"trl {method}. isotype check {method} … checks a run without starting it.",
+        "-q prints less, -v prints more. --print-config prints the command as a file for",
+        "--config and does not train. --help-all lists every argument, also those of",
+        f"trl {method}. isotype check {method} … checks the run without starting it.",
     ]
     return "\n".join(lines) + "\n"

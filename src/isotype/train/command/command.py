@@ -15,20 +15,20 @@ from isotype.data.methods import METHODS, Method
 
 AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
-"""Arguments whose `auto` a plan of the machine resolves."""
+"""Arguments whose value `auto` is replaced by what a plan for this machine chooses."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""The argument and its newer name in transformers 5.23; `auto` decides by the step's estimated memory."""
+"""Gradient checkpointing and its newer name in transformers 5.23; `auto` decides by the step's estimated memory."""
 
 Holder = Literal["script", "training", "model", "dataset", "isotype"]
 HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
-"""Dataclasses with arguments, in the order of `Method.dataclass_types`."""
+"""Dataclasses that hold the arguments, in the order of `Method.dataclass_types`."""
 
 TABLE = Path(__file__).with_name("table.json")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def boolean(text: str) -> bool:
-    """Return the truth value of a word, as transformers reads it; raise ValueError if it has none."""
+    """Return True or False for a word that transformers accepts as a boolean; raise ValueError for any other."""
     word = text.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(text)
@@ -41,7 +41,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""Kind -> parser of texts, accepted types of YAML and Python, expectation, example."""
+"""For each kind: parser of a text, types accepted from YAML and Python, expected value and example for messages."""
 
 
 @dataclass(frozen=True)
@@ -77,39 +77,37 @@ class Spec:
         """True if `auto` is a valid value."""
         return self.name in PLANNED or self.name in RECOMPUTE
 
-    def read(self, given: Any) -> tuple[Any, Problem | None]:
-        """Return (value, None) of a text or a value of YAML or Python (lists element by element), or (None, problem)."""
-        if self.many and isinstance(given, (list, tuple, set, frozenset)):
-            read = [
-                self._read_one(each)
-                for each in (sorted(given) if isinstance(given, (set, frozenset)) else given)
-            ]
+    def read(self, raw: Any) -> tuple[Any, Problem | None]:
+        """Convert a text, or a value from YAML or Python, and return (value, None), or (None, problem) if it is invalid."""
+        if self.many and isinstance(raw, (list, tuple, set, frozenset)):
+            items = sorted(raw) if isinstance(raw, (set, frozenset)) else raw
+            read = [self._read_one(item) for item in items]
             return [value for value, _ in read], next((problem for _, problem in read if problem), None)
-        value, problem = self._read_one(given)
+        value, problem = self._read_one(raw)
         return ([value] if self.many and not isinstance(value, str) and problem is None else value), problem
 
-    def _read_one(self, given: Any) -> tuple[Any, Problem | None]:
+    def _read_one(self, raw: Any) -> tuple[Any, Problem | None]:
         convert, types, expected, example = _READERS[self.kind]
-        if isinstance(given, str) and self.takes_auto and given.lower() == AUTO:
+        if isinstance(raw, str) and self.takes_auto and raw.lower() == AUTO:
             return AUTO, None
-        if given is None or (self.none and isinstance(given, str) and given.lower() in ("none", "null")):
+        if raw is None or (self.none and isinstance(raw, str) and raw.lower() in ("none", "null")):
             return None, None
-        if self.kind == "bool" and given in (0, 1):
-            return bool(given), None
-        if given is False and "no" in self.choices:
-            return "no", None  # YAML reads a bare `no` so
-        if isinstance(given, str):
+        if self.kind == "bool" and raw in (0, 1):
+            return bool(raw), None
+        if raw is False and "no" in self.choices:
+            return "no", None  # YAML reads a bare `no` as False
+        if isinstance(raw, str):
             try:
-                value = convert(given)
+                value = convert(raw)
             except ValueError:
                 value = None
         else:
-            right = isinstance(given, types) and (bool in types or not isinstance(given, bool))
-            value = given if right else None
+            right = isinstance(raw, types) and (bool in types or not isinstance(raw, bool))
+            value = raw if right else None
         if value is None:
-            return None, Problem(f"--{self.name} {given}", expected, f"--{self.name} {example}")
+            return None, Problem(f"--{self.name} {raw}", expected, f"--{self.name} {example}")
         if self.choices and value not in self.choices:
-            return None, wrong_choice(f"--{self.name} {given}", str(value), map(str, self.choices))
+            return None, wrong_choice(f"--{self.name} {raw}", str(value), map(str, self.choices))
         return value, None
 
 
@@ -128,7 +126,7 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""Arguments whose default, if given explicitly, differs from no value."""
+"""Arguments that `to_yaml` writes even if the given value is the default, which then has another effect."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,9 @@ class Value:
     """A given value of an argument.
 
     Attributes:
-        value: as the argument takes it; may be `auto`.
-        texts: the typed words behind its name; None if they are written from the value.
-        origin: `command line`, a file and line, `keyword`; "" if isotype chose the value.
+        value: the converted value, or `auto`.
+        texts: the words typed after the argument's name; None if `words` writes them from the value.
+        origin: `command line`, `keyword`, or the path and line of a file; "" if isotype chose the value.
     """
 
     value: Any
@@ -146,7 +144,7 @@ class Value:
     origin: str = ""
 
     def words(self) -> tuple[str, ...]:
-        """The words behind the name on a command line."""
+        """The words after the argument's name on a command line."""
         if self.texts is not None:
             return self.texts
         values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
@@ -163,11 +161,7 @@ def _word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The file of `--config`.
-
-    Attributes:
-        values: its values by the names of arguments.
-    """
+    """The file named by `--config`: its values by argument name, and the environment variables that it sets."""
 
     path: str
     values: Mapping[str, Value]
@@ -179,9 +173,9 @@ class Command:
     """A training command.
 
     Attributes:
-        values: given values by name, in order; others have the default of their `Spec`.
+        values: the given values by argument name, in order; any other argument has the default of its `Spec`.
         file: the configuration file; None if there is none.
-        processes: number of processes on one machine, started by a launcher; 1 without one.
+        processes: number of processes that a launcher starts on one machine; 1 without a launcher.
     """
 
     method: str
@@ -200,7 +194,7 @@ class Command:
         return None if spec is None else spec.default
 
     def given(self, name: str) -> Any:
-        """Return the given value, or None."""
+        """Return the value given for an argument; None if there is none."""
         return self.values[name].value if name in self.values else None
 
     @property
@@ -210,14 +204,14 @@ class Command:
 
     @property
     def rows(self) -> int:
-        """Rows of an optimizer step over all micro-batches and processes; the default if rows are `auto`."""
+        """Rows in an optimizer step over all micro-batches and processes; `auto` counts as the default batch size."""
         rows = self["per_device_train_batch_size"]
         rows = self.specs["per_device_train_batch_size"].default if rows == AUTO else rows
         return int(rows) * int(self["gradient_accumulation_steps"]) * self.processes
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Arguments whose value a plan of the machine chooses."""
+        """Arguments given as `auto`, whose value a plan for this machine chooses."""
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
     def of(self) -> Method:
@@ -226,49 +220,49 @@ class Command:
 
     def but(self, **values: Any) -> Command:
         """Return the command with other values; None restores the default."""
-        kept = {name: value for name, value in self.values.items() if values.get(name, value) is not None}
+        result = {name: value for name, value in self.values.items() if values.get(name, value) is not None}
         for name, value in values.items():
-            if value is not None and not (name in kept and kept[name].value == value):
-                kept[name] = Value(value)
-        return replace(self, values=kept)
+            if value is not None and not (name in result and result[name].value == value):
+                result[name] = Value(value)
+        return replace(self, values=result)
 
     def with_processes(self, count: int) -> Command:
         """Return the command for `count` processes on one machine."""
         return replace(self, processes=count)
 
     def tokens(self) -> tuple[str, ...]:
-        """Return the command line, after a launcher for several processes; with a file, that and the differences."""
+        """Return the words of the command line, with `torchrun` first if there are several processes."""
         command = ("isotype", self.method, *self.arguments())
         if self.processes > 1:
             command = ("torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m", *command)
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` for a command line that cannot name its file with `env`; else nothing."""
+        """Return `env NAME=VALUE …` if the file sets variables and the command line cannot name the file; else ()."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the command line behind `isotype METHOD`."""
-        kept: tuple[str, ...] = ()
+        """Return the words after `isotype METHOD`; of a command with a file, `--config` and what differs from it."""
+        config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
-            kept = ("--config", self.file.path)
+            config = ("--config", self.file.path)
             of_file = self.file.values
             changed = {
                 n: v for n, v in self.values.items() if n not in of_file or of_file[n].value != v.value
             }
             written = {**changed, **taken_back}
-        return (*kept, *(token for name, value in written.items() for token in self._written(name, value)))
+        return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults of values that the file has and the command lacks; None if one cannot be written."""
+        """Return the default of each argument that only the file sets; None if a default cannot be written as a word."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
-        speakable = all(value is not None or self.specs[name].none for name, value in defaults.items())
-        return {name: Value(value) for name, value in defaults.items()} if speakable else None
+        writable = all(value is not None or self.specs[name].none for name, value in defaults.items())
+        return {name: Value(value) for name, value in defaults.items()} if writable else None
 
     def _written(self, name: str, value: Value) -> tuple[str, ...]:
         words = value.words()
@@ -277,7 +271,7 @@ class Command:
         return (f"--{name}", *words)
 
     def to_yaml(self) -> str:
-        """Return the command as the shortest equivalent file for `--config`, by topics."""
+        """Return the command as the shortest equivalent file for `--config`, in the order of `specs`."""
         import yaml
 
         ordered = [
@@ -297,20 +291,18 @@ class Command:
         )
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
-        """Return the arguments whose values differ -> (this one's, the other's)."""
+        """Return (this command's value, the other command's value) by name for the arguments whose values differ."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Return the command with a compute dtype set by one argument; None: as the checkpoint was trained."""
+    """Return the command with `--dtype` alone for its compute dtype; None: the dtype the checkpoint was trained in."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
-    # A flag of a file is switched off: beside the dtype, that rules out nothing else.
-    values: dict[str, Any] = {
-        name: False if name in of_file and dtype is not None else None for name in ("bf16", "fp16")
-    }
-    values["dtype"] = dtype
+    values: dict[str, Any] = {"dtype": dtype}
+    for flag in ("bf16", "fp16"):
+        values[flag] = False if flag in of_file and dtype is not None else None
     if isinstance(init, Mapping):
         config = init.get("quantization_config")
         rest = {key: value for key, value in init.items() if key not in ("dtype", "torch_dtype")}
@@ -321,12 +313,12 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Return the command with a base storage set by one argument; None: the compute dtype."""
+    """Return the command with `--quantization` alone for the base's storage; None: stored in the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None if memory is None else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 
-def here(command: Command, present: bool) -> Command:
-    """Return the command for the judged device, named only if it is in this machine."""
+def without_absent_device(command: Command, present: bool) -> Command:
+    """Return the command, without `--device` if the checked device is not present in this machine."""
     return command if present or "device" not in command else command.but(device=None)

@@ -1,4 +1,4 @@
-"""Parse a training command from a command line, a file of `--config` or keywords; each value is judged once."""
+"""Parse a training command from a command line, a file of `--config` or keywords; each value is checked once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument
 from isotype.train.command.command import Command, ConfigFile, Value, specs
-from isotype.train.dialects.translate import in_own_names
+from isotype.train.dialects.translate import in_isotype_names
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
@@ -32,27 +32,28 @@ def parse_command(
     argv: Sequence[str] = (),
     keywords: Mapping[str, Any] | None = None,
     *,
-    own: Callable[[argparse.ArgumentParser], None] | None = None,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     model: str | None = None,
     positional: bool = False,
-    judge: Callable[[argparse.Namespace], list[Problem]] = lambda own: [],
+    problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
     """Return the command, and the caller's own arguments; a flag wins over a keyword, a keyword over the file.
 
     Args:
         keywords: values by argument name; None counts as not given.
-        own: adds arguments of the caller (`check`, `plan`), which win over a training's of the same name.
+        add_arguments: adds the caller's own arguments (of `check`, `plan`) to the parser, in place of training
+            arguments of the same name.
         model: a model that was named before all flags.
-        positional: a model may follow without a flag.
-        judge: returns the problems of the caller's own arguments.
+        positional: True if a model may follow the flags without a flag of its own.
+        problems_of: returns the problems of the caller's own arguments.
 
     Raises:
         UsageError: an unknown argument, a wrong value, an unreadable file: all problems at once.
     """
-    parser, mine = _kept_parser(method, prog or f"isotype {method}", own)
-    given, stray = parser.parse_known_args(list(argv))
-    typed = vars(given)
+    parser, mine = _cached_parser(method, prog or f"isotype {method}", add_arguments)
+    namespace, stray = parser.parse_known_args(list(argv))
+    typed = vars(namespace)
     problems = list(parser.problems)
     if model is None and positional and len(stray) == 1 and not stray[0].startswith("-"):
         model = stray.pop()
@@ -63,7 +64,7 @@ def parse_command(
             near = difflib.get_close_matches(model.lower(), METHODS, n=1)
             fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
             problems.append(Problem(f"{model} and --model_name_or_path", "one model", fix))
-        values.pop("model_name_or_path", None)  # a flag wins over the file, and so does a model without one
+        values.pop("model_name_or_path", None)  # it wins over the file, as a flag does
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
     for name, value in (keywords or {}).items():
         if value is not None and name not in mine:
@@ -71,13 +72,18 @@ def parse_command(
     for name, words in typed.items():
         if name not in mine and name != "config":
             problems += _add(values, method, name, *_typed(words))
-    if own is None and "model_name_or_path" not in values and stray and not stray[0].startswith("-"):
-        # A path or hub id without a name is most likely the model.
+    if (
+        add_arguments is None
+        and "model_name_or_path" not in values
+        and stray
+        and not stray[0].startswith("-")
+    ):
+        # A path or hub id without a flag is most likely the model.
         problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
     problems += parser.unknown(stray)
     ours = argparse.Namespace(**{name: typed[name] for name in mine if name in typed})
-    problems += judge(ours)
-    if own is not None and "model_name_or_path" not in values:
+    problems += problems_of(ours)
+    if add_arguments is not None and "model_name_or_path" not in values:
         expected = "a model, a training command with its arguments, or package.module:function"
         problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
     parser.refuse(problems)
@@ -88,7 +94,7 @@ def parse_command(
 
 
 def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
-    """Return a parsed value, its origin and its words."""
+    """Return an argument's value, its origin and the words typed after its name."""
     if words is _BARE:
         return True, "command line", ()
     if words is _NEGATED:
@@ -98,21 +104,21 @@ def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
 
 
 def _add(
-    values: dict[str, Value], method: str, name: str, given: Any, origin: str, words: tuple[str, ...] | None
+    values: dict[str, Value], method: str, name: str, raw: Any, origin: str, words: tuple[str, ...] | None
 ) -> list[Problem]:
-    known = specs(method)
-    if name not in known:
-        return [unknown_name(name, list(known))]
-    value, problem = known[name].read(given)
+    arguments = specs(method)
+    if name not in arguments:
+        return [unknown_name(name, list(arguments))]
+    value, problem = arguments[name].read(raw)
     if problem is not None:
         return [problem]
-    values.pop(name, None)  # what is given again stands where it was given last
+    values.pop(name, None)  # so that an argument given again is written where it was given last
     values[name] = Value(_object(name, value), words, origin)
     return []
 
 
 def _object(name: str, value: Any) -> Any:
-    """Parse a JSON object; other texts are unchanged, to be judged with all values."""
+    """Parse the text of a JSON object; any other value is returned unchanged, for `_check_json` to refuse."""
     if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -122,12 +128,15 @@ def _object(name: str, value: Any) -> Any:
 
 
 def _parser(
-    method: str, prog: str, own: Callable[[argparse.ArgumentParser], None] | None
+    method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return a parser whose training arguments stay texts and exist only if typed, and the names of the caller's own."""
+    """Return the parser of a training command, and the names of the caller's own arguments.
+
+    Values of training arguments stay texts; the parsed namespace lacks the arguments that were not typed.
+    """
     parser = Parser(prog=prog, add_help=False)
-    if own is not None:
-        own(parser)
+    if add_arguments is not None:
+        add_arguments(parser)
     mine = frozenset(parser.dests())
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", **hidden)
@@ -144,12 +153,12 @@ def _parser(
     return parser, mine
 
 
-_kept_parser = functools.lru_cache(maxsize=32)(_parser)
-"""Parsers that have been built: a command is parsed several times, and its hundreds of arguments take milliseconds."""
+_cached_parser = functools.lru_cache(maxsize=32)(_parser)
+"""`_parser` with a cache: a command is parsed several times, and adding its hundreds of arguments takes milliseconds."""
 
 
 def training_parser(method: str) -> Parser:
-    """Return the parser of a training command alone, for the long help."""
+    """Return the parser of a training command with its description and help texts, for `--help-all`."""
     parser = _parser(method, f"isotype {method}", None)[0]
     parser.usage = f"isotype {method} --model_name_or_path MODEL --dataset_name DATA [flags]"
     title = METHODS[method].title
@@ -171,7 +180,7 @@ def _check_json(argument: Argument, value: Any) -> None:
         return
     try:
         json.loads(value)
-        wrong = "it is no object"
+        wrong = "not an object"
     except (TypeError, ValueError, RecursionError) as error:
         wrong = str(error)
     what = f"--{argument.name} {value}: {wrong}"
@@ -184,7 +193,7 @@ def _check_json(argument: Argument, value: Any) -> None:
 def read_config(path: str, method: str) -> ConfigFile:
     """Read a file of `name: value` lines, isotype's or another trainer's, and set the variables of its `env`."""
     content, lines = _mapping(path)
-    content, problems = in_own_names(content, method, path)
+    content, problems = in_isotype_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)
@@ -197,8 +206,8 @@ def read_config(path: str, method: str) -> ConfigFile:
         if value is not None:
             at = f"{path}:{lines[name]}" if name in lines else path
             problems += [
-                Problem(f"{each.given} ({at})", each.expected, each.fix)
-                for each in _add(values, method, name, value, at, None)
+                Problem(f"{problem.given} ({at})", problem.expected, problem.fix)
+                for problem in _add(values, method, name, value, at, None)
             ]
     if problems:
         raise UsageError(f"invalid values in {path}", problems)

@@ -16,10 +16,10 @@ from isotype.train.command.command import Command
 FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 Claim = tuple[str, str]
-"""(an argument in the user's words, the dtype or format that it requests)."""
+"""(an argument as the user wrote it, the dtype or format that it requests)."""
 
 _ONE_DTYPE = "one compute dtype (in isotype, --dtype names it and the weights follow)"
-_NO_CAST = "leave it out: it would cast the masters too, and evaluation runs in the compute dtype anyway"
+_NO_CAST = "leave it out: it would cast the master weights, too; evaluation runs in the compute dtype anyway"
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
@@ -49,7 +49,7 @@ def read_precision_request(command: Command) -> PrecisionRequest:
 
 
 def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization of `--model_init_kwargs`, in the names of `BitsAndBytesConfig`."""
+    """Return the quantization in `--model_init_kwargs`, by the field names of `BitsAndBytesConfig`."""
     config = init.get("quantization_config")
     flat = {key: init[key] for key in ("load_in_4bit", "load_in_8bit") if init.get(key)}
     return {**flat, **config} if isinstance(config, dict) else flat
@@ -127,4 +127,4 @@ def _other_problems(command: Command) -> Iterator[Problem]:
     if memory is not None and command["quantization"] != MIXED:
         what = f"--base_memory {memory} without --quantization mixed"
         fix = "add --quantization mixed, or leave it out"
-        yield Problem(what, "layers whose format it decides", fix)
+        yield Problem(what, "--quantization mixed, whose formats it limits", fix)

@@ -1,6 +1,6 @@
 """TRL's dataclasses of a training command, and its precision request.
 
-They are built from final values; none of their attributes is set afterwards.
+The dataclasses are built from final values; none of their attributes is set once `Settings` holds them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """A command and the dataclasses of its trainer; immutable, `but` returns a changed copy.
+    """A command and the dataclasses of its trainer. Immutable: `but` returns a changed copy.
 
     Attributes:
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
-        sharding: of the model over processes; None if not sharded.
-        start: the adapter to train further, on whose base `model` is set; None for a new one.
-        auto_checkpointing: choose gradient checkpointing by the step's estimated memory; `training` then has it on.
-        decided: values chosen by the run in place of the command's, by name.
+        sharding: how the model is sharded over processes; None if it is not sharded.
+        start: the adapter to train further, whose base model `model` names; None for a new adapter.
+        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing, which is switched
+            on in `training` until then.
+        decided: values by argument name that the run has chosen in place of the command's.
     """
 
     command: Command
@@ -60,10 +61,10 @@ class Settings:
         return self.command.of()
 
     def but(self, **values: Any) -> Settings:
-        """Return the settings with values that a run decides, without names that the method's dataclasses lack."""
+        """Return the settings with values that the run has decided; names that no dataclass of the method has are dropped."""
         decided = {**self.decided, **values}
-        made = dict(zip(HOLDERS, _made(self.command, decided), strict=True))
-        return replace(self, extra=made.pop("isotype"), decided=decided, **made)
+        parts = dict(zip(HOLDERS, _built(self.command, decided), strict=True))
+        return replace(self, extra=parts.pop("isotype"), decided=decided, **parts)
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
@@ -82,13 +83,13 @@ def settings_of(command: Command) -> Settings:
         hint = f"isotype {command.method} --help lists the arguments"
         raise UsageError("invalid arguments", problems, hint)
     require_names(command.of())
-    script, training, model, dataset, extra = _made(command, {})
+    script, training, model, dataset, extra = _built(command, {})
     given = command.given
     refused = frozenset(name for flag, name in FLAGS if given(flag) is False)
     precision = read_precision_request(command)
-    # Who configures how activations are saved asks for it.
-    says_how = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
-    auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not says_how
+    # An argument that configures checkpointing or offloads activations decides, too.
+    configured = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
+    auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
     return Settings(
         command, script, training, model, dataset, extra, precision, refused, auto_checkpointing=auto
     )
@@ -98,23 +99,22 @@ def _incomplete(command: Command) -> Iterator[Problem]:
     if command["model_name_or_path"] is None:
         yield Problem("no --model_name_or_path", MODELS, "--model_name_or_path MODEL")
     if "tokens_per_step" in command:
-        given = f"--tokens_per_step {command['tokens_per_step']}"
-        yield Problem(
-            given, "rows that a plan chooses", "add --per_device_train_batch_size auto, or leave it out"
-        )
+        what = f"--tokens_per_step {command['tokens_per_step']}"
+        fix = "add --per_device_train_batch_size auto, or leave --tokens_per_step out"
+        yield Problem(what, "a batch size that the plan chooses", fix)
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return given values, the run's decisions, isotype's defaults and values implied by them, by name."""
+    """Return by name: given values, the run's decisions, isotype's defaults, and values that these imply."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
     values |= {name: value.value for name, value in command.values.items()}
     values |= decided
-    # transformers refuses bf16 on some machines while it parses; what the flags ask for is judged by the policy. TRL refuses 8 bits
-    # beside 4, alone; they are judged with all that is said about precision.
+    # The constructors of transformers and TRL would refuse bf16 on some machines, and 8 bits beside 4, with an error of their own;
+    # `read_precision_request` checks all arguments about precision together.
     values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
-    # On a machine without an accelerator, accelerate connects processes only if they ask for the CPU.
+    # On a machine without an accelerator, accelerate connects processes only with `use_cpu`.
     on_cpu = values.get("use_cpu") or (processes() > 1 and not torch.accelerator.is_available())
     if on_cpu and values.get("device", "auto") == "auto":
         values["device"] = "cpu"
@@ -123,13 +123,13 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     values |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
     profile = device_profile(values.get("device", "auto")) if values.get("tf32") else None
     if profile is not None and not profile.present:
-        values["tf32"] = None  # transformers would ask the machine at hand; NVIDIA GPUs with bfloat16 have it
+        values["tf32"] = None  # transformers would check the GPU of this machine
         if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
             expected, fix = "an NVIDIA GPU of compute capability 8.0 or higher", "leave --tf32 out"
             raise UsageError.of("invalid arguments", f"--tf32 True on {profile.title}", expected, fix)
     for name in (f"{name}_kwargs" for name in RECOMPUTE):
         if isinstance(values.get(name), dict):
-            # torch takes the other kind where nothing is said, transformers this one where nothing else is given.
+            # transformers has this default only if no other keyword is given; torch's own default is True.
             values[name] = {"use_reentrant": False, **values[name]}
     implied = {name: v for name, v in _implied(command, values).items() if values.get(name) in (None, "")}
     return {**values, **implied, "disable_tqdm": True}
@@ -137,20 +137,20 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     model = str(values.get("model_name_or_path", "model"))
-    # Not the stem: "Qwen3-0.6B" has no suffix.
+    # Not `Path.stem`: ".6B" in "Qwen3-0.6B" is no suffix.
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
     implied: dict[str, Any] = {
         "output_dir": str(Path("runs") / f"{command.method}-{name}"),
-        # The trainer would ask in every micro-batch, and wait for the answer, whether its loss is finite, to leave it out of what it
-        # logs; isotype ends a run before the update that such a loss would make.
+        # The filter makes the host wait for the loss of every micro-batch, to leave losses that are not finite out of the log;
+        # isotype ends a run before the update by such a loss.
         "logging_nan_inf_filter": False,
     }
     init = values.get("model_init_kwargs")
     if isinstance(init, Mapping) and "revision" in init:
         implied["model_revision"] = init["revision"]
-    # As many as are trained on, where transformers takes 8: of prompts (GRPO, RLOO), whole groups of completions.
+    # The training's batch size instead of transformers' 8; for GRPO and RLOO rounded up to whole groups of completions.
     group = command["num_generations_eval"] or command["num_generations"] or 1
-    rows = max(1, command["per_device_train_batch_size"])  # a wrong number is reported once
+    rows = max(1, command["per_device_train_batch_size"])  # a number below 1 is reported elsewhere
     implied["per_device_eval_batch_size"] = -(-rows // group) * group
     if values.get("eval_split") is not None:
         implied["eval_strategy"] = "steps"
@@ -161,15 +161,16 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     return implied
 
 
-def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
+def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
     """Return TRL's dataclasses and isotype's, in the order of `HOLDERS`."""
     kinds = (*command.of().dataclass_types(), IsotypeArguments)
-    held = {each.name for kind in kinds for each in fields(kind) if each.init}
-    if absent := [name for name in command.values if name not in held]:
-        here = f"transformers {version('transformers')} and trl {version('trl')}"
-        newer = f"an argument of the installed {here}"
+    names = {item.name for kind in kinds for item in fields(kind) if item.init}
+    if absent := [name for name in command.values if name not in names]:
+        expected = (
+            f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
+        )
         fix = "leave it out, or install newer ones"
-        raise UsageError("invalid arguments", [Problem(f"--{name}", newer, fix) for name in absent])
+        raise UsageError("invalid arguments", [Problem(f"--{name}", expected, fix) for name in absent])
     try:
         script, training, model, dataset, extra = _constructed(kinds, command, decided)
     except (ValueError, TypeError, OSError, OverflowError) as error:
@@ -177,9 +178,9 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
         message = one_line(error)
         named = {name: command[name] for name in command.specs} | _values(command, decided)
         works = partial(_works_without, kinds, command, decided)
-        cures = [f"--{name}" for name in sorted(command.values) if works(name)]
         fix = cure_by_name(message, command.values, named, f"isotype {command.method}")
-        fix = f"leave {' or '.join(cures)} out" if cures else fix
+        if cures := [f"--{name}" for name in sorted(command.values) if works(name)]:
+            fix = f"leave {' or '.join(cures)} out"
         conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
         raise UsageError("invalid arguments", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
@@ -187,7 +188,7 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
         headline = "an argument needs a package that is not installed"
         what = f"no package {lacking[1]}" if lacking else str(error)
         raise UsageError.of(headline, what, "the package", "install it, or leave the argument out") from error
-    # What the constructors refuse, or make otherwise.
+    # Values that the constructors would refuse or change.
     for name in _COMPLETED & decided.keys():
         setattr(training, name, decided[name])
     train_on_first_gpu(training)
@@ -197,22 +198,22 @@ def _made(command: Command, decided: Mapping[str, Any]) -> list[Any]:
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes of transformers' TrainingArguments that a policy decides; its constructor checks the machine for them."""
+"""Attributes of transformers' TrainingArguments by the policy; the constructor would check that this machine has bf16."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:
     values = _values(command, decided)
     specs = command.specs
-    made = []
+    built = []
     for kind, holder in zip(kinds, HOLDERS, strict=True):
-        names = {each.name for each in fields(kind) if each.init and each.name in values}
-        own = {name: values[name] for name in names if name in specs and specs[name].holder == holder}
-        made.append(kind(**copy.deepcopy(own)))  # transformers changes the objects that it gets
-    return made
+        names = {item.name for item in fields(kind) if item.init and item.name in values}
+        arguments = {name: values[name] for name in names if name in specs and specs[name].holder == holder}
+        built.append(kind(**copy.deepcopy(arguments)))  # transformers changes the objects that it gets
+    return built
 
 
 def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], name: str) -> bool:
-    """Return True if TRL's dataclasses accept the values with one of them at its default."""
+    """Return True if the dataclasses can be built once the argument `name` has its default."""
     try:
         _constructed(kinds, command.but(**{name: None}), decided)
     except (ValueError, TypeError, OSError, ImportError, OverflowError):
@@ -221,7 +222,7 @@ def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str,
 
 
 def target_modules(value: Any) -> Any:
-    """Return `--lora_target_modules` as PEFT takes it: plain names as a list; `all-linear` and regexes unchanged.
+    """Return `--lora_target_modules` for PEFT: names as a list; `all-linear` and regular expressions as a string.
 
     TRL makes a string of a one-element list, and PEFT reads a string as a regex of the whole module name.
     """
@@ -231,10 +232,10 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix from the arguments that a message names: omit the explicit ones, change others."""
+    """Return a fix for a library's `message`: leave out the given arguments that it names, change the others."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
-    # A library writes "Packing": a plain word names the argument only if it was given.
+    # A word such as "Packing" in a library's message means the argument only if that was given.
     named = named or [name for name in explicit if re.search(rf"\b{name}\b", message, re.IGNORECASE)]
     out = [f"--{name}" for name in named if name in explicit]
     other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]

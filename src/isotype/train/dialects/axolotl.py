@@ -1,16 +1,16 @@
-"""axolotl's names that its table cannot express: the method, the rows, intervals of saving and evaluation."""
+"""Names of axolotl that need code besides tables.yaml: the method, the rows, and intervals of saving and evaluation."""
 
 from __future__ import annotations
 
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import FRAME, Reader, Rows, speaks, tables, use_rows
 
-_CUT = "not done: rows that are longer are dropped; here they are cut"
+_CUT = "not done: longer rows are not dropped but cut"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 
 def method_of(reader: Reader) -> str | None:
-    """Return the training command of the file; None for a method that isotype lacks."""
+    """Return the training method of the file; None for a method that isotype lacks."""
     rl, methods = reader.get("rl"), tables()["axolotl"]["methods"]
     if reader.get("process_reward_model"):
         reader.refuse("process_reward_model", "a reward for whole answers", "isotype reward")
@@ -18,12 +18,12 @@ def method_of(reader: Reader) -> str | None:
     if rl is not None and str(rl) not in methods:
         reader.refuse("rl", f"one of {', '.join(methods)}", "choose one of these: isotype has no other")
         return None
-    own = "reward" if reader.get("reward_model") else "sft"
-    return own if rl is None else str(methods[str(rl)])
+    supervised = "reward" if reader.get("reward_model") else "sft"
+    return supervised if rl is None else str(methods[str(rl)])
 
 
 def topics(reader: Reader) -> None:
-    """Settle names that need arithmetic or the rows."""
+    """Settle names whose translation needs arithmetic or the description of the rows."""
     whole = reader.typed("batch_size", "a number above 0", None)
     micro = reader.typed("micro_batch_size", "a number above 0", 1)
     if whole and not reader.get("gradient_accumulation_steps"):
@@ -48,18 +48,18 @@ def _intervals(reader: Reader) -> None:
         **steps if every else {"save_strategy": reader.get("save_strategy", "epoch")},
     )
     names = "eval_steps evals_per_epoch eval_strategy evaluation_strategy"
-    if held := reader.typed("val_set_size", "a number above 0", None):
+    if share := reader.typed("val_set_size", "a number above 0", None):
         every = reader.get("eval_steps") or _share(reader, "evals_per_epoch")
         strategy = reader.get("eval_strategy", reader.get("evaluation_strategy"))
-        steps = {"eval_steps": every}  # the strategy where rows are held back
+        steps = {"eval_steps": every}  # `steps` is the default strategy with --eval_split
         reader.use(names, **steps if every and strategy != "no" else {"eval_strategy": strategy or "epoch"})
-        reader.use("val_set_size", eval_split=held)
+        reader.use("val_set_size", eval_split=share)
     reader.note("no effect: no rows are held back", names)
     reader.use("val_set_size")
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Return events per epoch as a share of all steps; None for an epoch or more."""
+    """Return the interval for `name`, events per epoch, as a share of all steps; None if it is the whole training."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
@@ -89,7 +89,7 @@ def _rows(reader: Reader) -> None:
 
 def _data_set(inner: Reader) -> list[Rows]:
     kind, path, method = inner.get("type"), inner.typed("path", "text", None), inner.method
-    texts, chats = (tables()[each].get(method, "").split() for each in ("texts", "chats"))
+    texts, chats = (tables()[kinds].get(method, "").split() for kinds in ("texts", "chats"))
     if kind in texts:
         shape, columns = "text", {"text": [inner.get("field", inner.get("text_column", "text"))]}
     elif kind in chats:
@@ -108,7 +108,7 @@ def _data_set(inner: Reader) -> list[Rows]:
 
 
 def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """Return the columns of prompts and answers by the type of the rows; empty if the type is unknown."""
+    """Return the columns of prompts and answers by the type of the rows; empty for an unknown type."""
     fields = tables()["fields"][inner.method].split()
     if any(name.startswith("type.field_") for name in inner.given):
         named = {name: [inner.get(f"type.field_{name}", name)] for name in fields}

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's names that its table cannot express: the stage, and the data sets of dataset_info.json."""
+"""Names of LLaMA-Factory that need code besides tables.yaml: the stage, and the data sets of dataset_info.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import Reader, Rows, speaks, tables, use_rows
 
-_JOINED = "not done: one line break between an instruction and its input, which are the prompt; an empty line is there"
+_JOINED = (
+    "not done: a line break between an instruction and its input; the prompt has an empty line between them"
+)
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _FIX = "write them with isotype's columns (docs/training.md, Data), and give --dataset_name"
@@ -17,7 +19,7 @@ _LANGUAGE = "lora_target: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_pro
 
 
 def method_of(reader: Reader) -> str | None:
-    """Return the training command of the file; None for a stage that isotype lacks."""
+    """Return the training method of the file; None for a stage that isotype lacks."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
         fix = "isotype grpo and rloo train by rewards, from a file of their own"
@@ -27,10 +29,10 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Settle names that need arithmetic or the rows."""
+    """Settle names whose translation needs arithmetic or the description of the rows."""
     for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
         if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
-            reader.use(name, **{ours: [each.strip() for each in listed.split(",")]})
+            reader.use(name, **{ours: [module.strip() for module in listed.split(",")]})
     if (
         reader.values.get("use_peft")
         and not reader.get("adapter_name_or_path")
@@ -47,17 +49,17 @@ def topics(reader: Reader) -> None:
 def _rows(reader: Reader) -> None:
     names = reader.get("dataset", [])
     names = names.split(",") if isinstance(names, str) else reader.typed("dataset", "a list", [])
-    names = [str(each).strip() for each in names]
+    names = [str(name).strip() for name in names]
     info, root = _info(reader, names) if names else (None, Path())
-    rows = [each for name in names if info for each in _data_set(reader, name, info.get(name), root)]
+    rows = [row for name in names if info for row in _data_set(reader, name, info.get(name), root)]
     use_rows(reader, "dataset dataset_dir max_samples", rows, "train_on_prompt")
     if reader.get("streaming"):
         reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})
     towers = ("vision_tower", "multi_modal_projector")
     parts = {part: reader.given.get(f"freeze_{part}", True) for part in towers}
     language = reader.given.get("freeze_language_model", False)
-    seen = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
-    if seen and (any(parts.values()) or language):
+    pictures = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
+    if pictures and (any(parts.values()) or language):
         whole = reader.get("finetuning_type") == "full"
         fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
         if whole or language or reader.get("lora_target", "all") == "all":
@@ -68,7 +70,10 @@ def _rows(reader: Reader) -> None:
 
 
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
-    """Return the content of dataset_info.json and its folder, searched here, then in the file's folder; or None."""
+    """Return the content of dataset_info.json and its folder; (None, folder) if it cannot be read.
+
+    It is searched in the working directory, then in the folder of the configuration file.
+    """
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):
         return where, Path()
@@ -100,17 +105,16 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
     columns, tags = about.get("columns", _COLUMNS), about.get("tags", {})
     shared = about.get("formatting", "alpaca") != "alpaca"
     mapped = _columns(reader, columns, shared, bool(about.get("ranking")))
-    unread = [
-        each for each in ("videos", "audios", *(() if shared else ("system", "history"))) if columns.get(each)
-    ]
+    unsupported = ("videos", "audios", *(() if shared else ("system", "history")))
+    unread = [column for column in unsupported if columns.get(column)]
     keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     if path is None or about.get("folder"):
         expected = f"hf_hub_url or file_name in {info}, without a folder"
         reader.refuse(where, expected, "download it, and give file_name")
     elif mapped is None or unread:
-        held = "conversations" if shared else "prompts and answers"
-        held = f"columns {', '.join(unread)}" if unread else held
-        reader.refuse(f"{where}: {held}", f"rows that isotype {reader.method} reads", _FIX)
+        content = "conversations" if shared else "prompts and answers"
+        content = f"columns {', '.join(unread)}" if unread else content
+        reader.refuse(f"{where}: {content}", f"rows that isotype {reader.method} reads", _FIX)
     elif shared and not (
         keys in (("from", "value"), ("role", "content"))
         and speaks({role: tags[tag] for role, tag in _TAGS.items() if tag in tags})
@@ -131,7 +135,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
 def _columns(
     reader: Reader, columns: dict[str, str], shared: bool, ranking: bool
 ) -> dict[str, list[str]] | None:
-    """Return isotype's columns -> the data set's; None if the method cannot use such rows."""
+    """Return the data set's columns by isotype's name; None if the method cannot train on such rows."""
 
     def of(*names: str) -> list[str]:
         return [columns[name] for name in names if columns.get(name)]

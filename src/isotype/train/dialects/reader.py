@@ -1,4 +1,4 @@
-"""Reader of another trainer's file: each name is used, noted with its effect, or refused, by tables.yaml."""
+"""Reader of another trainer's file: by tables.yaml, each name is translated, noted as unused, or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""Effect of a name without a request."""
+"""Note on names whose value requests nothing."""
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -32,7 +32,7 @@ _REMOVE = "remove it from the file to train without it"
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return tables.yaml, the meanings of other trainers' names."""
+    """Return the content of tables.yaml: the meanings of other trainers' names."""
     text = resources.files("isotype.train.dialects").joinpath("tables.yaml").read_text(encoding="utf-8")
     content: dict[str, Any] = yaml.safe_load(text)
     return content
@@ -53,10 +53,10 @@ class Reader:
     """A file of another trainer, or a part of it, during translation.
 
     Attributes:
-        given: name -> value; `group.name` for a group of names.
-        values: isotype's names -> values.
-        used: name of the file -> isotype's names; none if isotype always does it.
-        notes: effect on other names -> these names.
+        given: the values of the file by name; a name in a group is `group.name`.
+        values: the translated values by isotype's name.
+        used: for each translated name, isotype's names; empty if isotype always does what the name requests.
+        notes: for each effect, the names of the file that have this effect instead of a translation.
     """
 
     table: str
@@ -74,16 +74,16 @@ class Reader:
         given: dict[str, Any] = {}
         for name, value in content.items():
             grouped = isinstance(value, dict) and value and name in tables()[table]["groups"].split()
-            given |= {f"{name}.{key}": each for key, each in value.items()} if grouped else {str(name): value}
+            given |= {f"{name}.{key}": item for key, item in value.items()} if grouped else {str(name): value}
         return cls(table, method, folder, given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a name; `default` if it is missing or empty."""
+        """Return the value of a name of the file; `default` if the name is missing or empty."""
         value = self.given.get(name)
         return default if value is None or value in ("", [], {}) else number(value)
 
     def typed(self, name: str, kind: Kind, default: Any) -> Any:
-        """Return the value of a name, `default` if missing; refuse a value of another kind."""
+        """Return the value of a name; `default` if the name is missing, or its value is refused for another kind."""
         value = self.get(name)
         if value is None or value is False:
             return default
@@ -98,27 +98,27 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Translate `names` (if given) into arguments of isotype; none if isotype always does it."""
+        """Settle `names` as translated into `ours`, arguments of isotype; none if isotype always does what they request."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Note the effect of names that are not used."""
+        """Settle `names` as not translated, with a note on the effect of this."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Refuse a name, or `name: its fault`."""
+        """Add the problem of a name; `what` is the name, or the name with its fault after a colon."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
         self._settled.add(name)
 
     def absorb(self, inner: Reader, prefix: str) -> None:
-        """Add the results of a part of the file, with `prefix` before its names."""
+        """Add the results of `inner`, a reader of a part of the file, with `prefix` before the names."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
@@ -127,7 +127,7 @@ class Reader:
         ]
 
     def apply_rules(self) -> None:
-        """Settle names that have a joint meaning."""
+        """Settle names whose meaning depends on other names, by the rules of the table."""
         for rule in tables()[self.table]["rules"]:
             names = rule.get("use", rule.get("names", ""))
             ours, more = self._filled(rule.get("as", {})), self._filled(rule.get("add", {}))
@@ -147,7 +147,7 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Settle all other names by the table, and drop what the method has no argument for."""
+        """Settle all other names by the table, and drop values that the method has no argument for."""
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
@@ -161,7 +161,7 @@ class Reader:
                     del self.used[name]
 
     def text(self) -> str:
-        """Describe the used names and the effect on the others."""
+        """Return lines for the user: the number of translated names, and the notes on the others."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
         return "\n".join([f"{title}'s file: {len(self.used)} of its names are used; of the others:", *lines])
@@ -191,17 +191,17 @@ class Reader:
             self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
 
     def _open(self, names: str) -> list[str]:
-        """Return the given, unsettled names among names and patterns."""
-        asked = names.split()
+        """Return the names of the file that match `names` (names or patterns) and are not settled."""
+        patterns = names.split()
         return [
             name
             for name in self.given
-            if name not in self._settled and any(fnmatchcase(name, each) for each in asked)
+            if name not in self._settled and any(fnmatchcase(name, pattern) for pattern in patterns)
         ]
 
     def _holds(self, name: str, wanted: Any) -> bool:
         if "*" in name:
-            return any(fnmatchcase(each, name) for each in self.given)
+            return any(fnmatchcase(item, name) for item in self.given)
         value = self.values.get(name[1:]) if name.startswith("=") else self.get(name)
         if wanted == "*":
             return value is not None and value is not False
@@ -213,9 +213,9 @@ class Reader:
 
     def _filled(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: self._filled(each) for name, each in value.items()}
+            return {name: self._filled(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [self._filled(each) for each in value]
+            return [self._filled(item) for item in value]
         if not isinstance(value, str) or not value.startswith("$"):
             return value
         name, _, other = value[1:].partition("|")
@@ -230,8 +230,8 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 def _fate(table: str, name: str) -> tuple[str, str]:
     """Return the kind (idle, differs, refused) and text of a name, or ("", ""); an exact name wins over a pattern."""
-    found = [each for each in _listed(table) if fnmatchcase(name, each[2])]
-    kind, text, _ = next((each for each in found if each[2] == name), found[0] if found else ("", "", ""))
+    entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
+    kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
 
 
@@ -240,7 +240,7 @@ def _known(table: str) -> list[str]:
 
 
 def number(value: Any) -> Any:
-    """Convert a number that YAML reads as text (`2e-5`); other values are unchanged."""
+    """Convert a number that YAML reads as text (`2e-5`); return any other value unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
         return float(value) if re.search(r"[.eE]", value) else int(value)
     return value
@@ -251,7 +251,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-FRAME = "not done: words around an instruction and its input; they are the prompt, with an empty line between them"
+FRAME = (
+    "not done: words around an instruction and its input; the prompt is both, with an empty line between them"
+)
 _NATIVE = {"messages": ["conversations"]}
 _ALPACA = {name: list(sources) for name, sources in PRESETS["alpaca"].items()}
 
@@ -261,11 +263,12 @@ class Rows:
     """A data set.
 
     Attributes:
-        kind: what a row holds: chat, turns (a prompt and what follows, as text), text.
-        columns: the trainer's name -> the data set's names; several are joined.
-        name: of its configuration on the hub.
-        split: what is trained on, as `datasets` writes it (`train[:10%]`).
-        files: those of `path` that are read.
+        path: a file, a folder, or a hub id.
+        kind: content of a row: `chat`, `turns` (a prompt and its answer, as text) or `text`.
+        columns: for each column name of the trainer, the columns of the data set, which are joined.
+        name: configuration of the data set on the hub.
+        split: the rows to train on, in the notation of `datasets` (`train[:10%]`).
+        files: the files of `path` to read; None for all.
     """
 
     path: str
@@ -278,11 +281,11 @@ class Rows:
     @property
     def renamed(self) -> dict[str, list[str]]:
         """Columns whose names isotype cannot infer."""
-        told = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
-        return {} if told == _NATIVE else told
+        renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
+        return {} if renamed == _NATIVE else renamed
 
     def entry(self) -> dict[str, Any]:
-        """Entry of a `datasets` list."""
+        """Return this data set as an entry of a `datasets` list."""
         columns = {ours: theirs[0] if len(theirs) == 1 else theirs for ours, theirs in self.renamed.items()}
         split = None if self.split == "train" else self.split
         more = {
@@ -296,7 +299,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Translate `names` of a file into these data sets, and the name `whole` into targets on prompts."""
+    """Settle `names` as translated into the data sets `rows`, and `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
@@ -317,7 +320,7 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
 
 
 def _pairs(columns: Mapping[str, list[str]]) -> str | None:
-    """Return columns as one word of the command line; None if that is impossible."""
+    """Return columns as the value of `--columns`; None if they cannot be written so."""
     if columns == _ALPACA:
         return "alpaca"
     if any(len(theirs) > 1 or re.search("[,=]", theirs[0]) for theirs in columns.values()):
@@ -326,7 +329,7 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def speaks(roles: Mapping[str, Any]) -> bool:
-    """Return True if {role: its names in the rows} agrees with isotype's reading of these names."""
+    """Return True if isotype reads the names of each role in the rows as this role. `roles`: role -> names."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

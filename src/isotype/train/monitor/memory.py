@@ -1,4 +1,4 @@
-"""Peak memory of a process, or its device, during an optimizer step."""
+"""Peak memory of an optimizer step, and the part of float16's range that each block uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemoryMeter(Protocol):
     """The peak memory in use since `restart`."""
 
     def restart(self) -> None:
-        """Start again from the memory in use now."""
+        """Begin a new measurement with the memory in use now."""
 
     def peak(self) -> int:
         """Return the peak in bytes since `restart`."""
@@ -31,10 +31,10 @@ class MemoryMeter(Protocol):
 
 @contextmanager
 def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
-    """Measure memory during a run.
+    """Yield a meter of the memory of `device` during a run.
 
-    On CUDA, ROCm and XPU it is torch's count of allocated bytes on `device`, which misses no peak. Elsewhere it is
-    the resident size of this process, sampled every `SAMPLING_SECONDS` and at both ends, so shorter peaks are missed.
+    On CUDA, ROCm and XPU it reads torch's peak of allocated bytes. Elsewhere it samples the resident size of this
+    process every `SAMPLING_SECONDS` and at both ends, and misses shorter peaks.
     (The kernel's `ru_maxrss` cannot be reset, and includes the peak of loading.)
     """
     if device.type in ("cuda", "xpu"):
@@ -90,13 +90,13 @@ class _Resident:
 
 
 _EVERY = 50
-"""Steps between samples; fewer in short runs, for about twenty samples."""
+"""Most steps between two samples; short runs have about twenty samples."""
 
 
 class HeadroomMeter:
-    """Sampler of the largest magnitude of every block's output in the first micro-batch of some steps.
+    """Sampler of the largest magnitude of each block's output, in the first micro-batch of some steps.
 
-    No hooks are installed between samples.
+    Forward hooks are installed only for the sampled steps.
     """
 
     def __init__(self, model: nn.Module, steps: int) -> None:
@@ -104,7 +104,7 @@ class HeadroomMeter:
         self._blocks = {names[id(block)]: block for block in blocks_in(model, fewest=2)}
         self._every = min(_EVERY, max(1, steps // 20))
         self._handles: dict[str, Any] = {}
-        self._seen: dict[str, torch.Tensor] = {}
+        self._largest: dict[str, torch.Tensor] = {}
         self._samples: list[HeadroomSample] = []
         self._dtype = "float16"
 
@@ -117,15 +117,15 @@ class HeadroomMeter:
             }
 
     def end_step(self, step: int) -> None:
-        """Read the sample, the only synchronization with the device."""
+        """Read the sample of the step, if there is one; this synchronizes with the device."""
         self._leave()
-        if self._seen:
-            self._blocks = {name: block for name, block in self._blocks.items() if name in self._seen}
-            largest = torch.stack([self._seen[name].float() for name in self._blocks]).tolist()
+        if self._largest:
+            self._blocks = {name: block for name, block in self._blocks.items() if name in self._largest}
+            values = torch.stack([self._largest[name].float() for name in self._blocks]).tolist()
             # NaN follows an overflow.
-            values = (math.inf if math.isnan(value) else value for value in largest)
-            self._samples.append(HeadroomSample(step, tuple(values)))
-            self._seen.clear()
+            finite = (math.inf if math.isnan(value) else value for value in values)
+            self._samples.append(HeadroomSample(step, tuple(finite)))
+            self._largest.clear()
 
     def record(self) -> Headroom | None:
         """Return the samples so far; None for a model without blocks, or before the first sample."""
@@ -136,7 +136,7 @@ class HeadroomMeter:
     def _looking(self, name: str) -> Any:
         def look(block: nn.Module, args: Any, result: Any) -> None:
             if block is not self._blocks.get(name):
-                return  # the preflight's copy of the model
+                return  # a block of the copy that the preflight traces
             handle = self._handles.pop(name, None)
             if handle is None or not block.training:
                 return
@@ -144,7 +144,7 @@ class HeadroomMeter:
             value = result[0] if isinstance(result, (tuple, list)) else result
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 self._dtype = dtype_name(value.dtype)
-                self._seen[name] = torch.linalg.vector_norm(value.detach(), torch.inf)
+                self._largest[name] = torch.linalg.vector_norm(value.detach(), torch.inf)
 
         return look
 

@@ -1,4 +1,4 @@
-"""The current optimizer step of a trainer: it is filled, read, judged and run again here."""
+"""The current optimizer step of a trainer: its measurement, its check, and its repetition if it is not finite."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""The first value that is not finite in a step that was run again; or why it is unknown, "" if all were finite."""
+"""Result of a repeated step: the first value that is not finite, or why it is unknown ("" if all were finite)."""
 
 
 @dataclass
 class StepMeter:
-    """Measurement of a trainer's optimizer steps from `attach` to `detach`; callbacks receive neither batch nor loss.
+    """Measurement of a trainer's optimizer steps between `attach` and `detach`, for callbacks, which get no batch or loss.
 
     Args:
-        together: all processes read every step, in a collective. Otherwise (in a script) tokens are not counted, and
-            losses of several processes are combined only if the common norm is not finite, so that all judge alike
-            and no other step synchronizes.
-        memory: measures a step's memory, None: not measured.
-        signals: signals that asked this process to stop so far.
+        together: all processes read every step in a collective operation. Otherwise (in a script) tokens are not
+            counted, and the losses of several processes are combined only if the common norm is not finite: then all
+            processes decide alike, and no other step synchronizes.
+        memory: measures the memory of a step; None if it is not measured.
+        signals: the signals so far that asked this process to stop.
 
     Attributes:
         now: the current or last step.
@@ -56,19 +56,19 @@ class StepMeter:
         self._methods = steps_seen(self.trainer, self._around_step, self._around_loss, self._around_norm)
 
     def detach(self) -> None:
-        """Restore the trainer."""
+        """Restore the trainer's methods."""
         if self._methods is not None:
             self._methods.put_back()
         self._methods = None
 
     def begin(self, number: int, learning_rate: float = 0.0) -> None:
-        """Begin another optimizer step."""
+        """Begin an optimizer step."""
         self.now = Step(number, learning_rate)
         if self.memory is not None:
             self.memory.restart()
 
     def end(self) -> Step:
-        """End the step: record its duration, its memory, and a skipped update."""
+        """End the step: record its duration, its memory, and whether its update was skipped."""
         step = self.now
         step.seconds = time.perf_counter() - step.began
         step.memory_bytes = 0 if self.memory is None else self.memory.peak()
@@ -83,23 +83,23 @@ class StepMeter:
         return self.now
 
     def read(self) -> Step:
-        """Return the step with its values, read once: the only synchronization of a step."""
+        """Read the values of the step, once, and return it; the only synchronization with the device in a step."""
         step, accelerator = self.now, self.trainer.accelerator
         if step.is_read:
             return step
         self.launch().read()
         if not self.together and accelerator.num_processes > 1:
-            judged = step.grad_norm is not None and not math.isfinite(step.grad_norm)
+            broken = step.grad_norm is not None and not math.isfinite(step.grad_norm)
             loss = torch.tensor(step.loss, device=self.trainer.args.device)
-            step.loss = float(accelerator.reduce(loss, reduction="mean")) if judged else 0.0
+            step.loss = float(accelerator.reduce(loss, reduction="mean")) if broken else 0.0
         return step
 
     def ends(self, step: Step) -> str | None:
-        """Return what of a step ends the training, see `Verdict`; None if it may continue."""
+        """Return the reason why a step ends the training, see `Verdict`; None if the training may continue."""
         return self._verdict.of(step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale)
 
     def replay(self, step: Step) -> Replay:
-        """Run a step again, every micro-batch with its random states, and name the first operator that is not finite."""
+        """Run a step again, each micro-batch with its random states, and return the first result that is not finite."""
         trainer = self.trainer
         if not step.batches:
             return "its batch was not seen"
@@ -117,7 +117,7 @@ class StepMeter:
         try:
             with batches_as_they_are(trainer):
                 return first_nonfinite(trainer.model, losses, named, step.scale, stop=alone) or ""
-        except Exception as error:  # noqa: BLE001 - the run's own error is reported in any case, and this beside it
+        except Exception as error:  # noqa: BLE001 - reported beside the error that ends the run
             return f"{type(error).__name__}: {first_line(error)}"
 
     def _around_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class StepMeter:
         return method(model, inputs, *args, **kwargs)
 
     def _around_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The Trainer comes here once a step, with gradients unscaled; what it returns is the norm before clipping.
+        # The Trainer calls this once per step, with unscaled gradients, for the norm before clipping.
         self.now.grad_norm = method(*args, **kwargs)
         return self.now.grad_norm
 
@@ -147,30 +147,29 @@ def not_finite(
     headline: str,
     arguments: Any,
     step: int,
-    seen: Mapping[str, object],
+    measured: Mapping[str, object],
     checkpoint: Path | None,
     replay: Replay | None = None,
     script: bool = False,
     pictures: bool = False,
 ) -> TrainingError:
-    """Return the error that ends a run.
+    """Return the error that ends a run whose loss, gradients or weights are not finite.
 
     Args:
-        seen: measurements of that step, by name.
-        checkpoint: the complete one to resume from, None if there is none.
-        replay: result of running the step again, None if not tried.
-        script: the trainer belongs to a user's script, with arguments in Python.
-        pictures: the run is trained on pictures.
+        measured: the measurements of the step, by name.
+        checkpoint: the complete checkpoint to resume; None if there is none.
+        replay: result of running the step again; None if it was not run again.
+        script: True if the trainer belongs to a user's script, with arguments in Python.
+        pictures: True if the training data has pictures.
     """
-    figures = ", ".join(f"{name} {value}" for name, value in seen.items())
+    figures = ", ".join(f"{name} {value}" for name, value in measured.items())
     what = f"step {step}{': ' if figures else ''}{figures}"
     first = replay if isinstance(replay, NonFinite) else None
     if isinstance(replay, str):
         why = replay and f"could not be run again ({replay})"
         what += f"\n    this step {why or 'was run again, and all of its values were finite'}"
-    tries = _tries(arguments, step, script)
-    if first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0)):
-        tries = []
+    of_data = first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0))
+    tries = [] if of_data else _tries(arguments, step, script)
     problems = [Problem(what, "finite numbers", "; ".join(tries) or "see the operator below")]
     if first is not None:
         problems.append(problem_of(first))
@@ -186,22 +185,22 @@ def stopped(
     script: bool = False,
     pictures: bool = False,
 ) -> TrainingError:
-    """Return `not_finite` for a step without update; `what` is not finite, by `isotype.trace.nonfinite.again`."""
+    """Return the error of `not_finite` for a step whose value `what` is not finite, before its update."""
     parts = {
         "loss": step.loss,
         "learning rate": step.learning_rate,
         "gradient norm": step.grad_norm,
         "loss scale": step.scale,
     }
-    seen = {name: f"{value:g}" for name, value in parts.items() if value is not None}
+    measured = {name: f"{value:g}" for name, value in parts.items() if value is not None}
     headline = f"{what}: stopped before the update"
-    return not_finite(headline, arguments, step.number, seen, checkpoint, replay, script, pictures)
+    return not_finite(headline, arguments, step.number, measured, checkpoint, replay, script, pictures)
 
 
 def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
     if checkpoint is None:
         flag = "save_steps=N" if script else "--save_steps N"
-        return f"no checkpoint had been saved before; {flag} keeps one every N steps"
+        return f"no checkpoint has been saved yet; {flag} saves one every N steps"
     if script:
         return f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
     command = shlex.join(chat_command(checkpoint, pictures=pictures))
@@ -224,7 +223,7 @@ def _tries(arguments: Any, step: int, script: bool) -> list[str]:
             tries.append(flag("max_grad_norm", "1"))
     elif not arguments.fp16:
         tries.append(
-            "the first batch alone does this: look at its rows (one whose labels are all -100 has no loss) and at "
-            "the model's config"
+            "this happens in the first batch: check its rows (a row whose labels are all -100 has no loss) and the "
+            "model's config"
         )
     return tries

@@ -1,4 +1,4 @@
-"""The progress of a run in the terminal: a live bar, or plain lines without a terminal."""
+"""The progress of a run: a live bar in a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rich.progress import (
 from isotype.report.run.record import EvalRecord, StepRecord, format_loss, reward_words, rewards_of
 from isotype.report.text import format_duration
 
-_ROOMY = 75  # columns from which on there is room for a bar beside the numbers
-_WIDE = 100  # columns from which the bar also shows the held-back loss and the run's duration
-_WIDEST = 130  # columns from which it also shows learning rate and gradient norm
+_ROOMY = 75  # columns from which the bar is shown beside the numbers
+_WIDE = 100  # columns from which the line also shows the held-back loss and the elapsed time
+_WIDEST = 130  # columns from which the line also shows learning rate and gradient norm
 
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, narrower than the console: the ^C that a terminal echoes would wrap and break a live line."""
+    """`inner`, narrower than the console, so that the ^C which a terminal echoes does not wrap a live line."""
 
     inner: RenderableType
 
@@ -45,10 +45,10 @@ class _Bar(Progress):
 
 
 class ProgressView:
-    """Context in which `update` shows a step: loss, learning rate, gradient norm, tokens per second, time left.
+    """Context manager that shows each step: loss, learning rate, gradient norm, tokens per second, remaining time.
 
     Args:
-        console: a terminal gets a live bar, anything else a line every `every` steps.
+        console: if it is a terminal, a live bar is shown; else a line is printed every `every` steps.
         every: steps between two lines (`--logging_steps`).
     """
 
@@ -73,7 +73,7 @@ class ProgressView:
             console=console,
             transient=False,
             disable=not console.is_terminal,
-            speed_estimate_period=math.inf,  # rich's default of 30 s has no data if a step takes longer
+            speed_estimate_period=math.inf,  # with rich's default of 30 s, longer steps have no estimate
         )
         fields: dict[str, Any] = {"loss": "  …   ", "held": "", "rate": "…", "norm": "…", "speed": "…"}
         self._task = self._bar.add_task("train", total=None, visible=False, **fields)
@@ -83,7 +83,7 @@ class ProgressView:
 
     def __enter__(self) -> ProgressView:
         self._moved = _handlers_on(sys.stderr)
-        self._bar.start()  # from here on sys.stderr is rich's
+        self._bar.start()  # rich replaces sys.stderr
         for handler in self._moved:
             handler.setStream(sys.stderr)
         return self
@@ -96,7 +96,7 @@ class ProgressView:
             handler.setStream(sys.stderr)
 
     def update(self, step: int, total: int, record: StepRecord | None) -> None:
-        """Show that `step` of `total` steps are done; `record` is of the last one, None before the first."""
+        """Show that `step` of `total` steps are done; `record` is that of the last step, None before the first."""
         if record is None:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return
@@ -107,7 +107,7 @@ class ProgressView:
             self._bar.update(self._task, completed=step, total=total, **{**shown, "loss": loss})
         elif step == total or step % self.every == 0:
             skipped = " (skipped: overflow)" if record.skipped else ""
-            # The first step also pays for what is built once.
+            # The first step is slower: kernels and caches are built in it.
             pace = statistics.median(self._seconds[1:] or self._seconds)
             left = f"  {_time_left(pace * (total - step))} left" if step < total else ""
             self._say(
@@ -115,12 +115,12 @@ class ProgressView:
                 f"{shown['speed']} tokens/s{left}"
             )
 
-    def evaluated(self, held: EvalRecord) -> None:
-        """Show the held-back loss after a step."""
+    def evaluated(self, evaluation: EvalRecord) -> None:
+        """Show the loss on the held-back rows after a step."""
         if self.console.is_terminal:
-            self._bar.update(self._task, held=f"held-back {held.loss:.4f}")
+            self._bar.update(self._task, held=f"held-back {evaluation.loss:.4f}")
         else:
-            self._say(f"step {held.step}  held-back loss {held.loss:.4f}")
+            self._say(f"step {evaluation.step}  held-back loss {evaluation.loss:.4f}")
 
     def logged(self, record: StepRecord) -> None:
         """Show the rewards that were logged after a step, if any."""
@@ -153,16 +153,16 @@ def _shown(record: StepRecord) -> dict[str, Any]:
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """Return the log handlers that write to `stream`.
 
-    While a live bar is shown, rich replaces `sys.stderr` by a stream that writes above the bar. A handler that stored
-    `sys.stderr` earlier, as transformers' does, would write into the bar.
+    While a live bar is shown, rich replaces `sys.stderr` by a stream that writes above the bar. A handler that has stored
+    the former `sys.stderr`, such as that of transformers, would write into the bar.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return [
         handler
         for logger in loggers
-        if isinstance(logger, logging.Logger)  # others are placeholders for parents
+        if isinstance(logger, logging.Logger)  # not a placeholder for a parent
         for handler in logger.handlers
         if isinstance(handler, logging.StreamHandler)
-        # logging's own last resort has no stream of its own: it asks for sys.stderr each time
+        # `logging.lastResort` stores no stream: it reads sys.stderr each time
         and vars(handler).get("stream") is stream
     ]

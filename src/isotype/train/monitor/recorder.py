@@ -1,4 +1,4 @@
-"""Record a run, one record per step, for the run report and the progress bar."""
+"""The records of a run's steps, for the run report and the progress bar."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ _LOGGED_ANYWAY = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
 )
 
-_SEEN = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
-"""Fields of a trainer's control that announce an action on the step that has ended."""
+_ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
+"""Fields of `TrainerControl` that announce an action after the step that has ended."""
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
-    Every process has the records, so that all judge the run alike; only the first shows progress. If the device skips
-    updates by itself (`isotype.train.monitor.step`), a step is judged and recorded while the next one runs, or before
-    it is saved, logged or evaluated.
+    Every process has the records, so that all processes end a run at the same step; only rank 0 shows the progress. If
+    the optimizer skips updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while the
+    next step runs, or before it is saved, logged or evaluated.
 
     Args:
-        view: `update` is called with (steps done, total steps, last record), once with None before the first step and
-            after every step; `evaluated` with every held-back loss; `logged` with a step after which the trainer
-            logged its own metrics.
-        earlier: report of the run up to the checkpoint that it resumes.
+        view: shows the progress: each step, each held-back loss, and each step whose metrics the trainer has logged;
+            None if nothing is shown.
+        earlier: report of the run up to the resumed checkpoint; None for a new run.
 
     Attributes:
         steps: the records so far, those of `earlier` first.
         evals: held-back losses so far, those of `earlier` first.
-        resumed_from: step from which the run was resumed, None if it was not.
+        resumed_from: step of the resumed checkpoint; None if the run was not resumed.
     """
 
     def __init__(
@@ -56,18 +55,18 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._steps_before = len(self.steps)
         self.resumed_from: int | None = None
         self._headroom: HeadroomMeter | None = None
-        self._skipping: Any = None  # the optimizer that leaves an update out by itself, in this step
-        self._unread: Step | None = None  # has ended, and its values are on their way
+        self._skipping: Any = None  # the optimizer of this step, if it skips updates by itself
+        self._unread: Step | None = None  # the last step, if it has ended and its values are not read yet
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the first step's number; the checkpoint may be deleted before the end."""
+        """Store the step of the resumed checkpoint, which may be deleted before the end."""
         self.resumed_from = state.global_step or None
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
 
     def headroom(self) -> Headroom | None:
-        """Return the used part of float16's range so far; None for a run in another dtype."""
+        """Return the largest values of each block in float16 so far; None for a run in another dtype."""
         measured = None if self._headroom is None else self._headroom.record()
         before = None if self._earlier is None else self._earlier.headroom
         if measured is None or before is None or measured.blocks != before.blocks:
@@ -76,7 +75,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     @property
     def made_steps(self) -> bool:
-        """True if this command has made a step in addition to those of `earlier`."""
+        """True if this command has made a step after those of `earlier`."""
         return len(self.steps) > self._steps_before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -91,11 +90,11 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise TrainingError, naming the operator, before an update that would ruin the weights."""
+        """Raise TrainingError, which names the operator, before an update with values that are not finite."""
         self.settle()
         self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
         if self._skipping is None:
-            self._judge(self.trainer.steps.read())
+            self._check(self.trainer.steps.read())
             return
         step = self.trainer.steps.launch()
         self._skipping.found_inf = step.broken()
@@ -112,17 +111,17 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         step, self._unread = self._unread, None
         if step is not None:
             step.read()
-            self._judge(step)
-            self._keep(step)
+            self._check(step)
+            self._record(step)
 
     def record_unread(self) -> str:
-        """Record the unread step after an exception, without judging it; return why it is missing, or ""."""
+        """Record the unread step after an exception, without checking it; return "", or why the record is missing."""
         step, self._unread = self._unread, None
         if step is None:
             return ""
         try:
             step.read()
-        except RuntimeError as error:  # what has failed may be the device
+        except RuntimeError as error:  # the device may have failed
             reason = first_line(error)
             return (
                 f"step {step.number} is not in the report: its loss cannot be read from the device ({reason})"
@@ -130,12 +129,12 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.steps.append(step.record())
         return ""
 
-    def _judge(self, step: Step) -> None:
+    def _check(self, step: Step) -> None:
         meter = self.trainer.steps
         what = meter.ends(step)
         if what is None:
             return
-        if not step.seconds:  # it ends here, without its update
+        if not step.seconds:  # the step ends without its update
             self._end(step.number)
         self.steps.append(step.record())
         replay, checkpoint = meter.replay(step), self.trainer.last_checkpoint()
@@ -152,18 +151,18 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         """Complete the record of the step."""
         step = self._end(state.global_step)
         if not step.waits:
-            self._keep(self.trainer.steps.read())
+            self._record(self.trainer.steps.read())
             return
         self._unread = step
-        if any(getattr(control, name) for name in _SEEN):
+        if any(getattr(control, name) for name in _ACTIONS):
             self.settle()
 
-    def _keep(self, step: Step) -> None:
+    def _record(self, step: Step) -> None:
         self.steps.append(step.record())
         self._show(self.trainer.state, self.steps[-1])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the held-back loss."""
+        """Record the loss on the held-back rows."""
         self.settle()
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
@@ -172,7 +171,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
                 self.view.evaluated(self.evals[-1])
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add what the trainer logs itself (rewards, margins, accuracies) to the last step."""
+        """Add the metrics that the trainer logs (rewards, margins, accuracies) to the record of the last step."""
         self.settle()
         logs = kwargs.get("logs") or {}
         if not self.steps or self.steps[-1].step != state.global_step:
@@ -194,10 +193,10 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self.view.update(state.global_step if record is None else record.step, state.max_steps, record)
 
 
-class Kept(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that calls `write` after some steps, for at most one per cent of the time.
+class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
+    """Callback that calls `write` after some steps, during at most one per cent of the time.
 
-    `write` writes the report of the run so far; a disk error is reported at the end of the run.
+    `write` writes the report of the run so far. Its SaveError is ignored: the last report at the end of the run raises it.
     """
 
     _LEAST_SECONDS = 10.0
@@ -207,7 +206,7 @@ class Kept(TrainerCallback):  # type: ignore[misc]  # transformers ships no type
         self._next = time.perf_counter() + self._LEAST_SECONDS
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write if it is time."""
+        """Call `write` in rank 0 if enough time has passed."""
         began = time.perf_counter()
         if began < self._next or not state.is_world_process_zero:
             return

@@ -1,4 +1,4 @@
-"""An optimizer step of a trainer: its inputs and measurements, collected on the device and read by the host once.
+"""An optimizer step of a trainer: its inputs, and its measurements, which are collected on the device and read once.
 
 A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA skip the
 update on the device (`found_inf`, which the GradScaler uses), so the host launches the update and reads the values
@@ -20,7 +20,7 @@ from isotype.core.random_states import RandomStates
 from isotype.report.run.record import StepRecord
 
 DEFERRED_ON = ("cuda",)
-"""Device types with queued work whose fused optimizers can skip an update; ROCm's type is cuda."""
+"""Device types that queue work and whose fused optimizers can skip an update; ROCm has the type `cuda`."""
 
 _LOSS, _NORM = 1, 3
 """Positions of loss and norm among the five values of a step."""
@@ -28,7 +28,7 @@ _LOSS, _NORM = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Inputs of one call of `compute_loss`: references, no copies of tensors."""
+    """Inputs of one call of `compute_loss`, with references to tensors instead of copies."""
 
     model: Any
     inputs: Any
@@ -41,14 +41,14 @@ class Step:
     """An optimizer step. Loss, norm and scale are scalars on the device until `read`, then Python numbers.
 
     Attributes:
-        number: counted from 1.
-        tokens: in its losses, over all processes; known once read.
-        loss: sum over its micro-batches in this process; once read, the mean of all processes.
-        grad_norm: of its gradients, unscaled and before clipping; None if not measured.
-        scale: the loss scale of its backward, None without one.
-        stops: processes that were asked to stop; known once read.
-        began: its start, by `time.perf_counter`.
-        memory_bytes: peak in this process, 0 if not measured.
+        number: the step's number, from 1.
+        tokens: number of tokens in the loss over all processes; set by `read`.
+        loss: sum over the micro-batches of this process; after `read`, the mean over all processes.
+        grad_norm: norm of the unscaled gradients before clipping; None if it was not measured.
+        scale: the loss scale of the backward; None without loss scaling.
+        stops: number of processes that were asked to stop; set by `read`.
+        began: start of the step by `time.perf_counter`, in seconds.
+        memory_bytes: peak memory of this process; 0 if it was not measured.
     """
 
     number: int
@@ -70,16 +70,16 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """True if its values are on their way to the host."""
+        """True if the values were launched and not yet read."""
         return self._values is not None and not self.is_read
 
     def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
-        """Collect the values on the device, without synchronization.
+        """Collect the values in one tensor on the device, without synchronization.
 
         Args:
-            accelerator: sums tokens, loss and stop requests over the processes, which must all call it. None: the
-                loss is this process's, and tokens are not counted.
-            stops: this process was asked to stop.
+            accelerator: sums tokens, loss and stop requests over all processes, which must all call `launch`. If None,
+                the loss is that of this process, and tokens are not counted.
+            stops: True if this process was asked to stop.
         """
         # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
         wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
@@ -88,7 +88,7 @@ class Step:
             [
                 torch.as_tensor(part, dtype=wide, device=device)
                 if isinstance(part, torch.Tensor)
-                # A number is written by the device itself: to copy it there would wait for the device.
+                # `full` writes the number on the device; a copy from the host would wait for the device.
                 else torch.full((), math.nan if part is None else float(part), dtype=wide, device=device)
                 for part in (tokens, self.loss, stops, self.grad_norm, self.scale)
             ]
@@ -99,7 +99,7 @@ class Step:
         self._values = values
 
     def broken(self) -> torch.Tensor:
-        """Return float32 `[]` on the device: 1 if loss or norm of the launched values is not finite, else 0."""
+        """Return a float32 scalar on the device: 1 if the launched loss or norm is not finite, else 0."""
         assert self._values is not None
         finite = self._values[_LOSS].isfinite()
         if self.grad_norm is not None:
@@ -146,11 +146,11 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Return the (attended) tokens in the loss, without sequences for comparison, as of KTO's KL estimate."""
+    """Return the number of attended tokens of a batch, without the extra sequences of KTO's KL estimate."""
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:
-            # The sum stays on its device: reading it would make every micro-batch wait for the GPU.
+            # The sum stays on the device: to read it would make every micro-batch wait for the GPU.
             total = total + (batch[ids].numel() if batch.get(mask) is None else batch[mask].sum())
     return total
 
@@ -158,8 +158,8 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
     """Return the optimizer inside accelerate's wrapper if it can skip an update by a flag on its device; else None.
 
-    None with a GradScaler, which sets the flag itself, and with several processes, whose stop requests are read with
-    the values.
+    Return None with a GradScaler, which sets this flag, and with several processes, whose stop requests must be read
+    before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

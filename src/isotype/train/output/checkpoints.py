@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: completeness, and the order in which they were saved."""
+"""The checkpoints in an output directory: their completeness, their order, and the state of the data order in them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from isotype.model.shard import has_shards
 from isotype.precision.policy import POLICY_FILE
 
 MANIFEST = "isotype_checkpoint.json"
-"""File in a checkpoint with its time of saving and the size of each file."""
+"""File in a checkpoint with the time of saving, and the size and checksum of each file."""
 
 _STATE = "trainer_state.json"
 _WEIGHTS = (
     "adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*", "sharded/*.safetensors",
 )  # fmt: skip
 
-# What a finished run leaves of each kind; `PrecisionPolicy.trainable` names the kind.
+# Files of a finished run by `PrecisionPolicy.trainable`.
 RESULT_FILES = {
     "lora": ("adapter_config.json", "adapter_model.*"),
     "full": (
@@ -44,11 +44,11 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write the manifest of a checkpoint that has just been built; copies often lose the times of files."""
+    """Write the manifest of a new checkpoint: its time of saving (copies often lose file times), sizes and checksums."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != MANIFEST and path.suffix != ".md"  # people may edit texts
+        if path.is_file() and path.name != MANIFEST and path.suffix != ".md"  # users may edit texts
     }
     content = {
         "saved_at": time.time(),
@@ -59,13 +59,13 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
-    """Return what is missing or truncated in a checkpoint, or None if it is complete.
+    """Return what is missing or damaged in a checkpoint, as a clause; None if the checkpoint is complete.
 
-    A checkpoint without manifest, saved by another program, must have weights and a readable trainer state, which is
-    written last. `contents`: compare every byte with the checksums of the manifest.
+    A checkpoint without a manifest, saved by another program, must have weights and a readable trainer state, which is
+    written last. If `contents`, every file is compared with its checksum in the manifest.
     """
     if not checkpoint.is_dir():
-        return "it is not a folder" if checkpoint.exists() else "it is not there"
+        return "it is not a folder" if checkpoint.exists() else "it does not exist"
     manifest = read_json(checkpoint / MANIFEST)
     if manifest is None and (checkpoint / MANIFEST).exists():
         return f"{MANIFEST} is not JSON"
@@ -79,7 +79,7 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
             return f"{name} has {path.stat().st_size} of {size} bytes"
     for name, sum_ in (manifest or {}).get("crc32", {}).items() if contents else ():
         if _crc32(checkpoint / name) != sum_:
-            return f"{name} holds other bytes than were saved"
+            return f"{name} has other bytes than were saved"
     if not (checkpoint / _STATE).is_file():
         return f"{_STATE} is missing"
     if read_json(checkpoint / _STATE) is None:
@@ -96,11 +96,11 @@ _KINDS: dict[str, dict[str, type]] = {
     "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
     "scaler.pt": {},
 }
-"""Files of the trainer's state, with the kinds of their entries."""
+"""Files of the trainer's state, and the types of their entries."""
 
 
 def unreadable_state(checkpoint: Path) -> str | None:
-    """Return why the trainer cannot resume the state, as a clause, or None. Only tensors and numbers are unpickled."""
+    """Return why the trainer cannot read its state, as a clause, or None. Only tensors and numbers are unpickled."""
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
@@ -118,10 +118,12 @@ def unreadable_state(checkpoint: Path) -> str | None:
     ):
         try:
             with safe_globals(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # warnings about a pickle; its refusal is reported
+                warnings.simplefilter("ignore")  # about the pickle; a refusal is reported below
                 content = torch.load(path, map_location="meta", weights_only=True)
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
-            return f"{path.name} is not what torch.save writes of tensors and numbers, and isotype reads nothing else from it"
+            return (
+                f"{path.name} is no file of tensors and numbers by torch.save; isotype unpickles nothing else"
+            )
         content = content if isinstance(content, dict) else {}
         if lacking := [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]:
             return f"{path.name} has no {' and no '.join(lacking)}"
@@ -145,7 +147,7 @@ def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return the time of saving in seconds since the epoch: by the manifest, else by the files."""
+    """Return the time of saving in seconds since the epoch, from the manifest or the time of the trainer state."""
     manifest = read_json(checkpoint / MANIFEST) or {}
     if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
@@ -154,14 +156,14 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """Return the kind of the run whose result is in `root`, None if there is none."""
+    """Return the key of `RESULT_FILES` of the run whose result is in `root`; None if there is no result."""
     policy = read_json(root / POLICY_FILE) or {}
     kind = policy.get("trainable")
     return kind if kind in RESULT_FILES else None
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete files that isotype wrote in a former run of the other kind, since readers would mix them."""
+    """Delete the result of a former run of the other kind: programs would read files of both runs together."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -178,7 +180,7 @@ def _crc32(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if there is no file or no object in it."""
+    """Return the object in a JSON file; None if the file is missing or has no object."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -194,18 +196,18 @@ logger = logging.getLogger("isotype")
 
 @dataclass(frozen=True)
 class Order:
-    """Random states that determine an epoch's order: torch's at its begin, and the sampler's generator."""
+    """Sampler of an epoch, and the random states from which it draws the order: torch's and its generator's."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states before an epoch draws its order; None if seed and epoch determine it.
+    """Restore or record the random states from which an epoch draws its order; None if seed and epoch determine it.
 
     Args:
-        checkpoint: resumed in this epoch; None if the epoch begins from its start.
-        skipped: batches of the epoch that were already trained on.
+        checkpoint: checkpoint that is resumed in this epoch; None if the epoch begins at its start.
+        skipped: number of batches of the epoch that were trained before the checkpoint.
     """
     part = loader
     while (inner := getattr(part, "batch_sampler", None)) is not None:
@@ -217,7 +219,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
         else:
             raise UsageError.of(
                 "the run cannot resume with its reference model",
-                f"{checkpoint} with --sync_ref_model, which holds no reference model: sharded runs save none",
+                f"{checkpoint} with --sync_ref_model, which has no reference model: sharded runs save none",
                 "a checkpoint of an unsharded run",
                 "begin again, or train without --sync_ref_model",
             )
@@ -229,14 +231,14 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save what this process needs to resume in the middle of an epoch, and of a generation."""
+    """Save this process's state in the middle of an epoch: random states, completions, and a moving reference model."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:
         return
     states = {"begin": order.drawn_from, "now": _random_states(order.sampler)}
-    held = {"processes": trainer.args.world_size, "completions": completions_of(trainer), **states}
-    torch.save(held, _file(trainer, folder))
+    content = {"processes": trainer.args.world_size, "completions": completions_of(trainer), **states}
+    torch.save(content, _file(trainer, folder))
 
 
 def _moves_reference(trainer: Any) -> bool:
@@ -252,19 +254,19 @@ def _file(trainer: Any, folder: Path) -> Path:
 
 
 def _random_states(sampler: Any) -> dict[str, torch.Tensor]:
-    own = {} if sampler.generator is None else {"sampler": sampler.generator.get_state()}
-    return {"torch": torch.get_rng_state(), **own}
+    states = {} if sampler.generator is None else {"sampler": sampler.generator.get_state()}
+    return {"torch": torch.get_rng_state(), **states}
 
 
 def _restore(trainer: Any, sampler: Any, file: Path, moment: str) -> None:
-    held = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
-    if held.get("processes") != trainer.args.world_size:
-        why = "of another number of processes" if held else "not saved by isotype"
+    saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
+    if saved.get("processes") != trainer.args.world_size:
+        why = "of another number of processes" if saved else "not saved by isotype"
         logger.warning(
             "%s is %s: rows may come in another order, and completions are generated again", file.parent, why
         )
         return
-    torch.set_rng_state(held[moment]["torch"])
+    torch.set_rng_state(saved[moment]["torch"])
     if sampler.generator is not None:
-        sampler.generator.set_state(held[moment]["sampler"])
-    put_completions(trainer, held["completions"])
+        sampler.generator.set_state(saved[moment]["sampler"])
+    put_completions(trainer, saved["completions"])

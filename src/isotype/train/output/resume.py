@@ -1,4 +1,4 @@
-"""Resuming a run: its checkpoint, the comparison with the same run, overwritten files, and the command."""
+"""Resuming a run: its checkpoint, the comparison of its settings, the files that are overwritten, and the command."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ _NO_RESUME = (None, False, "False", "false")
 
 def resume_point(settings: Settings) -> Path | None:
     """Return the complete checkpoint to resume, or None to start from the beginning."""
-    asked = settings.training.resume_from_checkpoint
-    if asked in _NO_RESUME:
+    requested = settings.training.resume_from_checkpoint
+    if requested in _NO_RESUME:
         return None
     root = Path(settings.training.output_dir)
     with settings.training.main_process_first(desc="looking for checkpoints"):
         if settings.training.should_save:
             recover(root)
     whole = whole_checkpoints(root)
-    if str(asked).lower() in ("true", "last", "latest"):
+    if str(requested).lower() in ("true", "last", "latest"):
         return next(
             (path for path in reversed(whole) if not (damage(path, contents=True) or unreadable_state(path))),
             None,
         )
-    path = Path(str(asked))
+    path = Path(str(requested))
     reason = damage(path, contents=True) or unreadable_state(path)
     if reason is None:
         if is_adapter(path):
@@ -62,7 +62,7 @@ def resume_point(settings: Settings) -> Path | None:
             open_checkpoint(path)
         return path
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
-    headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {asked}: {reason}"
+    headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {requested}: {reason}"
     fix = (
         f"complete in {root}: {others}" if others else f"there is no other in {root}: leave the argument out"
     )
@@ -70,31 +70,30 @@ def resume_point(settings: Settings) -> Path | None:
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
-    """Raise CheckpointError, with all differences, if the checkpoint to resume is from another run than `identity`."""
-    if resume is None:
-        return
-    if problems := differences(resume, identity):
+    """Raise CheckpointError with all differences if the settings of the checkpoint's run are not `identity`."""
+    if resume is not None and (problems := differences(resume, identity)):
         raise CheckpointError(
             f"{resume} is of another run",
             problems,
-            hint="a checkpoint resumes only with the settings it was saved with; leave --resume_from_checkpoint out and "
+            hint="a checkpoint can be resumed only with the settings of its run; leave --resume_from_checkpoint out and "
             "give another --output_dir to start again",
         )
 
 
 def say_what_is_overwritten(settings: Settings, console: Console) -> None:
     root = Path(settings.training.output_dir)
-    held = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
-    if (root / JSON_NAME).is_file() and held:
+    results = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
+    if (root / JSON_NAME).is_file() and results:
         say(
-            console, f"note: {root} holds a finished run ({held[0]}, {JSON_NAME}); this run will overwrite it"
+            console,
+            f"note: {root} has a finished run ({results[0]}, {JSON_NAME}); this run will overwrite it",
         )
 
 
 def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
-    """Print where a resumed run starts, and the checkpoints that it could not use."""
-    asked, root = settings.training.resume_from_checkpoint, settings.training.output_dir
-    if asked in _NO_RESUME:
+    """Print the checkpoint that is resumed, and the incomplete checkpoints."""
+    root = settings.training.output_dir
+    if settings.training.resume_from_checkpoint in _NO_RESUME:
         return
     newer = False
     for path in all_checkpoints(root):
@@ -112,11 +111,11 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
 
 
 def _under_launcher(command: Command) -> tuple[str, ...]:
-    """Return the tokens that start a command again under the same launcher."""
+    """Return the words that start a command again, under the same launcher."""
     if processes() == 1:
         return command.tokens()
     if "FSDP_VERSION" in os.environ and command["fsdp"] in (None, ""):
-        command = command.but(fsdp="full_shard")  # a launcher's config has said so
+        command = command.but(fsdp="full_shard")  # requested by the config of accelerate launch
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machines = processes() // max(machine, 1)
     where: tuple[str, ...] = ("--standalone",)
@@ -127,7 +126,7 @@ def _under_launcher(command: Command) -> tuple[str, ...]:
 
 
 def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
-    """Return the command that resumes `checkpoint` of a run into `output_dir`."""
+    """Return the command line that resumes `checkpoint` and writes into `output_dir`."""
     command = command.but(resume_from_checkpoint=None)
     if "output_dir" not in command:
         command = command.but(output_dir=output_dir)
@@ -141,23 +140,23 @@ RUN_FILE = "isotype_run.json"
 """File in a checkpoint with the settings of its run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""Names in `RUN_FILE` of what a run decides once and keeps where it is resumed."""
+"""Names in `RUN_FILE` of values that a run decides once and that are kept when it is resumed."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
-    """Return the `RUN_FILE` of the checkpoint that is resumed; empty for a new run, or if there is none."""
+    """Return the content of `RUN_FILE` in the resumed checkpoint; empty without such a file or a checkpoint."""
     return {} if resume is None else read_json(resume / RUN_FILE) or {}
 
 
 def template_date(resume: Path | None) -> date | None:
-    """Return the day that chat templates have written in a checkpoint's run; None if it names none."""
+    """Return the date that chat templates have written in a checkpoint's run; None if the checkpoint records none."""
     try:
         return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-# Arguments of transformers' trainer that decide which numbers come out. TRL's own arguments do, except those below.
+# Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, except `_INDECISIVE`.
 _DECISIVE = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
     "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
@@ -189,10 +188,10 @@ _OPEN_ENDED = frozenset({"lora_target_modules"})
 def identity_of(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any
 ) -> dict[str, Any]:
-    """Return the arguments that determine a run's numbers, by name, and four more, as plain JSON values.
+    """Return the settings that determine a run's numbers, by argument name, as plain JSON values.
 
-    `weights` and `rows` are fingerprints of the model and of the training rows (None if there are none); `rows in an
-    optimizer step` counts over accumulation and processes. `settings` are from before the trainer is built.
+    Four more names are `method`, `weights` and `rows` (fingerprints of the model and of the training rows, or None), and
+    `rows in an optimizer step` over accumulation and processes. `settings` are from before the trainer is built.
     """
     from transformers import TrainingArguments
 
@@ -227,10 +226,10 @@ def identity_of(
 
 
 def differences(checkpoint: Path, identity: Mapping[str, Any]) -> list[Problem]:
-    """Return the differences between a checkpoint's run and the one that would resume it.
+    """Return the differences between the settings of a checkpoint's run and `identity`.
 
-    Values that the checkpoint does not record are not compared. The number of steps and epochs may differ, and of
-    processes if a step has the same number of rows.
+    Values that the checkpoint does not record are not compared. The number of steps and epochs may differ, and the
+    number of processes if a step has as many rows.
     """
     return [_problem(name, was, now, checkpoint) for name, was, now in _different(checkpoint, identity)]
 
@@ -244,18 +243,18 @@ def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
     changed = [name for name in ("max_steps", "num_train_epochs") if saved.get(name) != identity[name]]
     if not changed:
         return None
-    said = ", ".join(f"--{name} {identity[name]:g} instead of {saved.get(name):g}" for name in changed)
-    return f"{said}: the {schedule} schedule continues with the new length"
+    changes = ", ".join(f"--{name} {identity[name]:g} instead of {saved.get(name):g}" for name in changed)
+    return f"{changes}: the {schedule} schedule continues with the new length"
 
 
 def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     saved = read_json(checkpoint / RUN_FILE)
     foreign = saved is None
-    saved = _said_by_others(checkpoint) if saved is None else saved
+    saved = _from_other_files(checkpoint) if saved is None else saved
     skipped = {"max_steps", "num_train_epochs", "processes"}
     for counted, names in _NAMED_BY.items():
-        known = saved.get(counted) is not None and identity[counted] is not None
-        skipped |= set(names) if known else {counted}
+        comparable = saved.get(counted) is not None and identity[counted] is not None
+        skipped |= set(names) if comparable else {counted}
     if saved.get("processes") != identity["processes"] or saved.get(_BATCH) != identity[_BATCH]:
         skipped.add("gradient_accumulation_steps")  # only the rows of a step count
     if saved.get("use_peft") != identity["use_peft"]:
@@ -265,26 +264,26 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
             continue
         now = identity[name]
         if foreign and name in _OPEN_ENDED and (isinstance(was, str) or isinstance(now, str)):
-            continue  # PEFT has worked out the modules
+            continue  # PEFT has replaced the pattern by names of modules
         if name == "model_name_or_path" and _same_model(str(was), str(now)):
             continue
         if was != now:
             yield name, was, now
 
 
-def _said_by_others(checkpoint: Path) -> dict[str, Any]:
-    """Return the run's settings in the files of PEFT and of a policy, by the names of `identity_of`."""
-    said: dict[str, Any] = {}
+def _from_other_files(checkpoint: Path) -> dict[str, Any]:
+    """Return the run's settings that PEFT's config and the policy file record, by the names of `identity_of`."""
+    settings: dict[str, Any] = {}
     policy = read_json(checkpoint / POLICY_FILE)
     if policy is not None:
-        said |= {key: policy.get(key) for key in ("storage", "compute", "master")}
+        settings |= {key: policy.get(key) for key in ("storage", "compute", "master")}
     adapter = read_json(checkpoint / "adapter_config.json")
-    said["use_peft"] = adapter is not None
+    settings["use_peft"] = adapter is not None
     if adapter is not None:
         if adapter.get("base_model_name_or_path"):
-            said["model_name_or_path"] = str(adapter["base_model_name_or_path"])
-        said |= {flag: _sorted(adapter[key]) for flag, key in MADE_BY.items() if key in adapter}
-    return said
+            settings["model_name_or_path"] = str(adapter["base_model_name_or_path"])
+        settings |= {flag: _sorted(adapter[key]) for flag, key in MADE_BY.items() if key in adapter}
+    return settings
 
 
 def _lora(settings: Settings) -> dict[str, Any]:
@@ -293,29 +292,31 @@ def _lora(settings: Settings) -> dict[str, Any]:
     else:
         flags = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
     if flags["init_lora_weights"] in (None, LOFTQ):
-        flags["init_lora_weights"] = True  # PEFT's word for adapters whose base stays as it is
+        flags["init_lora_weights"] = True  # as in PEFT's config of an adapter on an unchanged base
     flags["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
     return {flag: _sorted(value) for flag, value in flags.items()}
 
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
-    """Return the problem of a setting; a flag of the command unless it is named here."""
+    """Return the problem of a setting that differs: an argument of the command, or a value listed below."""
     setting, expected = f"--{name} {_words(now)}", _words(was)
     fix = f"leave --{name} out" if was is None else f"--{name} {expected}"
     again, flag = "or start again in another --output_dir", _POLICY.get(name)
     if name == "weights":
         setting = f"the weights of --model_name_or_path have the fingerprint {now}"
-        fix = f"give the model that the run was begun with, {again}"
+        fix = f"give the model with which the run was started, {again}"
     elif name == "rows":
-        setting, fix = f"the training rows: {now}", f"give the rows as they were, in their order, {again}"
+        setting, fix = f"the training rows: {now}", f"give the same rows in the same order, {again}"
     elif name == _BATCH:
         setting = f"{now} {name}"
-        fix = "per_device_train_batch_size x gradient_accumulation_steps x processes has to stay what it was"
+        fix = "keep per_device_train_batch_size x gradient_accumulation_steps x processes the same"
     elif name == "method":
         setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
-        setting = f"{len(now)} layers stored otherwise than most" if now else "all layers stored alike"
-        expected = f"{len(was)} stored otherwise" if was else "none"
+        setting = (
+            f"{len(now)} layers with another storage than most" if now else "all layers with the same storage"
+        )
+        expected = f"{len(was)} with another storage" if was else "none"
         fix = "leave --quantization mixed out"
         fix = "--quantization mixed with the --base_memory of that run" if was else fix
     elif name == "dense":
@@ -323,7 +324,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         fix = f"{flag} {expected}"
     elif name in _POLICY:
         plain = name == "storage" and was in ("float32", "bfloat16", "float16")
-        setting, fix = f"{name} {now}", "go on with the settings of that run"
+        setting, fix = f"{name} {now}", "use the settings of that run"
         if flag is not None:
             fix = f"leave {flag} out, or give --dtype {was}" if plain else f"{flag} {was}"
     return Problem(setting, f"{expected}, as in {checkpoint.name}", fix)
@@ -336,7 +337,7 @@ def _words(value: Any) -> str:
 def _same_model(saved: str, named: str) -> bool:
     if Path(saved).is_dir() and Path(named).is_dir():
         return Path(saved).resolve() == Path(named).resolve()
-    return saved == named or Path(saved).name == Path(named).name  # moved, or on another machine
+    return saved == named or Path(saved).name == Path(named).name  # a moved folder, or another machine
 
 
 def _sorted(value: Any) -> Any:

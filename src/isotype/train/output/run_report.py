@@ -1,4 +1,4 @@
-"""The report of a run, in its folder and in every checkpoint; it continues on resuming."""
+"""The report of a run in its folder and in every checkpoint; a resumed run continues the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isotype.train.output.resume import RUN_FILE
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:
-    """Return the report in the checkpoint that the run resumes, or None; raise CheckpointError if it is damaged."""
+    """Return the report in the resumed checkpoint, or None; raise CheckpointError if the report is damaged."""
     path = None if resume is None else resume / JSON_NAME
     if path is None or not path.is_file():
         return None
@@ -32,7 +32,7 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
         return from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         headline = "the report in the checkpoint cannot be read"
-        fix = f"delete {path}: the report then begins at the checkpoint"
+        fix = f"delete {path}: the new report then begins at the checkpoint"
         raise CheckpointError.of(
             headline, f"{path}: {error}", "the report as isotype wrote it", fix
         ) from error
@@ -41,18 +41,18 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
 def files_of_checkpoint(
     identity: Mapping[str, Any], record: Callable[[], RunRecord], checkpoint: Path
 ) -> None:
-    """Write the run's identity and the report so far into a checkpoint."""
+    """Write the run's identity and its report so far into a checkpoint."""
     write_whole(checkpoint / RUN_FILE, json.dumps(identity, indent=2) + "\n")
     write_whole(checkpoint / JSON_NAME, to_json(record()))
 
 
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
-    """Write the report into the run's folder `root` (if this is rank 0, `writes`) and return the path of the HTML.
+    """Write the report into the run's folder `root` if `writes` (in rank 0), and return the path of the HTML report.
 
-    An existing report with steps is kept if this command made none: it may belong to a finished run.
+    A report with steps is not overwritten by a command without steps: it may belong to a finished run.
     """
-    tells_more = record.status == "finished" and bool(record.steps)
-    if not writes or (not made_steps and not tells_more and _has_steps(root / JSON_NAME)):
+    complete = record.status == "finished" and bool(record.steps)
+    if not writes or (not made_steps and not complete and _has_steps(root / JSON_NAME)):
         return root / HTML_NAME
     try:
         html, _ = write_run_report(record, root)
@@ -74,7 +74,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
-    """Write `run_report.html` and `run_report.json` into a directory, atomically, and return their paths."""
+    """Write `run_report.html` and `run_report.json` atomically into a directory, and return their paths."""
     directory = Path(directory)
     html, data = to_html(record), to_json(record)
     try:
@@ -83,13 +83,13 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
         html_path = write_whole(directory / HTML_NAME, html)
     except OSError as error:
         what, fix = f"{directory}: {error.strerror or error}", "free the path or give another directory"
-        expected = "a directory that can be written to, with room for the report"
+        expected = "a writable directory with space for the report"
         raise SaveError.of("the run report could not be written", what, expected, fix) from error
     return html_path, data_path
 
 
 def model_card(record: RunRecord) -> str:
-    """Return Markdown with the hub's metadata block (huggingface.co/docs/hub/model-cards)."""
+    """Return the run's model card: Markdown with a metadata block (huggingface.co/docs/hub/model-cards)."""
     adapter = record.parameters_trainable < record.parameters_total
     metadata = [
         f"base_model: {json.dumps(record.model)}",
@@ -97,7 +97,7 @@ def model_card(record: RunRecord) -> str:
         *([] if record.method == "reward" else ["pipeline_tag: text-generation"]),
         "tags:",
         *(f"- {tag}" for tag in (*(["lora"] if adapter else []), record.method, "isotype", "trl")),
-        # The hub takes its own names only; a local file has none.
+        # The hub accepts only names of its own data sets.
         *([] if Path(record.dataset).exists() or ":" in record.dataset else ["datasets:", f"- {json.dumps(record.dataset)}"]),
     ]  # fmt: skip
     summary = summarize(record)

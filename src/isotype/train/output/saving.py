@@ -1,4 +1,4 @@
-"""A trainer that saves complete checkpoints only: each is built in a temporary folder, synced, and renamed."""
+"""A trainer that saves only complete checkpoints: each is built in a temporary folder, synced to disk, and renamed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from isotype.train.output.sharded import Sharded
 
 @dataclass(frozen=True)
 class Hooks:
-    """Actions of a command when its trainer saves.
+    """Functions of a training command that its trainer calls while it saves.
 
     Attributes:
         before: raises if the current step must not be saved.
         in_checkpoint: writes further files into the folder of a checkpoint.
-        card: makes the model card of the run; None for the trainer's own.
+        card: returns the model card of the run; None for the trainer's model card.
         goes_on: returns the command that resumes a checkpoint; None in a script.
     """
 
@@ -68,7 +68,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Call the trainer's own `train`, after cleaning up the output directory of a killed run."""
+        """Finish or undo what a killed run left in the output directory, then call the trainer's `train`."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
@@ -76,19 +76,19 @@ class WholeCheckpoints(Sharded):
         result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         last = self.last_checkpoint()
         if self.args.should_save and last is not None and last.parent == Path(self.args.output_dir):
-            self._rotate(last.parent, last)  # a run that was killed after its last save has deleted none
+            self._rotate(last.parent, last)  # a run killed after its last save may have left old checkpoints
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """Return the complete checkpoint to resume: the last of this run, else the resumed one."""
+        """Return the last complete checkpoint of this run, else the one that this run resumed, or None."""
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
-        """Raise TrainingError in every process if weights are not finite in one, or after a skipped step."""
+        """Raise TrainingError in every process if one process has weights that are not finite, or after a broken step."""
         self.hooks.before()
-        here = all_finite(p for p in self.model.parameters() if p.requires_grad)
-        broken = self.accelerator.reduce(torch.tensor(0.0 if here else 1.0, device=self.args.device))
+        finite = all_finite(p for p in self.model.parameters() if p.requires_grad)
+        broken = self.accelerator.reduce(torch.tensor(0.0 if finite else 1.0, device=self.args.device))
         if broken.item():
             raise not_finite(
                 "the trained weights are not finite",
@@ -105,7 +105,7 @@ class WholeCheckpoints(Sharded):
         return str(super().folder_of_run(trial))
 
     def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """Build the checkpoint in a temporary folder, sync it, then rename it."""
+        """Build the checkpoint in a temporary folder, sync it to disk, then rename it."""
         self._check_trained()
         run_dir = Path(super().folder_of_run(trial))
         name = f"checkpoint-{self.state.global_step}"
@@ -117,7 +117,7 @@ class WholeCheckpoints(Sharded):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:
                     self.state.save_to_json(str(built / "trainer_state.json"))
-            self.accelerator.wait_for_everyone()  # every rank has put its random state into it
+            self.accelerator.wait_for_everyone()  # until every rank has saved its random state
             if self.args.should_save:
                 self._save_policy(built)
                 self.hooks.in_checkpoint(built)
@@ -132,14 +132,14 @@ class WholeCheckpoints(Sharded):
             self.push_checkpoint(str(final))
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Write `hooks.card()`, the run as a model card, instead of the trainer's template."""
+        """Write the model card `hooks.card()` instead of the trainer's, if this hook is set."""
         if self.hooks.card is None:
             super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         elif self.args.should_save:
             write_whole(Path(self.args.output_dir) / "README.md", self.hooks.card())
 
     def push_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        # An upload reads its files later, in a thread: only from where they stay.
+        # The upload reads the files later, in a thread, so they must be in their final folder.
         if self._staging is None:
             super().push_checkpoint(checkpoint_folder)
 
@@ -151,17 +151,17 @@ class WholeCheckpoints(Sharded):
         best = self.state.best_model_checkpoint
         keep = {newest} | ({Path(best)} if best is not None else set())
         saved = all_checkpoints(run_dir)
-        surplus = len(saved) - max(limit, len(keep))
-        for path in [p for p in saved if p not in keep][: max(surplus, 0)]:
+        surplus = max(len(saved) - max(limit, len(keep)), 0)
+        for path in [p for p in saved if p not in keep][:surplus]:
             discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`: after `recover` it has all old files or all new ones."""
+        """Save the model into `directory`; if the process is killed, `recover` leaves all old files or all new ones."""
         self._check_trained()
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)
             if self.args.should_save:
-                # TRL's copy of what a preference run started from, in a folder of its own: no result.
+                # The reference adapter of TRL is no result.
                 shutil.rmtree(staging / "model" / "ref", ignore_errors=True)
                 self._save_policy(staging / "model")
                 require_readable(staging / "model")
@@ -179,7 +179,7 @@ class WholeCheckpoints(Sharded):
 
     @contextmanager
     def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
-        """Yield an empty folder to build in; a failure to write becomes a SaveError about `what`."""
+        """Yield an empty folder for new files, deleted at the end; raise SaveError about `what` if writing fails."""
         staging = directory / STAGING
         try:
             if self.args.should_save:
@@ -194,7 +194,7 @@ class WholeCheckpoints(Sharded):
         finally:
             self._staging = None
             if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)  # what is left of it goes at the next save
+                shutil.rmtree(staging, ignore_errors=True)  # the next save deletes the rest
 
     @contextmanager
     def _save_errors(self: Any, directory: Path, what: str) -> Iterator[None]:
@@ -208,15 +208,15 @@ class WholeCheckpoints(Sharded):
 
     def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
         full, last = number in NO_ROOM, self.last_checkpoint()
-        hint = "no checkpoint had been saved before: start again when there is room"
+        hint = "no checkpoint has been saved yet: start again when there is space"
         if last is not None:
             command = self.hooks.goes_on and self.hooks.goes_on(last)
             how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
-            hint = f"nothing else is lost, {last} is complete; resume {how}"
-        headline, expected = f"the {what} could not be saved", "a directory that takes files of this size"
+            hint = f"nothing else is lost; {last} is complete: resume {how}"
+        headline, expected = f"the {what} could not be saved", "a directory that accepts files of this size"
         fix = "make it writable and lift limits on file sizes, or give another --output_dir"
         if full:
             headline = f"the disk is full: {headline}"
-            expected = "room for the adapter and twice its size for the optimizer state"
-            fix = "free some room, or give --output_dir on another disk, or --save_total_limit 1"
+            expected = "space for the adapter, and twice as much for the optimizer state"
+            fix = "free some space, or give --output_dir on another disk, or --save_total_limit 1"
         return SaveError.of(headline, f"{directory}: {reason}", expected, fix, hint=hint)

@@ -1,8 +1,7 @@
-"""A trainer with a sharded model: saving and resuming at any number of processes.
+"""A trainer of a sharded model that saves, and resumes with any number of processes.
 
-A checkpoint of a sharded run has the folder `sharded/`, written by all processes through
-`torch.distributed.checkpoint` as safetensors: trained weights and optimizer states by parameter name, each process
-its rows. It contains no pickle.
+A checkpoint of a sharded run has the folder `sharded/`, which `torch.distributed.checkpoint` writes as safetensors:
+trained weights and optimizer states by parameter name. Each process writes its rows. The folder contains no pickle.
 """
 
 from __future__ import annotations
@@ -35,8 +34,11 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the saved weights by name, gathered into CPU memory; all processes call it, those with `keep` get them."""
-    # Of a model without adapters, buffers and frozen weights too: its file is the whole model.
+    """Gather the weights to save, by name, into CPU memory; a process with `keep` False gets an empty dictionary.
+
+    A collective operation: all processes must call it.
+    """
+    # Without adapters the saved file is the whole model, with buffers and frozen weights.
     named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
     state = {}
     for name, tensor in named.items():
@@ -47,14 +49,14 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor gathered from all processes; one that is not sharded unchanged."""
+    """Return a sharded tensor gathered from all processes, and any other tensor unchanged."""
     sharded: Any = tensor
     whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
     return whole
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Save trained weights and optimizer states into `directory`; a collective of all processes."""
+    """Save trained weights and optimizer states into `directory`; a collective operation of all processes."""
     names = _trained(model)
     state: dict[str, Any] = {f"{_MODEL}{name}": parameter for name, parameter in names.items()}
     for name, parameter in names.items():
@@ -68,13 +70,13 @@ def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def load_weights(directory: Path, model: nn.Module) -> None:
-    """Read trained weights from `directory` into a model, sharded over any number of processes or not at all."""
+    """Read trained weights from `directory` into a model that may be sharded over any number of processes."""
     state = {f"{_MODEL}{name}": p.detach() for name, p in _trained(model).items()}
     _read(directory, state)
 
 
 def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Read optimizer states from `directory` into the current sharding of the parameters."""
+    """Read optimizer states from `directory`, sharded as the parameters are now."""
     reader = HuggingFaceStorageReader(str(directory))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     fused = {
@@ -90,10 +92,9 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
                 continue
             dtype, size = header.properties.dtype, tuple(header.size)
             where = parameter.device if size or fused.get(id(parameter)) else "cpu"
-            like = size == tuple(parameter.shape)
             states[key] = (
                 torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                if like
+                if size == tuple(parameter.shape)
                 else torch.zeros(size, dtype=dtype, device=where)
             )
             optimizer.state[parameter][key.removeprefix(prefix)] = states[key]
@@ -108,7 +109,7 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters, and TRL's copy of their initial values."""
+    """Return the trained parameters and those of TRL's reference adapter, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}
 
 
@@ -119,12 +120,12 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled", UserWarning
-        )  # one process is enough
+        )  # one process suffices
         load(state, storage_reader=reader, no_dist=not distributed.is_initialized())
 
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy the rows of whole tensors, which every process has read, into sharded parameters."""
+    """Copy this process's rows of whole tensors, which every process has read, into sharded parameters."""
     from torch.distributed.tensor import distribute_tensor
 
     for name, parameter in _trained(model).items():
@@ -135,7 +136,7 @@ def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Cut whole optimizer states, which every process has read, into the rows of their sharded parameters."""
+    """Shard whole optimizer states, which every process has read, as their parameters are sharded."""
     from torch.distributed.tensor import distribute_tensor
 
     for parameter, state in optimizer.state.items():
@@ -150,15 +151,15 @@ def shard_optimizer(optimizer: Any) -> None:
 
 
 class Sharded(TrainerSteps):
-    """Mixin over `transformers.Trainer` that saves and resumes sharded models, and loads a sharded run's checkpoint."""
+    """Mixin over `transformers.Trainer` that saves and resumes sharded models, and reads checkpoints of sharded runs."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Call the trainer's own `save_model`, with a sharded model's gathered weights."""
+        """Save the model; the weights of a sharded model are gathered first."""
         if not has_shards(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         writes = self.args.should_save
-        # A checkpoint of a whole model has only the shards: resuming needs no gathered weights.
+        # A checkpoint without adapters has only the shards: to resume, no gathered weights are needed.
         adapter = hasattr(self.model, "peft_config")
         inside = output_dir is not None and Path(output_dir).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
         state = whole_state(self.model, keep=writes) if adapter or not inside else {}
@@ -209,7 +210,7 @@ class Sharded(TrainerSteps):
 
     @contextmanager
     def gradients_stay_local(self: Any) -> Iterator[None]:
-        # The Trainer's own asks the config how transformers has sharded the model.
+        # The Trainer's method works only for a model that transformers has sharded.
         self.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -218,7 +219,7 @@ class Sharded(TrainerSteps):
 
 
 def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Return the trained weights in the files that one process saves, by the names of `model`'s parameters."""
+    """Return the trained weights of an unsharded run's checkpoint, by the names of `model`'s parameters."""
     from safetensors.torch import load_file
 
     weights = {

@@ -1,4 +1,4 @@
-"""The description of a step to check, and the check's own options."""
+"""The step that `isotype check` checks, the options of the check, and the repaired command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.terminal import printed_command
 from isotype.precision.decide import PrecisionRequest
 from isotype.records.finding import Action, Finding, Fix
-from isotype.train.command.command import Command, here, with_dtype
+from isotype.train.command.command import Command, with_dtype, without_absent_device
 
 if TYPE_CHECKING:
     from isotype.model.targets import Adapt
@@ -20,23 +20,25 @@ if TYPE_CHECKING:
     from isotype.train.rows.lengths import Lengths
 
 DEFAULT_LENGTH = 1024
-"""Default tokens per row, TRL's default of `--max_length`."""
+"""Default number of tokens per row: TRL's default of `--max_length`."""
 _BATCH = "per_device_train_batch_size"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The check's own arguments.
+    """The arguments of `isotype check` that a training command lacks.
 
     Attributes:
-        bare: a model was named without a training method.
-        batch, length: rows and tokens of the step, None if the training's arguments decide.
-        fsdp: 0, 1 or 2; None if the training's arguments decide.
+        bare: True if a model was named without a training method.
+        batch, length: rows, and tokens per row, of the step; None if the training's arguments decide.
+        generate: trace generation, too.
+        fsdp: version of FSDP (0 for none); None if the training's arguments decide.
         devices: number of devices that train together; None if the launcher decides.
         json, sarif, html: outputs; `-` for sarif is standard output.
+        fix: show the repaired command.
         fail_on: severity from which the exit status is 1.
         verbose: print the parts of memory and time.
-        image: size of the pictures in each row; None if from the data.
+        image, images: width and height in pixels, and number, of each row's pictures; None if the data decides.
     """
 
     bare: bool = False
@@ -61,33 +63,34 @@ class StepPlan:
 
     Attributes:
         device: name of a device or of a profile.
-        rows, length: of the batch, in pairs for dpo and reward; length None for the default.
-        step_rows: rows of an optimizer step on one device; if more than `rows`, gradients are accumulated.
-        evaluation: rows of an evaluation batch during the training; 0: as many as `rows`; None: no evaluation.
-        evaluation_length: tokens of its longest row; None: as for training.
-        evaluation_lengths: of the evaluation rows; None if not counted.
-        prompt: tokens at the beginning of every row without loss.
-        completion: tokens of a completion (grpo, rloo).
-        reference: every step runs the reference model.
-        copied: the reference is a frozen copy of `weights` or `adapters`; None if there is none.
-        lora: arguments of `peft.LoraConfig`, or one; None if every weight is trained.
-        pictures: of each row; None for the default of the model's config.
-        adapt: parts of the model that get adapters; None for all.
-        checkpointing: arguments of `gradient_checkpointing_enable`, None if it is off.
-        auto: choose `checkpointing` by the memory of the step.
-        longest: tokens of the longest possible row in the training; None: as `length`.
-        unforeseen: why the step's cost cannot be known, as a clause; "" if a trace shows it.
-        fsdp: 0, 1 or 2.
+        rows: rows of a batch; pairs of rows for dpo and reward.
+        length: tokens per row; None for the default.
+        checkpointing: keywords of `gradient_checkpointing_enable`; None if it is off.
+        auto: True if the memory of the step decides `checkpointing`.
+        longest: tokens of the longest possible row in the training; None for `length`.
+        unforeseen: reason why the memory of the step cannot be known, as a clause; "" if a trace shows it.
+        lora: a `peft.LoraConfig` or its arguments; None if every weight is trained.
+        fsdp: version of FSDP; 0 for none.
         devices: number of devices that train together, one process per device.
-        reshard: FSDP frees a block's gathered weights after its forward.
-        attention: attention implementation, None for transformers' choice.
-        packed: rows have several documents, separated by their positions.
+        reshard: True if FSDP frees a block's gathered weights after its forward.
+        step_rows: rows of an optimizer step on one device; if more than `rows`, gradients are accumulated.
+        evaluation: rows of an evaluation batch during the training; 0 for `rows`; None without evaluation.
+        evaluation_length: tokens of the longest evaluation row; None for the training's length.
+        evaluation_lengths: lengths of the evaluation rows; None if they were not counted.
+        prompt: tokens at the beginning of every row that have no loss.
+        completion: tokens of a completion (grpo, rloo).
+        reference: True if every step runs the reference model.
+        copied: `weights` or `adapters` if the reference model has a frozen copy of them; else None.
+        attention: attention implementation; None for transformers' choice.
+        packed: True if rows have several documents, separated by their positions.
         ranges: `measure` or `known`, see `isotype.train.policy.policy_by_ranges`.
         data: description of the rows' lengths and format; "" if no data set was opened.
-        fuse: the training fuses its layers, adapted or not.
-        dropout: the training uses dropout; TRL switches it off if answers are compared.
-        data_rows: rows of the training's data set; None if none was opened, or it is a stream.
-        lengths: of these rows; None if not counted.
+        fuse: True if the training fuses its layers.
+        dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
+        data_rows: number of rows of the training data; None for a stream, or if no data set was opened.
+        lengths: lengths of these rows; None if they were not counted.
+        adapt: parts of the model that get adapters; None for all.
+        pictures: the pictures of each row; None for the default of the model's config.
     """
 
     source: str
@@ -134,19 +137,22 @@ class Repaired:
 
     Attributes:
         fixes: fixes that together resolve the findings.
-        left: unresolved findings, each with the reason.
-        command: the repaired training command; None for a function's model.
+        unresolved: findings without a fix, each with the reason.
+        command: the repaired training command; None for the model of a function.
     """
 
     text: str
     fixes: Sequence[Fix]
-    left: Sequence[tuple[Finding, str]]
+    unresolved: Sequence[tuple[Finding, str]]
     command: Command | None = None
 
     def content(self) -> dict[str, Any]:
-        """The result as JSON; a fix that changes only the model has the scope `model`, for others see `SCOPES`."""
+        """Return the result for JSON; `scope` of a fix that changes only the model is `model`, for others see `SCOPES`."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
-        left = [{"code": each.code, "cause": each.cause, "reason": reason} for each, reason in self.left]
+        left = [
+            {"code": finding.code, "cause": finding.cause, "reason": reason}
+            for finding, reason in self.unresolved
+        ]
         command = None if self.command is None else printed_command(self.command.tokens())
         return {"fixes": fixes, "left": left, "command": command}
 
@@ -154,16 +160,16 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Return the findings with commands for fixes by arguments; `bare`: of a model's check, not a training."""
+    """Return the findings, with a command in each fix by arguments: a check if `bare`, else the training."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
             return fix
-        fixed = reduce(_acted, fix.actions, command)
+        fixed = reduce(_with_action, fix.actions, command)
         if fixed.same_settings(command):
             return fix
         if not bare:
-            return replace(fix, command=here(fixed, present).tokens())
+            return replace(fix, command=without_absent_device(fixed, present).tokens())
         one = fixed if _BATCH in fixed else fixed.but(**{_BATCH: 1})
         check = (*fixed.environment(), "isotype", "check", fixed.method, *one.arguments())
         return replace(fix, command=check)
@@ -172,25 +178,29 @@ def with_commands(
 
 
 def repaired_command(
-    command: Command, fixes: Sequence[Fix], left: Sequence[tuple[Finding, str]] = (), *, present: bool = True
+    command: Command,
+    fixes: Sequence[Fix],
+    unresolved: Sequence[tuple[Finding, str]] = (),
+    *,
+    present: bool = True,
 ) -> Repaired:
-    """Return the training command changed by the fixes, what no argument can change, and what is left."""
+    """Return the training command changed by the fixes, with a text that also lists what no argument can change."""
     repaired, by_hand = command, []
     for fix in fixes:
         for action in fix.actions:
-            repaired = _acted(repaired, action)
+            repaired = _with_action(repaired, action)
         if not any(_argument(action) for action in fix.actions):
             by_hand.append(fix.description)
-    final = here(repaired, present)
+    final = without_absent_device(repaired, present)
     printed = printed_command(final.tokens(), indent=4)
     lines = [] if repaired.same_settings(command) else [f"repaired:\n{printed}"]
     lines += [f"by hand:   {text}" for text in by_hand]
-    lines += [f"left:      {finding.code}: {reason}" for finding, reason in left]
-    return Repaired("\n".join(lines) or "nothing to repair", fixes, left, final)
+    lines += [f"left:      {finding.code}: {reason}" for finding, reason in unresolved]
+    return Repaired("\n".join(lines) or "nothing to repair", fixes, unresolved, final)
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""A setting or a kind of action -> its argument."""
+"""For each setting or kind of an action, the argument that sets it."""
 
 
 def _argument(action: Action) -> str | None:
@@ -198,7 +208,7 @@ def _argument(action: Action) -> str | None:
     return None if action.value in ("", "None") else name
 
 
-def _acted(command: Command, action: Action) -> Command:
+def _with_action(command: Command, action: Action) -> Command:
     name = _argument(action)
     if name is None:
         return command

@@ -1,4 +1,4 @@
-"""The step of a training command: what its arguments decide, and facts from the rows of its data set."""
+"""The step of a training command, from its arguments and from the rows of its data set."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from isotype.train.rows.lengths import (
 from isotype.train.run import Choice, Run
 from isotype.train.validate import argument_problems, check_tokenizer, plain_turns
 
-_UNTRACED = "DeepSpeed's own casts and sharding are not traced"
+_UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the step of a command, with the lengths of its rows if they are on this machine."""
+    """Return the step of a command; with the lengths of its rows if data and tokenizer are on this machine."""
     settings = start_of(settings_of(command))
     if problems := argument_problems(settings):
         raise UsageError("invalid arguments", problems)
@@ -46,20 +46,20 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
 
 
 def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Return the recomputed layers of a training, decided by rank 0 for all processes."""
+    """Return the choice of the layers that a training recomputes, by rank 0 for all processes."""
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as requested")
-    saved = decided_before(resume)
-    if resume is not None and RECOMPUTED in saved:
-        return Choice(saved[RECOMPUTED], f"as in {resume.name}, which the run resumes from")
+    earlier = decided_before(resume)
+    if resume is not None and RECOMPUTED in earlier:
+        return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes from")
     plan = training_plan(settings, tokenizer, run.data, lengths)
     step = PlannedStep(plan, config_of(run.checkpoint), run.policy)
     return from_first(step.choice)
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
-    """Return the step of a training that is about to begin, with its longest possible rows."""
+    """Return the step of a training that is about to begin, with the length of its longest possible row."""
     rows = data[settings.script.dataset_train_split]
     plan = replace(
         _of_arguments(Options(), settings),
@@ -71,7 +71,7 @@ def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Length
 
 
 def _of_arguments(options: Options, settings: Settings) -> StepPlan:
-    """Return the step as the arguments alone describe it."""
+    """Return the step by the arguments alone, without the data."""
     from trl import get_peft_config
 
     training, model, method = settings.training, settings.model, settings.method
@@ -84,12 +84,10 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
     recomputes = sharding is not None and sharding.checkpointing
     packed = getattr(training, "packing", False) and str(training.packing_strategy).startswith("bfd")
     if attention is not None and "flash" in attention:
-        notes.append(f"{attention} is traced as scaled_dot_product_attention, whose dtypes are wider")
+        notes.append(f"{attention} is traced as scaled_dot_product_attention, which accepts more dtypes")
         attention, packed = None, False
     if training.torch_compile:
-        notes.append(
-            "torch.compile: judged is the step as it runs uncompiled; dtypes and findings are the same"
-        )
+        notes.append("torch.compile: the uncompiled step is checked, whose dtypes and findings are the same")
     if training.deepspeed:
         notes.append(_UNTRACED)
     compares = method.compares(training)
@@ -107,7 +105,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
     lora = start.config if start is not None and model.use_peft else get_peft_config(model)
     if start is None and lora is not None:
         lora.bias = settings.extra.lora_bias
-    saved = checkpointing(training) or (CHECKPOINTING if recomputes else None)
+    keywords = checkpointing(training) or (CHECKPOINTING if recomputes else None)
     accumulation = training.gradient_accumulation_steps
     return StepPlan(
         source=str(model.model_name_or_path),
@@ -123,7 +121,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         adapt=None if settings.extra.adapt is None else parts_to_adapt(settings, ()),
         learning_rate=training.learning_rate,
         optimizer=str(getattr(training.optim, "value", training.optim)),
-        checkpointing=saved,
+        checkpointing=keywords,
         auto=settings.auto_checkpointing and not recomputes,
         unforeseen=_UNTRACED if training.deepspeed else "" if length or completion else UNBOUNDED,
         fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
@@ -137,13 +135,13 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         dropout=not getattr(training, "disable_dropout", False),
         notes=tuple(notes),
         ranges=settings.extra.ranges,
-        # The training leaves layers that torch.compile takes to PEFT; on a check nothing else hangs by it.
+        # A training with torch.compile does not fuse; only the choice of checkpointing depends on this in a check.
         fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
     )
 
 
 def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
-    """Return the plan with the lengths of the evaluation rows, and the longest possible."""
+    """Return the plan with the lengths of the evaluation rows and the longest possible evaluation row."""
     split = settings.script.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
@@ -153,17 +151,17 @@ def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: An
 
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
-    """Return the plan with the number of rows, and the longest possible."""
+    """Return the plan with the rows of a batch, the length of its prompts and the longest possible row."""
     training = settings.training
     if lengths is not None and len(lengths.tokens) == lengths.rows:
-        learned = getattr(training, "completion_only_loss", None) is False
-        plan = replace(plan, prompt=0 if learned else lengths.prompt)
+        prompts_count = getattr(training, "completion_only_loss", None) is False
+        plan = replace(plan, prompt=0 if prompts_count else lengths.prompt)
     longest, why = _longest(plan, settings, rows, lengths)
     filled = packed_rows(lengths, training.max_length) if getattr(training, "packing", False) else None
     if filled is not None:
         longest = max(map(sum, filled))
         return replace(plan, rows=min(plan.rows, len(filled)), length=longest, longest=longest)
-    # A prompt of GRPO or RLOO is answered several times: there the rows of a batch are no rows of the data set.
+    # With GRPO and RLOO the rows of a batch are completions, several for each row of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
     return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen)
@@ -183,11 +181,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Rows whose pictures go through the processor: those with the most pixels, and with the most pictures."""
+"""Number of rows whose pictures the processor encodes: those with most pixels, and those with most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the most expensive pictures of any sampled row; None if unknown."""
+    """Return the pictures of the sampled row whose pictures have most values; None if they are unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):
@@ -195,16 +193,16 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
     if not hasattr(processor, "image_processor"):
         return None
     stored, step = undecoded(rows), max(1, -(-len(rows) // COUNTED_ROWS))
-    found = (tuple(map(size_of, pictures_in(stored[at]))) for at in range(0, len(rows), step))
-    sizes = {each for each in found if each and not any(isinstance(size, Problem) for size in each)}
+    sampled = (tuple(map(size_of, pictures_in(stored[at]))) for at in range(0, len(rows), step))
+    sizes = {row for row in sampled if row and not any(isinstance(size, Problem) for size in row)}
     by_pixels = sorted(sizes, key=lambda row: -sum(width * height for width, height in row))  # type: ignore[misc]
     tried = {*by_pixels[: _TRIED // 2], *sorted(sizes, key=len)[-_TRIED // 2 :]}
-    pictures = [pictures_of(None, processor, each) for each in tried]  # type: ignore[arg-type]
+    pictures = [pictures_of(None, processor, row) for row in tried]  # type: ignore[arg-type]
     return max(filter(None, pictures), key=lambda picture: (picture.values, picture.tokens), default=NONE)
 
 
 def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
-    """Return the plan with the real lengths of a local data set's rows."""
+    """Return the plan with the lengths of the data's rows, if the data is on this machine."""
     training, script = settings.training, settings.script
     notes: list[str] = []
     data = training_data_here(settings, notes.append)
@@ -218,7 +216,8 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
         return replace(
-            plan, notes=(*plan.notes, "the rows' lengths: this machine has no tokenizer of the model")
+            plan,
+            notes=(*plan.notes, "the rows' lengths are unknown: this machine has no tokenizer of the model"),
         )
     check_tokenizer(settings, source, tokenizer, data)
     data = fitting(settings, tokenizer, data, notes.append)
@@ -240,9 +239,9 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         return plan
     limit = getattr(training, "max_length", None)
     longest = lengths.longest + plan.completion
-    told = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
-    told += f", with a completion of {plan.completion:,}" if plan.completion else ""
+    line = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
+    line += f", with a completion of {plan.completion:,}" if plan.completion else ""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
     cut = lengths.cut(limit)
-    return replace(plan, length=plan.longest or longest, data="; ".join((cut or told, counted, *notes)))
+    return replace(plan, length=plan.longest or longest, data="; ".join((cut or line, counted, *notes)))

@@ -1,4 +1,4 @@
-"""Check the step of a plan: its policy, its weightless model, a batch, and the report."""
+"""The check of a plan's step: its policy, its model on the meta device, a batch, the trace and the report."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_
 from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
 
-MIXED = "documents are traced in padded rows of one each: in one packed row they would see each other"
+MIXED = "each document is traced in a padded row of its own: in one packed row, documents would attend to each other"
 
 _TRIAL = 32
-"""Tokens of two documents by which a model's attention is tested for packing."""
+"""Tokens of a row with two documents, with which it is tested whether they attend to each other."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per value: 4 bits, and an 8-bit scale per 32 values (OCP MX specification 1.0, 5.2)."""
 
-
 _PART_OF_ROOM = 0.25
-"""Share of the allowed memory below which recomputation is no question."""
+"""Share of the allowed memory below which the report does not compare the step with and without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PlannedStep:
     """The step of a plan, traced with different choices of recomputed layers.
 
     Attributes:
-        ranges: the measurement behind the policy, if any.
+        ranges: the value ranges by which the policy was decided; None without a measurement.
     """
 
     plan: StepPlan
@@ -73,11 +72,11 @@ class PlannedStep:
 
     @cached_property
     def room(self) -> Room:
-        """The memory of its device that the step may take."""
+        """The memory that the step may take on its device."""
         return room_of(device_profile(self.plan.device))
 
     def choice(self) -> Choice:
-        """Choose the recomputed layers, the same for a check and for its training."""
+        """Choose the layers to recompute; a check and its training choose alike."""
         if self.plan.unforeseen:
             return Choice(CHECKPOINTING, self.plan.unforeseen)
         try:
@@ -89,10 +88,10 @@ class PlannedStep:
             return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
 
     def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
-        """Return the weightless model, and notes on its fused layers."""
+        """Return the model on the meta device, and notes on its fused layers."""
         key = repr(arguments)
         if key not in self._models:
-            # PEFT writes the matched modules' names in this folded model into a config.
+            # PEFT writes the names of the matched modules, here of a folded model, into its config.
             plan = replace(self.plan, checkpointing=arguments, lora=copy.deepcopy(self.plan.lora))
             model = _model(plan, self.config, self.policy)
             self._models[key] = model, _fuse(plan, model)
@@ -100,10 +99,9 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """Return True if documents of one packed row would attend to each other, so that the training separates them.
+        """True if documents of a packed row would attend to each other, so that the training puts them into own rows.
 
-        A training runs its model to see it; without weights, the trace shows if attention masks depend on the
-        documents.
+        A training runs its model to find out; without weights, the trace shows if attention masks depend on documents.
         """
         plan = self.plan
         if not plan.packed:
@@ -113,18 +111,18 @@ class PlannedStep:
             return False
         inputs = _inputs(replace(plan, rows=1), _TRIAL, model)
         step = StepRequest(model, inputs, self.policy, plan.device, phases=("forward",))
-        told = {call.source for call in trace_of(step).calls} & documents_told_at()
-        return not told or has_states(model)
+        separated = {call.source for call in trace_of(step).calls} & documents_told_at()
+        return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan with the rows of a batch, and the tokens of each."""
+        """Return the plan for a batch of `rows` rows, and the tokens of a row; documents get own rows if `mixed`."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
         return replace(self.plan, rows=rows, packed=False), tokens
 
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
-        """Return the step with `rows` rows of `tokens` tokens."""
+        """Return the request of a step with `rows` rows of `tokens` tokens."""
         plan, (model, _) = self.plan, self.model(arguments)
         return StepRequest(
             model,
@@ -148,12 +146,12 @@ class PlannedStep:
         )
 
     def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return a batch of the training's evaluation with its loss; None if it evaluates nothing."""
+        """Return a batch of the training's evaluation with its loss; None without evaluation."""
         plan = self.plan
         if plan.evaluation is None:
             return None
         length = plan.evaluation_length or tokens
-        if tokens < row_length(plan, self.config):  # rows are cut, and those that are evaluated with them
+        if tokens < row_length(plan, self.config):  # evaluation rows are cut, too
             length = min(length, tokens)
         length = row_length(replace(plan, length=length), self.config)
         lengths, rows = plan.evaluation_lengths, plan.evaluation or rows
@@ -162,12 +160,12 @@ class PlannedStep:
         return _inputs(*self._batch(rows, length, lengths or plan.lengths), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
-        """Return the report on the step, from the choice's trace if there is one."""
-        known = self._traces.get((repr(arguments), rows, tokens))
-        return run(self.request(arguments, rows, tokens), traced=known)
+        """Return the report on the step; a trace that `choice` has made is used again."""
+        trace = self._traces.get((repr(arguments), rows, tokens))
+        return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the step's memory with all layers recomputed instead of none, or vice versa; "" if it fits easily."""
+        """Describe the step's cost with all layers recomputed instead of none, or the reverse; "" if it fits easily."""
         room = self.room.size
         if room is None or self.plan.unforeseen:
             return ""
@@ -182,7 +180,7 @@ class PlannedStep:
         least = "" if time is None else f"{format_duration(time.seconds)} at least"
         if every:
             return f"; with every layer {', '.join(filter(None, (format_bytes(trace.memory.peak), least)))}"
-        return least and f"; without, {least}"  # the choice's reason has its bytes
+        return least and f"; without, {least}"  # `choice.reason` has the bytes
 
     def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
         return self._foreseen(arguments).memory.peak
@@ -195,16 +193,16 @@ class PlannedStep:
         return self._traces[key]
 
     def traced(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Trace:
-        """Return the step as a trace that is not kept; raise NotForeseenError if it cannot be traced."""
+        """Trace the step, without a cache; raise NotForeseenError if it cannot be traced."""
         trace = trace_of(self.request(arguments, rows, tokens))
         if trace.failure is not None:
-            raise NotForeseenError(f"it could not be traced ({trace.failure.error})")
+            raise NotForeseenError(f"the step could not be traced ({trace.failure.error})")
         return trace
 
 
 def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
-    """Return the report on the step of a plan."""
-    checkpoint = open_model(plan.source, plan.revision)  # raises if it is no model
+    """Check the step of a plan and return the report."""
+    checkpoint = open_model(plan.source, plan.revision)  # raises CheckpointError if it is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
     config = config_of(checkpoint)
     require_complete_gguf(checkpoint)
@@ -243,7 +241,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     method = METHODS[plan.method]
-    # If only some layers are checkpointed they differ, and are counted before they are folded.
+    # If only some layers are checkpointed, layers differ, and are folded only after their number has selected them.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,
@@ -257,7 +255,7 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     )
     model.config.use_cache = False
     if method.loss == "reward" and model.config.pad_token_id is None:
-        model.config.pad_token_id = 0  # the trainer sets the tokenizer's, which is not known here
+        model.config.pad_token_id = 0  # any id: the trainer sets the tokenizer's, which is unknown
     if plan.checkpointing is not None:
         checkpoint_gradients(model, plan.checkpointing, adapters=plan.lora is not None)
     if some:
@@ -272,18 +270,18 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
 
 
 def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
-    """Fuse the layers that the training would fuse; return notes for the report."""
+    """Fuse the layers that the training would fuse, and return notes for the report."""
     if not plan.fuse:
         return ()
     profile = device_profile(plan.device)
-    # Dense copies are made where there is room on this very machine, and none of weights that are sharded.
+    # Only a CPU run on this machine keeps dense copies of quantized weights, if its memory suffices and FSDP is off.
     budget = None if profile.present and profile.kind == "cpu" and not plan.fsdp else 0
     report = fuse(model, budget=budget, device=profile)
     return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the tokens of a row: as requested, else the default, at most the model's positions."""
+    """Return the number of tokens of a row: requested or default, and at most the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         positions = None
@@ -291,7 +289,7 @@ def row_length(plan: StepPlan, config: Any) -> int:
     wanted = plan.length or default
     if (
         plan.lengths is not None or plan.pictures is not None
-    ):  # rows of text alone may be shorter than the picture that is traced in each
+    ):  # every traced row gets pictures, also short rows
         wanted = max(wanted, least_length(config, plan.pictures))
     return wanted if positions is None else min(wanted, positions)
 
@@ -312,14 +310,14 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
 
 
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
-    """Return True if the training's attention takes packed rows by their lengths, which no weightless model shows."""
+    """Return True if the training's attention uses the lengths of packed documents (a traced model has masks instead)."""
     profile = device_profile(plan.device)
     base = without_peft(model)
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
-    """Describe a checkpoint's format that cannot be trained in, and the dtype it is loaded in."""
+    """Yield a line on experts that the checkpoint stores in MXFP4 and the model in a float dtype."""
     saved = quantization_of(config)
     if saved is None or not saved.experts:
         return
@@ -335,7 +333,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
         return
     dtype = experts[0].dtype
     stored = int(loaded / dtype.itemsize * _MXFP4_BYTES)
-    yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} where the files hold {format_bytes(stored)} (--quantization {MXFP4} keeps them so)"
+    yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} instead of {format_bytes(stored)} in the files (--quantization {MXFP4} keeps them packed)"
 
 
 def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
@@ -343,7 +341,7 @@ def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
     if plan.length is not None and plan.length > length:
         notes.append(f"rows of {length} tokens instead of {plan.length}: the model has no more positions")
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
-        notes.append(f"{type(model).__name__} has no gradient checkpointing: its activations are all kept")
+        notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are kept")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
         notes.append(
             "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"

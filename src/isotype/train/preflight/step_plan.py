@@ -1,4 +1,4 @@
-"""The arguments of `isotype check`: those of any training command and a few of its own, as one step to check."""
+"""The arguments of `isotype check`, which are those of a training command and a few more, as the step to check."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ traced to its end; 2 bad arguments"""
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
-    """Return the check's own arguments, and the training command."""
+    """Return the options of the check, and the training command."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         help_parser().print_help()
@@ -45,44 +45,42 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     named = bool(tokens) and tokens[0] in METHODS
     bare = bool(tokens) and not named and not tokens[0].startswith("-")
     method, model = tokens.pop(0) if named else "sft", tokens.pop(0) if bare else None
-    command, own = parse_command(
-        method, tokens, own=_add_own, model=model, judge=_problems, prog="isotype check"
+    command, options = parse_command(
+        method, tokens, add_arguments=_add_own, model=model, problems_of=_problems, prog="isotype check"
     )
     fsdp = None
     if command.given("fsdp") in ("0", "1", "2"):  # a version; `--fsdp full_shard` is TRL's own argument
         fsdp = int(command["fsdp"])
         command = command.but(fsdp="full_shard" if fsdp == 2 else None)
-    if (
-        METHODS[method].loss != "policy"
-    ):  # there a step is of prompts, and of whole groups of their completions
-        asked = {"per_device_train_batch_size": own.batch, "max_length": own.length}
-        command = command.but(**{name: value for name, value in asked.items() if value is not None})
-    return Options(bare=bare, fsdp=fsdp, **vars(own)), command
+    if METHODS[method].loss != "policy":  # whose steps have whole groups of completions
+        sizes = {"per_device_train_batch_size": options.batch, "max_length": options.length}
+        command = command.but(**{name: value for name, value in sizes.items() if value is not None})
+    return Options(bare=bare, fsdp=fsdp, **vars(options)), command
 
 
-def _problems(own: argparse.Namespace) -> list[Problem]:
-    return count_problems({name: getattr(own, name) for name in ("batch", "length", "devices", "images")})
+def _problems(options: argparse.Namespace) -> list[Problem]:
+    return count_problems({name: getattr(options, name) for name in ("batch", "length", "devices", "images")})
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
-    """Return own arguments, function and device of `isotype check package.module:function`; raise for others."""
+    """Return options, function and device of `isotype check package.module:function`; refuse training arguments."""
     function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
     _add_own(parser)
     parser.add_argument("--device", default=None)
     parser.add_argument("--fsdp", choices=("0", "1", "2"), default=None)
-    own, unknown = parser.parse_known_args(rest)
+    options, unknown = parser.parse_known_args(rest)
     parser.refuse(parser.problems)
     flags = [
         *unknown,
-        *(f"--{name}" for name in ("batch", "length", "image") if getattr(own, name) is not None),
+        *(f"--{name}" for name in ("batch", "length", "image") if getattr(options, name) is not None),
     ]
     if flags:
         headline = f"arguments that do not go with {function}"
         expected = "--device, --devices, --fsdp, --generate and the outputs"
         raise UsageError.of(headline, " ".join(flags), expected, "let the function decide it")
-    device, fsdp = vars(own).pop("device"), vars(own).pop("fsdp")
-    return Options(fsdp=None if fsdp is None else int(fsdp), **vars(own)), function, device
+    device, fsdp = vars(options).pop("device"), vars(options).pop("fsdp")
+    return Options(fsdp=None if fsdp is None else int(fsdp), **vars(options)), function, device
 
 
 def image_size(text: str) -> tuple[int, int]:
@@ -124,9 +122,9 @@ _USED_MOST: Mapping[str, str] = {
     "lora_alpha": "alpha of the adapters; their scale is alpha / rank",
     "lora_dropout": "dropout of the adapters' inputs",
     "learning_rate": "learning rate of the optimizer",
-    "optim": "optimizer, by transformers' name",
+    "optim": "transformers' name of the optimizer",
 }
-"""Arguments of `isotype sft` for which a bare model is checked without importing its trainer, which takes seconds."""
+"""Help of the arguments of `isotype sft` with which a model is checked without importing TRL, which takes seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:
@@ -143,7 +141,9 @@ def help_parser() -> argparse.ArgumentParser:
         default = "" if known[name].default is None else f" (default: {known[name].default})"
         choices = known[name].choices if name != "optim" else ()
         parser.add_argument(f"--{name}", choices=choices or None, help=f"{text}{default}")
-    parser.add_argument("--fsdp", choices=("0", "1", "2"), help="version of FSDP that shards the run")
+    parser.add_argument(
+        "--fsdp", choices=("0", "1", "2"), help="version of FSDP by which the run is sharded; 0 for none"
+    )
     _add_own(parser)
     return parser
 
@@ -162,7 +162,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """Return the plan with the pictures of `--image`; raise UsageError if their tokens are unknown."""
+    """Return the plan with the pictures of `--image`; raise UsageError if their number of tokens is unknown."""
     if options.image is None:
         return plan
     from isotype.checkpoint.opened import config_of, open_model
@@ -178,9 +178,9 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     shown = "x".join(map(str, options.image))
     raise UsageError.of(
         "the pictures cannot be counted",
-        f"--image {shown} for {plan.source}, {'whose processor is not here' if takes else 'which takes text alone'}",
+        f"--image {shown} for {plan.source}, {'whose processor is not on this machine' if takes else 'which takes only text'}",
         "the processor in the model's directory" if takes else "a model that takes pictures",
-        "copy its preprocessor_config.json and tokenizer here" if takes else "leave --image out",
+        "copy preprocessor_config.json and the tokenizer into it" if takes else "leave --image out",
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches and losses of the training methods without a data set, with the shapes and dtypes that a trace needs."""
+"""Batches and losses of the training methods for a trace, without a data set: only shapes and dtypes matter."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def synthetic_batch(
     """Return a batch like those of TRL's collators, for the transformers model `model`.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one picture if the config tells its tokens, with placeholder tokens that have no loss.
+    `pictures`, or one picture if the config gives its number of tokens; picture tokens have no loss.
 
     Raises:
-        UsageError: the model takes no token ids, or `length` has no room for the tokens of the pictures.
+        UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
     """
     base = without_peft(model)
     if getattr(base, "main_input_name", "input_ids") != "input_ids":
-        headline, expected = "no batch can be made up for this model", "a model of token ids"
+        headline, expected = "no batch can be made for this model", "a model whose input is token ids"
         fix = "give package.module:function, where the function returns (model, inputs)"
         raise UsageError.of(headline, f"{type(base).__name__} takes {base.main_input_name}", expected, fix)
     ids = torch.full((rows, length), FILL)
@@ -42,7 +42,7 @@ def synthetic_batch(
     if pictures is not None:
         least = least_length(base.config, pictures)
         if least > length:
-            expected = f"room for the {pictures.tokens} tokens of its pictures and some text"
+            expected = f"more than the {pictures.tokens} tokens of its pictures"
             headline, fix = "the pictures do not fit into the sequence", f"--max_length {least}, or more"
             raise UsageError.of(headline, f"rows of {length} tokens", expected, fix)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
@@ -55,16 +55,18 @@ def synthetic_batch(
 
 
 def least_length(config: Any, pictures: Pictures | None = None) -> int:
-    """Return the tokens of the shortest row that `synthetic_batch` makes for a model of this config."""
+    """Return the length in tokens of the shortest row that `synthetic_batch` can make for a model of this config."""
     pictures = pictures or by_config(config)
     return 2 if pictures is None else pictures.tokens + 2
 
 
-TEXT_ALONE = "no row has a picture here: --image 1024x768 gives each one of that size, --images 2 two"
+TEXT_ALONE = (
+    "no row has a picture: --image 1024x768 gives each row a picture of that size, --images 2 two of them"
+)
 
 
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
-    """Describe the pictures of a synthetic batch, or their lack if the model takes them."""
+    """Return a note on the pictures of a synthetic batch, or that it has none; () for a model without pictures."""
     if getattr(config, "vision_config", None) is None:
         return ()
     pictures = pictures or by_config(config)
@@ -87,13 +89,14 @@ def step_inputs(
 
     Args:
         method: a key of `METHODS`.
-        model: PEFT or not, for its config; with `isotype.lora.loss.trl_head.put_head` unless a reward model.
-        rows: examples per step (completions for grpo and rloo).
-        length: tokens of an example, prompt and completion together.
-        prompt: tokens at the beginning of an example without loss.
-        completion: tokens of the completion (grpo, rloo).
-        reference: the method compares with the reference model in every step.
-        packed: each row has two documents, separated by their positions (sft).
+        model: the model, with or without adapters; unless it is a reward model, after
+            `isotype.lora.loss.trl_head.put_head`.
+        rows: number of examples per step (of completions for grpo and rloo).
+        length: number of tokens of an example, prompt and completion together.
+        prompt: number of tokens at the beginning of an example that have no loss.
+        completion: number of tokens of the completion (grpo, rloo).
+        reference: True if every step also runs the reference model.
+        packed: True if each row has two documents, separated by their positions (sft).
     """
     batch = synthetic_batch(model, rows, length, pictures)
     loss = METHODS[method].loss
@@ -123,27 +126,27 @@ def _reward_loss(
 
 
 def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if "labels" not in batch:  # the phase `generate`
+    if "labels" not in batch:  # in the phase `generate`
         return loss_of(model(**batch, use_cache=False))
     loss: torch.Tensor = model(**batch, fused_lm_head=True).loss
     return loss
 
 
 def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return log-probabilities of the tokens with loss, float32 `[rows, length - 1]`; 0 for the others."""
-    labels = batch.get("labels", batch["input_ids"])  # there are none in the phase `generate`
+    """Return the log-probabilities of the tokens, float32 `[rows, length - 1]`; 0 for tokens without loss."""
+    labels = batch.get("labels", batch["input_ids"])  # the phase `generate` has no labels
     log_probs: torch.Tensor = model(**{**batch, "labels": labels}, fused_lm_head=True).log_probs
     return log_probs
 
 
 def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
-    """Return log-probabilities of rows, float32 `[rows]`, less those of the reference if there is one."""
+    """Return the log-probability of each row, float32 `[rows]`, minus that of the reference model if `reference`."""
     sums = _log_probs(model, batch).sum(-1)
     return sums - _reference_log_probs(model, batch).sum(-1) if reference else sums
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return those of the base model without adapters, as TRL does; of the model itself if it has none."""
+    """Return the log-probabilities of the model with its adapters disabled, float32 `[rows, length - 1]`, as TRL does."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return _log_probs(model, batch)
 
@@ -151,7 +154,7 @@ def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch
 def _preference_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
-    """Return DPO's sigmoid loss, https://arxiv.org/abs/2305.18290 equation 7, with beta 0.1."""
+    """Return DPO's sigmoid loss with beta 0.1, https://arxiv.org/abs/2305.18290 equation 7."""
     chosen, rejected = _log_ratios(model, batch, reference).chunk(2)
     return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
@@ -169,7 +172,7 @@ def _unpaired_loss(
 def _policy_loss(
     model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
 ) -> torch.Tensor:
-    """Return GRPO's clipped loss, https://arxiv.org/abs/2402.03300 equation 3, on given advantages."""
+    """Return GRPO's clipped loss with advantages of 1, https://arxiv.org/abs/2402.03300 equation 3."""
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()
     advantages = torch.ones(logps.shape[0], 1)
@@ -186,4 +189,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], tor
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""Kind of loss -> function (model, batch, tokens of a completion, reference) -> loss."""
+"""For each `Method.loss` but `labels`, the function of (model, batch, tokens of a completion, reference)."""

@@ -1,8 +1,8 @@
-"""`--assistant_only_loss` for chat templates whose rendering of a conversation begins with that of its beginning.
+"""Labels of conversations if TRL cannot find the targets: for `--assistant_only_loss`, and for excluded turns.
 
-TRL finds the assistant's tokens by `{% generation %}` markers, and has marked templates for some models. For others,
-a conversation is rendered up to each turn of the assistant, with and without that turn: the tokens that only the
-second text has are the targets. TRL gets token ids with labels, which it uses unchanged.
+TRL finds the assistant's tokens by `{% generation %}` markers, and has marked templates for some models. For other
+templates, a conversation is rendered up to each turn of the assistant, without and with that turn: the tokens that only
+the longer text has are the targets. TRL gets token ids with labels, which it uses unchanged.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def labelled_rows(
     limit: int | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Any:
-    """Return the splits with `input_ids` and `labels` if TRL cannot find the targets; else unchanged.
+    """Return the splits with `input_ids` and `labels` if TRL cannot find the targets; else return them unchanged.
 
-    TRL needs a marked template, and ignores marks that exclude a turn from the loss.
+    TRL needs a template with markers, and ignores marks in the rows that exclude a turn from the loss.
 
     Args:
-        limit: rows of each split to convert; None for all.
-        say: prints a line about excluded turns.
+        limit: number of rows of each split to convert; None for all rows.
+        say: prints a line on the excluded turns.
 
     Raises:
-        UsageError: rows or a chat template in which the assistant's text cannot be found.
-        DataError: a row whose beginning the template renders differently if more follows.
+        UsageError: the assistant's text cannot be found in these columns or with this chat template.
+        DataError: the template renders the beginning of a row differently from the whole.
     """
     training = settings.training
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
@@ -53,25 +53,25 @@ def labelled_rows(
     whole = getattr(training, "completion_only_loss", None) is False
     chats = ("messages", "completion", *["prompt"] * whole)
     learned = chats if hasattr(training, "assistant_only_loss") else ()
-    left = 0 if "input_ids" in columns else sum(_count_left_out(rows, learned) for rows in data.values())
-    if (not only and not left) or ("input_ids" in columns and "labels" in columns):
+    excluded = 0 if "input_ids" in columns else sum(_count_left_out(rows, learned) for rows in data.values())
+    if (not only and not excluded) or ("input_ids" in columns and "labels" in columns):
         return data
-    if left:
+    if excluded:
         rest = "the assistant's other turns" if only else "everything else"
-        say(f"{plural(left, 'turn')} left out of the loss, as marked; the loss counts {rest}")
-    speaking = _with_template(tokenizer, getattr(training, "chat_template_path", None))
+        say(f"{plural(excluded, 'turn')} left out of the loss, as marked; the loss counts {rest}")
+    templated = _with_template(tokenizer, getattr(training, "chat_template_path", None))
     if only:
         _check_rows(columns)
     if {"image", "images"} & columns.keys():
-        return data  # `isotype.train.rows.pictured` finds them, batch by batch
-    if not left and (speaking is None or trl_finds_tokens(speaking)):
+        return data  # `isotype.train.rows.pictured` makes the labels of each batch
+    if not excluded and (templated is None or trl_finds_tokens(templated)):
         return data
-    if speaking is None:
+    if templated is None:
         what = f"turns marked as outside the loss, and --chat_template_path {training.chat_template_path}, which adds tokens"
         expected = "a template without new tokens"
         raise UsageError.of("the turns cannot be found", what, expected, "leave one of them out")
     source = settings.script.dataset_name or "datasets"
-    label = partial(labelled_row, tokenizer=speaking, whole=whole, only=only, source=source)
+    label = partial(labelled_row, tokenizer=templated, whole=whole, only=only, source=source)
     labelled = {}
     for name, rows in data.items():
         if limit is not None and hasattr(rows, "select"):
@@ -84,7 +84,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` excluded from the loss; of a stream, in the first thousand rows."""
+    """Return the number of turns in the columns `names` excluded from the loss (of a stream, in the first 1000 rows)."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -97,7 +97,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
     chat = columns.get("messages", columns.get("completion"))
     if isinstance(chat, list):
         return
-    what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which hold no messages"
+    what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which have no messages"
     fix = "leave --assistant_only_loss out"
     if "completion" in columns:
         fix += ": the loss of a prompt and its completion counts only the completion; or --apply_chat_template True"
@@ -106,34 +106,34 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template of `--chat_template_path`; None if that changes the vocabulary, too."""
+    """Return the tokenizer with the template at `path`; None if TRL can use that template, and adds its tokens."""
     if path is None:
         return tokenizer
-    speaking = copy.deepcopy(tokenizer)
+    templated = copy.deepcopy(tokenizer)
     if path.endswith((".jinja", ".j2")):
-        speaking.chat_template = Path(path).read_text(encoding="utf-8")
-        return speaking
+        templated.chat_template = Path(path).read_text(encoding="utf-8")
+        return templated
     from transformers import AutoTokenizer
 
     other = pretrained(AutoTokenizer, path)
-    speaking.chat_template = other.get_chat_template()
-    if trl_finds_tokens(speaking):
+    templated.chat_template = other.get_chat_template()
+    if trl_finds_tokens(templated):
         return None
-    words = getattr(speaking, "tokenizer", speaking)
+    words = getattr(templated, "tokenizer", templated)
     added = [t.content for t in other.added_tokens_decoder.values() if t.content not in words.get_vocab()]
     if added:
         what = f"--assistant_only_loss and --chat_template_path {path}, which adds the tokens {', '.join(added[:3])}"
         raise UsageError.of("the assistant's tokens cannot be found", what, _MARKED, _FIX)
     words.eos_token = other.eos_token
-    return speaking
+    return templated
 
 
 def trl_finds_tokens(tokenizer: Any) -> bool:
-    """Return True if the template has markers, or TRL has a marked version of it."""
+    """Return True if the tokenizer's chat template has markers, or TRL has a version of this template with markers."""
     from trl import get_training_chat_template
     from trl.chat_template_utils import has_generation_markers
 
-    # A processor has no method for its template.
+    # A processor has the attribute, but not the method.
     read = getattr(tokenizer, "get_chat_template", lambda: tokenizer.chat_template)
     if has_generation_markers(str(read())):
         return True
@@ -149,13 +149,13 @@ def labelled_row(
     """Return token ids of one conversation, and labels that are -100 outside of the assistant's turns.
 
     Args:
-        row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as TRL takes
-            them.
-        only: only the assistant's turns have loss.
-        source: name of the data set, for errors.
+        row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as for TRL.
+        whole: True if prompts have loss, too.
+        only: True if only the assistant's turns have loss.
+        source: name of the data set, for error messages.
 
     Raises:
-        DataError: the template renders the beginning of this conversation differently, or refuses it.
+        DataError: the template refuses the conversation, or renders its beginning differently from the whole.
     """
     from trl import prepare_multimodal_messages
 
@@ -170,8 +170,8 @@ def labelled_row(
         text, spans = spans_of(render, messages, 0 if whole else len(prompt))
     except (TemplateError, ValueError) as error:
         what = "--assistant_only_loss: the assistant's tokens" if only else "the turns excluded from the loss"
-        given = f"{place}: {' '.join(str(error).split())}"
-        raise DataError.of(f"{what} cannot be found", given, _KEPT, _ROW_FIX) from error
+        problem = f"{place}: {' '.join(str(error).split())}"
+        raise DataError.of(f"{what} cannot be found", problem, _SAME_BEGINNING, _ROW_FIX) from error
     words = getattr(tokenizer, "tokenizer", tokenizer)
     encoded = words(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
@@ -185,8 +185,8 @@ def labelled_row(
     return {"input_ids": ids, "labels": labels}
 
 
-_KEPT = "a chat template that writes the beginning of a conversation the same, whatever follows"
+_SAME_BEGINNING = "a chat template that renders the beginning of a conversation the same, whatever follows"
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
-    "'prompt' and 'completion', where the loss counts only the completion; or leave --assistant_only_loss out"
+    "'prompt' and 'completion', whose loss counts only the completion; or leave --assistant_only_loss out"
 )

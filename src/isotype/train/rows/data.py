@@ -1,4 +1,4 @@
-"""The rows of a training command: read, held back, and with contents that the chat template and processor accept."""
+"""The rows of a training command: read, split, and checked against the chat template and the processor."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 _TRIED = 64
-"""Rows with pictures that go through the processor before the model is loaded."""
+"""Number of rows with pictures that the processor must accept before the model is loaded."""
 
 
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the data before rows are held back; `evaluates`: with a test split (default: if evaluation is on)."""
+    """Read the data, before rows are held back; `evaluates` requires a test split (default: if evaluation is on)."""
     evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -51,39 +51,39 @@ def training_data(
 def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
-    """Return `training_data` if it is on this machine; None if none is named or it is on the hub."""
+    """Return `training_data` if the data is on this machine; None if it is on the hub or no data set is named."""
     script, mixture = settings.script, settings.dataset
     if mixture is not None and mixture.datasets:
-        here = all(not e.data_files and not e.data_dir and find_local(e.path) for e in mixture.datasets)
+        local = all(not e.data_files and not e.data_dir and find_local(e.path) for e in mixture.datasets)
     else:
         name = script.dataset_name
-        here = bool(name and find_local(name, test_split=script.dataset_test_split))
-    return training_data(settings, say) if here else None
+        local = bool(name and find_local(name, test_split=script.dataset_test_split))
+    return training_data(settings, say) if local else None
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
-    """Return the splits, with `--eval_split` of the training rows as the test split."""
+    """Return the splits; with `--eval_split`, a share of the training rows becomes the test split."""
     share, script = settings.extra.eval_split, settings.script
     if share is None:
         return data
     rows = data[script.dataset_train_split]
     countable = hasattr(rows, "train_test_split")
-    held = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
-    if not countable or not 0 < held < len(rows):
+    count = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
+    if not countable or not 0 < count < len(rows):
         expected = "no --dataset_streaming"
         if countable:
-            expected = f"a share below 1, or fewer rows than the {len(rows):,} there are"
+            expected = f"a share below 1, or less than the number of rows, {len(rows):,}"
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
-    parts = rows.train_test_split(test_size=held, seed=settings.training.seed)
+    parts = rows.train_test_split(test_size=count, seed=settings.training.seed)
     return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Join text parts by line breaks if the chat template writes only text."""
+    """Return the splits; if the chat template accepts only text, text parts of a content are joined by line breaks."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
-    chats = {}  # columns of chats whose content may be parts, by their types; for a stream without types, all
+    chats = {}  # the columns whose types allow contents in parts; for a stream without types, all columns of chats
     for name, rows in data.items():
         if (features := getattr(rows, "features", None)) is None:
             chats[name] = sorted(CHATS & next(iter(rows), {}).keys())
@@ -91,22 +91,22 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
             chats[name] = lists_in(features, CHATS, lambda turn: hasattr(turn.get("content"), "feature"))
     if not any(chats.values()) or _takes_parts(tokenizer):
         return data
-    say("content in several text parts is joined by line breaks: the chat template writes text alone")
+    say("content in several text parts is joined by line breaks, because the chat template accepts only text")
     return type(data)({name: _joined(rows, chats[name]) for name, rows in data.items()})
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return the columns among `names` that are lists of objects whose types are `wanted` or unknown."""
+    """Return the columns among `names` that are lists whose items are of unknown type or satisfy `wanted`."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
-    known = {name: item for name, item in items.items() if item is not None}
-    return [name for name, item in known.items() if not isinstance(item, Mapping) or wanted(item)]
+    lists = {name: item for name, item in items.items() if item is not None}
+    return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
 
 
 def _takes_parts(tokenizer: Any) -> bool:
     try:
         text = render_chat(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)
     except TemplateError:
-        return True  # nothing is known: the rows themselves will show it
+        return True  # unknown: the rows are rendered later
     try:
         parts = [{"type": "text", "text": "a"}]
         return bool(text == render_chat(tokenizer, [{"role": "user", "content": parts}], tokenize=False))
@@ -138,7 +138,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if the model takes no pictures, or its processor refuses some of up to 64 rows of a split."""
+    """Raise DataError if the model takes no pictures, or its processor refuses one of up to 64 rows of a split."""
     problems = [
         problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
     ]
@@ -152,7 +152,7 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         return
     if not hasattr(tokenizer, "tokenizer"):
         what = (
-            f"{split}: pictures in the column {listed(map(repr, columns))}, and a model that takes text alone"
+            f"{split}: pictures in the column {listed(map(repr, columns))}, and a model that takes only text"
         )
         expected = "a model with a processor of pictures"
         yield Problem(what, expected, "give such a model, or leave the column out")
@@ -178,15 +178,15 @@ def has_pictures(settings: Settings, data: Any) -> bool:
 
 
 def uncut(settings: Settings, data: Any) -> dict[str, Any]:
-    """Return the arguments by which rows with pictures are not cut; none if no row has one."""
+    """Return the arguments with which rows are not cut, if a row has pictures; else an empty dictionary."""
     return {"max_length": None} if has_pictures(settings, data) else {}
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits with contents that the tokenizer takes; rows with pictures beyond `max_length` are dropped.
+    """Return the splits with contents that the tokenizer accepts, without rows with pictures beyond `max_length`.
 
     Raises:
-        DataError: such rows are not to be dropped.
+        DataError: there are such rows, and `--excess_length_strategy` is not `drop`.
         UsageError: rows with pictures are to be packed.
     """
     data = plain_contents(tokenizer, data, say)
@@ -199,21 +199,21 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
             expected, fix = "a row of the batch for each example", f"leave --{name} out"
             raise UsageError.of("rows with pictures are not joined", what, expected, fix)
     limit = settings.command.given("max_length")
-    kept = {}
+    fitting_rows = {}
     problems: list[Problem] = []
     for split, rows in data.items():
-        kept[split] = rows
+        fitting_rows[split] = rows
         if not isinstance(limit, int) or not hasattr(rows, "__len__"):
             continue
         lengths = dict(_longer(Pictured(tokenizer), rows, limit))
         if lengths and settings.extra.excess_length_strategy == "drop":
             of = plural(len(rows), "row")
             say(
-                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out: pictures are not cut"
+                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out, because pictures are not cut"
             )
-            kept[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
-            lengths = {} if len(kept[split]) else lengths
-        expected = f"rows of at most max_length {limit}: pictures are not cut"
+            fitting_rows[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
+            lengths = {} if len(fitting_rows[split]) else lengths
+        expected = f"at most max_length {limit} tokens, because pictures are not cut"
         fix = f"--max_length {max(lengths.values(), default=0)}, or none; --excess_length_strategy drop leaves such rows out"
         problems += [
             Problem(f"{split}, row {at + 1}: {plural(n, 'token')}", expected, fix)
@@ -221,7 +221,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
         ]
     if problems:
         raise data_error(settings.script.dataset_name or "datasets", problems)
-    return type(data)(kept)
+    return type(data)(fitting_rows)
 
 
 def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
@@ -237,14 +237,14 @@ def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, in
 
 @contextmanager
 def pictures_named(trainer: Any) -> Iterator[None]:
-    """Raise DataError with the rows of pictures that a trainer cannot decode."""
+    """If a trainer cannot decode a picture, raise DataError with the number of its row."""
     try:
         yield
     except (OSError, SyntaxError) as error:
-        if getattr(error, "errno", None) is None:  # not the system's: pillow's own
-            held = trainer.eval_dataset
-            held = held if isinstance(held, dict) else {"evaluation": held}
-            splits = {"train": trainer.train_dataset, **held}
+        if getattr(error, "errno", None) is None:  # an error of Pillow, not of the operating system
+            evaluation = trainer.eval_dataset
+            evaluation = evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
+            splits = {"train": trainer.train_dataset, **evaluation}
             for split, rows in splits.items():
                 if hasattr(rows, "__len__") and picture_columns(rows):
                     for at, problem in broken_rows(rows, whole=True):

@@ -1,4 +1,4 @@
-"""The training data, printed before the training: lengths, cuts, padding, one example with its loss mask."""
+"""Summary of the training data, printed before the training: lengths, padding, and an example with its loss mask."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from isotype.report.text import format_share, say
 from isotype.train.rows.lengths import Lengths
 from isotype.train.rows.pictured import Pictured
 
-_LONGEST_TEXT = 600  # characters of one stretch of an example
+_LONGEST_TEXT = 600  # characters that are printed of one part of an example
 
 
 def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
-    """Return a summary of the trainer's data; None for a stream, whose rows are not counted."""
+    """Return a summary of the trainer's data; None for a stream."""
     rows, held = trainer.train_dataset, trainer.eval_dataset
     if not hasattr(rows, "__len__"):
         return None
@@ -48,7 +48,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the requested passes over the rows as transformers counts them, with shorter last updates and batches."""
+    """Return the number of epochs that transformers will count; the last batch and step of an epoch may be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps
@@ -60,7 +60,7 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
 
 
 def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
-    """Return tokens at 50, 90 and 99 % of the rows."""
+    """Return the 50th, 90th and 99th percentile of `tokens`."""
     if len(tokens) == 1:
         return (tokens[0],) * 3
     cuts = statistics.quantiles(tokens, n=100, method="inclusive")
@@ -68,15 +68,15 @@ def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
 
 
 def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:
-    """Return the share of padding in batches of `batch` rows in random order, cut to `limit`, padded to the longest."""
+    """Return the share of padding in batches of `batch` random rows, cut to `limit` and padded to the longest row."""
     shown = [min(length, limit or length) for length in tokens]
     random.Random(0).shuffle(shown)
     batches = [shown[at : at + batch] for at in range(0, len(shown), batch)]
-    return 1 - sum(shown) / sum(max(each) * len(each) for each in batches)
+    return 1 - sum(shown) / sum(max(lengths) * len(lengths) for lengths in batches)
 
 
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
-    """Return the first row's pieces of text, each with True if it has loss; None without a loss mask."""
+    """Return (has loss, text) of the consecutive parts of the first row; None if the rows have no labels."""
     if not len(trainer.train_dataset):
         return None
     if isinstance(trainer.data_collator, Pictured):
@@ -94,7 +94,7 @@ def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
 
 
 def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:
-    """Print rows, tokens, padding and the example, and a note on cut rows."""
+    """Print the numbers of rows and tokens, the share of padding, and the example."""
     if summary is not None:
         say(console, "\n".join(_sentences(summary)))
     if example:
@@ -123,5 +123,5 @@ def _sentences(data: DataSummary) -> list[str]:
 
 def _shortened(text: str) -> str:
     half = _LONGEST_TEXT // 2
-    kept = text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"
-    return kept.replace("\n", "↵\n").rstrip("\n")
+    short = text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"
+    return short.replace("\n", "↵\n").rstrip("\n")

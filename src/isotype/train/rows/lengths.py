@@ -1,4 +1,4 @@
-"""Lengths of a data set's rows in tokens, and what `max_length` cuts off."""
+"""Lengths of a data set's rows in tokens, before and after they are cut to `max_length` or packed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNBOUNDED = "the length of rows is not limited (--max_length limits it)"
 
 COUNTED_ROWS = 2000
-"""Maximum number of tokenized rows; a longer data set is sampled at equal distances."""
+"""Most rows that are tokenized; a longer data set is sampled at equal distances."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Lengths:
     """Tokens of rows.
 
     Attributes:
-        tokens: of each tokenized row (of a pair, its longer half with the prompt).
-        doubled: tokenized rows that begin with two beginning-of-text tokens.
-        prompt: tokens of the shortest prompt, which the loss may exclude in every row.
+        tokens: number of tokens of each tokenized row (of a pair, the prompt with the longer answer).
+        rows: number of rows of the data set.
+        doubled: number of tokenized rows that begin with two beginning-of-text tokens.
+        prompt: number of tokens of the shortest prompt, which the loss may exclude in every row.
     """
 
     tokens: tuple[int, ...]
@@ -43,18 +44,18 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(self.tokens)
 
     def begun_twice(self) -> str | None:
-        """A sentence about rows that begin with the token that the tokenizer adds, too; None if there are none."""
+        """Return a note on rows that begin with the token which the tokenizer adds again; None if there are none."""
         if not self.doubled:
             return None
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
-        return f"{rows} begin with the beginning-of-text token, which the tokenizer adds as well: they have it twice; remove it from the rows"
+        return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None) -> str | None:
-        """Describe what `max_length` cuts off; None if nothing."""
+        """Describe the rows that are cut to `limit` tokens; None if no row is longer."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -70,9 +71,9 @@ class Lengths:
 def lengths_of(
     method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
 ) -> Lengths | None:
-    """Return the lengths of a data set's rows as the method's trainer makes them, except for an added end token.
+    """Return the lengths of a data set's rows as the method's trainer tokenizes them, except for an added end token.
 
-    None for a stream, and for rows with pictures without a processor. `text_field`: name of SFT's plain text column.
+    Return None for a stream, and for rows with pictures if there is no processor. `text_field` is SFT's column of text.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -80,7 +81,7 @@ def lengths_of(
     if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
         if not hasattr(tokenizer, "tokenizer"):
             return None
-        pictured, rows = Pictured(tokenizer), undecoded(rows)  # it keeps what is made of pictures of one size
+        pictured, rows = Pictured(tokenizer), undecoded(rows)  # it caches the tokens of a picture by its size
         counts = [pictured.count(rows[at]) for at in range(0, len(rows), step)]
         return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
     words = getattr(tokenizer, "tokenizer", tokenizer)
@@ -97,16 +98,16 @@ def lengths_of(
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
-    """Return `lengths_of` rows of the training's data set."""
+    """Return `lengths_of` some rows of the training's data set; `every`: tokenize all rows instead of a sample."""
     field = getattr(settings.training, "dataset_text_field", "text")
     source = settings.script.dataset_name or "datasets"
     return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
-    """Return the error of a chat template that fails on the row `at`."""
+    """Return the error for a chat template that cannot render the row `at`."""
     place = f"{source}, row {at + 1}" if source else f"row {at + 1}"
-    row, expected = f"{place}: {one_line(error)}", "turns that the template can write"
+    row, expected = f"{place}: {one_line(error)}", "turns that the template can render"
     fix = "change the row, or give another template with --chat_template_path"
     return DataError.of("the model's chat template refuses a row", row, expected, fix)
 
@@ -114,13 +115,13 @@ def refused_row(source: str, at: int, error: TemplateError) -> DataError:
 def longest_possible(
     lengths: Lengths | None, limit: int | None, *, packed: bool, completion: int, pictured: bool = False
 ) -> tuple[int | None, str]:
-    """Return the tokens of a training's longest possible row and "", or (None, why unbounded).
+    """Return (tokens of the longest possible row of a training, ""), or (None, the reason why there is no limit).
 
     Args:
-        limit: tokens that rows are cut to, None if they are not.
-        packed: short rows are joined up to the limit.
-        completion: tokens of a completion that follows each row.
-        pictured: the rows have pictures: none is cut and nothing is added, so the longest of a sample bounds them.
+        limit: number of tokens to which rows are cut; None if they are not cut.
+        packed: True if short rows are joined up to `limit`.
+        completion: number of tokens of a completion after each row.
+        pictured: True if the rows have pictures: then no row is cut, and a sample's longest row counts as the limit.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
@@ -130,26 +131,26 @@ def longest_possible(
 
 
 def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] | None:
-    """Return the documents' lengths in each packed row, best fit first as in TRL; None if not all lengths are known."""
+    """Return the documents' lengths in each packed row (TRL's best-fit decreasing), or None if some are unknown."""
     if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
         return None
-    room: list[tuple[int, int]] = []  # (tokens that a row has room for, its number), ascending
+    room: list[tuple[int, int]] = []  # (free tokens of a row, its number), ascending
     rows: list[list[int]] = []
     for length in sorted((min(token, limit) for token in lengths.tokens), reverse=True):
         at = bisect_left(room, (length, 0))
         if at == len(room):
             room.append((limit, len(rows)))
             rows.append([])
-        left, number = room.pop(at)
+        free, number = room.pop(at)
         rows[number].append(length)
-        insort(room, (left - length, number))
+        insort(room, (free - length, number))
     return rows
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return documents in `rows` packed rows and the longest's tokens: the largest batch with a row per document."""
+    """Return (documents, tokens of the longest) of the largest batch: `rows` packed rows, with a row per document."""
     largest: tuple[int, int] = (0, 0)
-    fullest: list[int] = []  # documents of the other rows of a batch, none with a longer one
+    fullest: list[int] = []  # numbers of documents of the batch's other rows, whose documents are no longer
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
         heappush(fullest, len(row))
@@ -165,7 +166,7 @@ def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bo
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
-    """Return the token ids of a row for SFT: conversation by chat template, prompt with completion, or text."""
+    """Return the token ids of a row for SFT: a rendered conversation, a prompt with its completion, or a text."""
     if row.get("input_ids") is not None:
         return list(row["input_ids"])
     chat = row.get("messages")
@@ -189,7 +190,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
-    """Return the tokens of the prompt before an answer; 0 if the row does not separate them, or the model answers."""
+    """Return the number of tokens of a row's prompt; 0 without a separate prompt, or if the model writes the answer."""
     if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
         return 0
     return len(_ids(tokenizer, row["prompt"], None, row.get("tools")))
@@ -199,8 +200,8 @@ def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
     ids = _ids(tokenizer, prompt, answer, tools)
     if any(isinstance(part, list) for part in (prompt, answer)):
         return len(ids)
-    ended = answer is None or (len(ids) > 0 and ids[-1] == tokenizer.eos_token_id)
-    return len(ids) + (not ended)
+    complete = answer is None or (len(ids) > 0 and ids[-1] == tokenizer.eos_token_id)
+    return len(ids) + (not complete)
 
 
 def _ids(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Rows for measurements: of a data set for `isotype quality`, of the training for what a merge keeps."""
+"""Rows for measurements: of a data set (`isotype quality`), or of an adapter's training (`isotype merge`)."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
-"""Maximum tokens taken from a row: more rows are more representative."""
+"""Most tokens that are taken from a row: many short rows represent a data set better than a few long rows."""
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
-    """Return about `tokens` tokens from all over a data set, as one batch padded on the right.
+    """Return a batch of about `tokens` tokens of rows spread over a data set, int64 `[rows, tokens]`, padded on the right.
 
-    Each row is cut to 128 tokens or the model's positions. `model`: its tokenizer and chat template are used.
+    Each row is cut to 128 tokens or the model's positions. The tokenizer and chat template are those of `model`.
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
         what, expected = (
             f"{model} without a tokenizer on this machine",
-            "the tokenizer that its rows are read by",
+            "the tokenizer of the model",
         )
         fix = "download the model first, or leave --data out"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
@@ -75,9 +75,9 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield the numbers below `count` in an order whose every beginning is spread over all of them."""
+    """Yield the numbers below `count` in an order whose first k numbers are spread over the range, for every k."""
     strides = range(max(1, round(count * 0.618)), count + 2)
-    stride = next(each for each in strides if math.gcd(each, count) == 1)
+    stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
 
 
@@ -87,12 +87,12 @@ _MOST = 64
 
 
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
-    """Return the held-back or training rows of an adapter and None, or (None, reason) if they cannot be read again.
+    """Return (held-back or training rows of an adapter's run, None), or (None, reason) if they cannot be read again.
 
-    (None, None) for an adapter without a run report. `adapter`: the folder, or one of its checkpoints. Chat templates
-    write the day of the run if a checkpoint names it.
+    Return (None, None) for an adapter without a run report. `adapter` is the adapter's folder or a checkpoint in it. Chat
+    templates write the date of the run if a checkpoint records it.
     """
-    folder = next((each for each in (adapter, adapter.parent) if (each / JSON_NAME).is_file()), None)
+    folder = next((path for path in (adapter, adapter.parent) if (path / JSON_NAME).is_file()), None)
     if folder is None:
         return None, None
     try:
@@ -113,8 +113,8 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     if not texts:
         return None, None
     trained = split == settings.script.dataset_train_split
-    held = record.data if settings.extra.eval_split is not None and not trained else None
-    changed = f"; {held.held_back:,} then" if held is not None and held.held_back != len(rows) else ""
+    data = record.data if settings.extra.eval_split is not None and not trained else None
+    changed = f"; {data.held_back:,} then" if data is not None and data.held_back != len(rows) else ""
     kind = "rows that were trained on" if trained else "held-back rows"
     source = f"{kind} of {settings.script.dataset_name or 'its data'} ({len(rows):,}{changed})"
     return Rows(tuple(texts), source), None
@@ -127,7 +127,7 @@ def _day_held(adapter: Path, folder: Path) -> AbstractContextManager[None]:
 
 
 def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Return ids and labels of up to 64 rows from all over the data."""
+    """Return (ids, labels) of up to 64 rows that are spread over the data."""
     texts = []
     for at in spread(len(rows)):
         ids, labels = _labelled(tokenizer, rows[at], text_field)
@@ -139,21 +139,21 @@ def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[in
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
-    """Return the settings of a report's command, with paths relative to the folder of the command."""
+    """Return the settings of a report's command; a relative path of the data is searched where the command was run."""
     words = shlex.split(record.command)
     begin = words.index(record.method)
     command, _ = parse_command(record.method, words[begin + 1 :])
     name, output = command["dataset_name"], Path(record.output_dir)
-    here = folder.resolve()
-    if name and not output.is_absolute() and here.parts[-len(output.parts) :] == output.parts:
-        there = Path(*here.parts[: -len(output.parts)]) / name
-        if there.exists():
-            command = command.but(dataset_name=str(there))
+    parts = folder.resolve().parts
+    if name and not output.is_absolute() and parts[-len(output.parts) :] == output.parts:
+        path = Path(*parts[: -len(output.parts)]) / name
+        if path.exists():
+            command = command.but(dataset_name=str(path))
     return settings_of(command)
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return a split and its rows: held back, else for tests, else for training."""
+    """Return the name and rows of the test split (held back, or of the data set), else of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:
@@ -170,5 +170,5 @@ def _labelled(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> tuple[
     ids = ids_of_row(tokenizer, {**row, "completion": answer} if answer is not None else row, text_field)
     if not prompt or answer is None:
         return ids, ids
-    given = len(ids_of_row(tokenizer, {"prompt": prompt, "messages": None}, text_field))
-    return ids, [-100] * given + ids[given:]
+    length = len(ids_of_row(tokenizer, {"prompt": prompt, "messages": None}, text_field))
+    return ids, [-100] * length + ids[length:]

@@ -1,8 +1,8 @@
 """Batches of rows with pictures for supervised training: the processor's outputs and the labels.
 
-TRL's collator computes the loss on picture tokens too, and finds the assistant's tokens only in chat templates with
-markers. Here the processor tells the places of pictures in the text, and `isotype.train.rows.spans` those of the
-assistant. Rows are not cut, since a picture needs all of its tokens.
+TRL's collator computes the loss on picture tokens, too, and finds the assistant's tokens only in chat templates with
+markers. This collator takes the positions of pictures from the processor, and the assistant's positions from
+`isotype.train.rows.spans`. Rows are not cut, since a picture needs all of its tokens.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ GIVEN, LEARNED, PICTURE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Written:
-    """A row as text before the processor, with a place for each picture, and its targets.
+    """A row as text for the processor, with a placeholder for each picture, and its targets.
 
     Attributes:
-        spans: [start, end) of targets, in characters.
-        pictures: in the order of their places.
+        spans: [start, end) of each target, in characters of `text`.
+        pictures: the pictures in the order of their placeholders.
     """
 
     text: str
@@ -54,11 +54,11 @@ class Pictured:
     """Collator of rows with pictures.
 
     Attributes:
-        only: only the assistant's turns are targets (`--assistant_only_loss`).
-        whole: prompts are targets, too (`--completion_only_loss False`).
-        multiple: batch lengths are padded to a multiple of it (`--pad_to_multiple_of`).
-        always: a batch without pictures gets one more row, with a picture and no label: processes that share a sharded
-            model must all gather the tower's weights.
+        only: True if only the assistant's turns are targets (`--assistant_only_loss`).
+        whole: True if prompts are targets, too (`--completion_only_loss False`).
+        multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
+        always: a batch without pictures gets one more row, with a picture and no label: all processes of a sharded model
+            must gather the weights of its vision tower.
     """
 
     processor: Any
@@ -68,11 +68,11 @@ class Pictured:
     always: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch, padded on the right: ids, mask and labels int64 `[rows, tokens]`, and the pictures.
+        """Return a batch padded on the right: ids, mask and labels, int64 `[rows, tokens]`, and the pictures.
 
         Raises:
             TemplateError: the chat template refuses a row.
-            ValueError: the processor refuses it, or the template renders the beginning of a conversation differently.
+            ValueError: the processor refuses a row, or the template renders the beginning of a conversation differently.
         """
         written = [self.written(row) for row in rows]
         if self.always and not any(row.pictures for row in written):
@@ -82,7 +82,7 @@ class Pictured:
         return batch
 
     def written(self, row: Mapping[str, Any], answer: str = "completion") -> Written:
-        """Return a row as text: the chat template writes messages, other text is unchanged; `answer` names the answer's column."""
+        """Return a row as text, with messages rendered by the chat template; `answer` names the column of the answer."""
         pictures = pictures_in(row)
         prompt: Any = row.get("prompt")
         completion: Any = row.get(answer)
@@ -101,7 +101,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs and each token's kind: `GIVEN`, `LEARNED`, or `PICTURE` + picture number."""
+        """Return the processor's outputs, and int64 `[rows, tokens]`: `GIVEN`, `LEARNED`, or `PICTURE` + picture number."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -111,24 +111,24 @@ class Pictured:
                 padding_side="right",
                 pad_to_multiple_of=self.multiple,
                 return_tensors="pt",
-                add_special_tokens=False,  # the chat template has written them
+                add_special_tokens=False,  # they are in the rendered text
                 return_offsets_mapping=True,
                 return_text_replacement_offsets=True,
             )
         )
         places, replaced = batch.pop("offset_mapping", None), batch.pop("text_replacement_offsets", None)
         if places is None or (any(images) and replaced is None):
-            what = f"{type(self.processor).__name__}, which does not say where in a text it writes them"
+            what = f"{type(self.processor).__name__}, which does not return their positions in the text"
             expected = (
-                "a processor that transformers' `ProcessorMixin` writes the texts of, and a fast tokenizer"
+                "a processor that calls transformers' `ProcessorMixin` for its texts, with a fast tokenizer"
             )
             raise UsageError.of(
-                "the tokens of pictures cannot be found", what, expected, "give a model with one"
+                "the tokens of pictures cannot be found", what, expected, "give a model with such a processor"
             )
         kinds = torch.full_like(batch["input_ids"], GIVEN)
         around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._around), dtype=torch.long))
-        for at, (written, found) in enumerate(zip(rows, replaced or [[]] * len(rows), strict=True)):
-            spans, pictures = _moved(written, found)
+        for at, (written, replacements) in enumerate(zip(rows, replaced or [[]] * len(rows), strict=True)):
+            spans, pictures = _moved(written, replacements)
             for span in spans:
                 kinds[at, _inside(places[at], span)] = LEARNED
             kinds[at, around[at]] = GIVEN
@@ -144,20 +144,20 @@ class Pictured:
 
     @cached_property
     def _alone(self) -> str:
-        """A user's turn with a picture and no text."""
+        """The rendered turn of a user with a picture and no text."""
         turns = [{"role": "user", "content": [{"type": "image"}]}]
         return str(render_chat(self.processor, turns, tokenize=False))
 
     @cached_property
     def _around(self) -> frozenset[int]:
-        """Special tokens of a picture or beside one."""
+        """Ids of the special tokens that stand for a picture or enclose one."""
         added = self.processor.tokenizer.added_tokens_decoder
         return frozenset(
             at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
         )
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Return (has loss, text) of the parts of a row in order; a picture as its size and tokens."""
+        """Return (has loss, text) of the consecutive parts of a row; a picture is described by its size and tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -175,7 +175,7 @@ class Pictured:
         return parts
 
     def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the tokens of a row with its longest answer, and those before it; pictures are not decoded."""
+        """Return the number of tokens of a row with its longest answer, and of its prompt; pictures are not decoded."""
         answers = answers_in(row)
         lengths = [len(self._ids(self.written(row, name))) for name in answers]
         prompt = 0
@@ -187,9 +187,9 @@ class Pictured:
         pictures = (self._replacement(size_of(picture)) for picture in row.pictures)
         text = row.text
         if row.pictures:
-            found, written = zip(*pictures, strict=True)
-            parts = re.split(f"({re.escape(found[0])})", text)
-            text = "".join(part if at % 2 == 0 else written[at // 2] for at, part in enumerate(parts))
+            placeholders, tokens = zip(*pictures, strict=True)
+            parts = re.split(f"({re.escape(placeholders[0])})", text)
+            text = "".join(part if at % 2 == 0 else tokens[at // 2] for at, part in enumerate(parts))
         ids: Sequence[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -198,21 +198,21 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's text for a picture of that size, and the processor's replacement."""
+        """Return the template's placeholder for a picture of this size, and the text that the processor puts there."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
             from PIL import Image
 
             images = [[Image.new("RGB", size)]]
-            made = self.processor(images=images, text=[self._alone], return_text_replacement_offsets=True)
-            (each,) = made["text_replacement_offsets"][0]
-            self._replacements[size] = each["text"], each["replacement"]
+            batch = self.processor(images=images, text=[self._alone], return_text_replacement_offsets=True)
+            (replaced,) = batch["text_replacement_offsets"][0]
+            self._replacements[size] = replaced["text"], replaced["replacement"]
         return self._replacements[size]
 
 
 def learn_no_pictures(trainer: Any, training: Any) -> None:
-    """Replace the picture collator of a TRL trainer by `Pictured`, with the given arguments.
+    """Replace the picture collator of TRL's SFT trainer by `Pictured`, with the arguments of `training`.
 
     Raises:
         DataError: the model is sharded, and only some preference pairs have pictures.
@@ -229,8 +229,8 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
     if sharded and isinstance(collator, DataCollatorForVisionPreference):
         empty = row_without_pictures(trainer.train_dataset)
         if empty is not None:
-            what = f"row {empty + 1} has no picture, others have"
-            expected = "a picture in every pair: processes that share a sharded model must all run its tower"
+            what = f"row {empty + 1} has no picture, but others have one"
+            expected = "a picture in every pair: all processes of a sharded model must run its vision tower"
             raise data_error(
                 "preference pairs with and without pictures",
                 [Problem(what, expected, "leave such rows out, or train without --fsdp")],
@@ -238,34 +238,34 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
-    """Return the columns of a row with answers; `completion` if the model answers."""
+    """Return the names of the columns with answers in a row; `completion` if there are none."""
     names = ("completion", "chosen", "rejected")
     return [name for name in names if row.get(name) is not None] or ["completion"]
 
 
 def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
-    """Return messages with content in parts, as processors' templates take them, and a place for each picture."""
+    """Return messages whose contents are lists of parts, with an image part for each picture."""
     from trl import prepare_multimodal_messages
 
     turns = [dict(turn) for turn in messages]
     contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
-    if any(part["type"] == "image" for parts in contents for part in parts):  # else it places them itself
+    if any(part["type"] == "image" for parts in contents for part in parts):  # else TRL adds the image parts
         turns = [in_parts(turn) for turn in turns]
     placed: list[Any] = prepare_multimodal_messages(turns, images=[None] * pictures)
     return placed
 
 
 def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of targets and of pictures in the text after places became picture tokens."""
-    ends = [each["span"][1] for each in replaced]
-    gains = [0, *(each["new_span"][1] - each["span"][1] for each in replaced)]
+    """Return the spans of targets and of pictures in the text after its placeholders were replaced by picture tokens."""
+    ends = [place["span"][1] for place in replaced]
+    gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
         (first + gains[bisect_right(ends, first)], last + gains[bisect_right(ends, last)])
         for first, last in row.spans
     ]
-    return spans, [each["new_span"] for each in replaced]
+    return spans, [place["new_span"] for place in replaced]
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return True for each token `[tokens, 2]` with a character of the span."""
+    """Return bool `[tokens]`: True for a token with a character in `span`. `places`: start and end, `[tokens, 2]`."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -1,4 +1,4 @@
-"""The assistant's spans in the text of a conversation, for chat templates that render a beginning as in the whole."""
+"""The spans of the assistant in a rendered conversation, if its beginning is rendered as in the whole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from isotype.data.cells import left_out
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
-"""(messages, add the prompt for an answer) -> text."""
+"""Function of messages, and True to add the prompt for an answer; it returns the rendered text."""
 
 
 def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
-    """Return the function that writes messages by the chat template, with the tools and template arguments of a row."""
+    """Return a function that renders messages by the chat template, with the tools and template arguments of a row."""
     tools = row.get("tools")
     arguments = {
         "tools": json.loads(tools) if isinstance(tools, str) else tools,
@@ -33,13 +33,13 @@ def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the assistant's spans in it: [start, end) in characters.
+    """Return the text of a conversation, and the spans [start, end) of the assistant, in characters.
 
-    A turn begins after the template's prompt for an answer, and includes the template's end of the turn. Messages
-    before `first` do not count.
+    A span begins after the template's prompt for an answer, and includes the template's end of the turn. Messages
+    before `first` and messages excluded from the loss have no span.
 
     Raises:
-        ValueError: a beginning of the conversation is rendered differently than in the whole.
+        ValueError: a beginning of the conversation is rendered differently from the whole.
     """
     text = render(messages, False)
     spoken = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
@@ -47,29 +47,31 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text and the spans of everything from the message `first` on, except turns excluded from the loss."""
+    """Return the text of a conversation, and the spans from message `first` on without turns excluded from the loss."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
-    left = [n for n in range(first, len(messages)) if left_out(messages[n])]
-    for start, end in [_span(render, messages, n, text) for n in left]:
+    excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
+    for start, end in [_span(render, messages, n, text) for n in excluded]:
         spans.append((at, start))
         at = end
     return text, [*spans, (at, len(text))]
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of a turn: the assistant's begins after its prompt, others after the previous turn."""
-    end = len(text) if at + 1 == len(messages) else _kept(text, render(messages[: at + 1], False), at)
+    """Return the span of message `at`: after its prompt for the assistant, else after the previous message."""
+    end = (
+        len(text)
+        if at + 1 == len(messages)
+        else _length_of_beginning(text, render(messages[: at + 1], False), at)
+    )
     if messages[at]["role"] == "assistant":
         return _start(render, messages, at, text), end
-    return (_kept(text, render(messages[:at], False), at - 1) if at else 0), end
+    return (_length_of_beginning(text, render(messages[:at], False), at - 1) if at else 0), end
 
 
-def _kept(text: str, beginning: str, at: int) -> int:
+def _length_of_beginning(text: str, beginning: str, at: int) -> int:
     if not text.startswith(beginning):
-        raise ValueError(
-            f"message {at + 1} is written otherwise by the chat template when other messages follow"
-        )
+        raise ValueError(f"the chat template renders message {at + 1} differently if other messages follow")
     return len(beginning)
 
 
@@ -79,17 +81,17 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
     prompt = render(messages[:at], True)
     if text.startswith(prompt):
         return len(prompt)
-    # DeepSeek-R1's prompt for an answer ends with "<think>", which the template leaves out of answers that it has.
-    before = _kept(text, render(messages[:at], False), at - 1)
+    # DeepSeek-R1's prompt for an answer ends with "<think>", but its template renders given answers without that.
+    before = _length_of_beginning(text, render(messages[:at], False), at - 1)
     pairs = enumerate(zip(prompt, text, strict=False))
     return max(before, next((at for at, (a, b) in pairs if a != b), len(prompt)))
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return the beginning of a first message of the assistant, before which no template can render a prompt."""
+    """Return the start of the assistant's text in a first message, found by the prompt that follows a user's message."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
     if not opening or opening not in text:
-        raise ValueError("message 1 is the assistant's, and nothing shows where it begins")
+        raise ValueError("message 1 is the assistant's, and its beginning cannot be found")
     return text.index(opening) + len(opening)
