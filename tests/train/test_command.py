@@ -27,6 +27,7 @@ from isotype.train.command.command import (
     with_storage,
 )
 from isotype.train.command.parse import parse_command
+from isotype.train.command.precision import read_precision_request
 
 _TEXTS = (
     "a",
@@ -198,6 +199,9 @@ def test_a_dtype_that_is_set_is_the_only_one_that_is_said(tmp_path: Path) -> Non
     path.write_text("bf16: true\nlora_r: 4\n")
     command = with_dtype(parse_command("sft", ["--config", str(path)])[0], "float32")
     assert command.arguments() == ("--config", str(path), "--bf16", "False", "--dtype", "float32")
+    agreed = with_dtype(parse_command("sft", ["--config", str(path)])[0], "bfloat16")
+    assert agreed.arguments() == ("--config", str(path), "--dtype", "bfloat16")
+    assert read_precision_request(agreed).dtype == "bfloat16"
     init = '{"dtype": "bfloat16", "attn_implementation": "eager"}'
     command = with_dtype(parse_command("sft", ["--bf16", "--model_init_kwargs", init])[0], "float32")
     assert command.arguments() == (

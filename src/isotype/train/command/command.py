@@ -301,8 +301,11 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}
-    for flag in ("bf16", "fp16"):
-        values[flag] = False if flag in of_file and dtype is not None else None
+    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if flag not in of_file or dtype is None:
+            values[flag] = None
+        elif name != dtype:
+            values[flag] = False  # a flag of the file that agrees stays: False would exclude its dtype
     if isinstance(init, Mapping):
         config = init.get("quantization_config")
         rest = {key: value for key, value in init.items() if key not in ("dtype", "torch_dtype")}
