@@ -221,7 +221,7 @@ ARGUMENTS: tuple[Argument, ...] = (
         _COUNT, "steps_per_generation generation_batch_size num_iterations dataset_num_proc tokens_per_step"
     ),
     Argument("lora_r", "adapter", "16", "rank of the adapters", limit=_COUNT),
-    Argument("lora_alpha", "adapter", "32", "scale of the adapters, over their rank", limit=_SCALE),
+    Argument("lora_alpha", "adapter", "32", "the adapters' scale is alpha / rank", limit=_SCALE),
     Argument("lora_dropout", limit=_DROPOUT),
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
     Argument(

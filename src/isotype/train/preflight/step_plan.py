@@ -52,7 +52,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     if command.given("fsdp") in ("0", "1", "2"):  # a version; `--fsdp full_shard` is TRL's own argument
         fsdp = int(command["fsdp"])
         command = command.but(fsdp="full_shard" if fsdp == 2 else None)
-    if METHODS[method].loss != "policy":  # whose steps have whole groups of completions
+    if METHODS[method].loss != "policy":  # a step of such a method has whole groups of completions
         sizes = {"per_device_train_batch_size": options.batch, "max_length": options.length}
         command = command.but(**{name: value for name, value in sizes.items() if value is not None})
     return Options(bare=bare, fsdp=fsdp, **vars(options)), command
