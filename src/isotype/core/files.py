@@ -75,7 +75,7 @@ def publish_directory(built: Path, final: Path) -> None:
 
 
 def publish_file(built: Path, final: Path) -> None:
-    """Rename the file `built` to `final`, which does not exist; undo the rename if syncing to disk fails."""
+    """Rename `built` to `final`, which does not exist; undo the rename if syncing to disk fails."""
     built.rename(final)
     try:
         bring_to_disk(final.parent)
@@ -92,12 +92,7 @@ def publish_files(built: Path, final: Path) -> None:
     ready = final / _PUBLISHING
     if ready.exists():
         _move_files(ready, final)
-    built.rename(ready)
-    try:
-        bring_to_disk(final)
-    except OSError:
-        ready.rename(built)
-        raise
+    publish_file(built, ready)
     _move_files(ready, final)
 
 

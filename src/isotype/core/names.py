@@ -153,10 +153,6 @@ def grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     return groups
 
 
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
 def format_bytes(amount: float) -> str:
     """Return an amount as `512 B`, `1.50 KiB`, `34.5 MiB` or `1.84 GiB`."""
     if abs(amount) < 1024:
@@ -173,9 +169,8 @@ def parse_size(text: str) -> int | None:
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if parts is None:
         return None
-    number, letter, ending = float(parts[1]), parts[2], parts[3]
-    unit = _SIZES[letter] if ending == "b" or not letter else _BINARY[letter]
-    return int(number * unit) or None
+    base = 1000 if parts[3] == "b" else 1024
+    return int(float(parts[1]) * base ** ("", "k", "m", "g", "t").index(parts[2])) or None
 
 
 def free_memory(device: torch.device) -> int | None:

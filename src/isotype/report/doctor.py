@@ -16,6 +16,7 @@ from rich.text import Text
 
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
+from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, grouped
 from isotype.lora import kernels
 from isotype.lora.loss.head_choice import TIMES, card_of, times_file
@@ -240,21 +241,15 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
 
 def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
     dtypes = sorted({*COMPUTE_DTYPES, *profile.native, *profile.emulated, *profile.refused}, key=str)
+    names = "name title kind present memory_bytes memory_bandwidth peak_flops source"
     return {
-        "name": profile.name,
-        "title": profile.title,
-        "kind": profile.kind,
-        "present": profile.present,
-        "memory_bytes": profile.memory_bytes,
-        "memory_bandwidth": profile.memory_bandwidth,
-        "peak_flops": {dtype_name(dtype): rate for dtype, rate in profile.peak_flops.items()},
+        **encoded(profile, {DeviceProfile: names}),
         "flash_attention": sorted(map(dtype_name, profile.flash_attention)),
         "dtypes": {
             dtype_name(dtype): {"support": profile.supports(dtype), "reason": profile.reason(dtype)}
             for dtype in dtypes
         },
         "best_dtype": dtype_name(profile.best_dtype()),
-        "source": profile.source,
         "contracts": profile.contracts or None,
         "doubts": doubts(profile),
     }
