@@ -1,4 +1,4 @@
-"""accelerate (1.13 to 1.15): the attributes that it sets on models and optimizers. This file does not import it."""
+"""accelerate (1.13 to 1.15): the attributes that it sets on models and optimizers. This file does not import accelerate."""
 
 from __future__ import annotations
 

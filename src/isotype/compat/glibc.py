@@ -20,8 +20,8 @@ def freed_memory_kept() -> Iterator[None]:
     """Keep freed memory in this process inside the `with` block, so that the next step reuses it.
 
     A training step frees the activations that it has saved. glibc would return the end of its heap to the system, and the
-    next step would cause tens of thousands of page faults. Without effect with another C library, or if the user has set
-    `MALLOC_…` or `GLIBC_TUNABLES`.
+    next step would cause tens of thousands of page faults. This function has no effect with another C library, or if the
+    user has set `MALLOC_…` or `GLIBC_TUNABLES`.
     """
     if platform.libc_ver()[0] != "glibc" or _is_set():
         yield

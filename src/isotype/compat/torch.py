@@ -130,7 +130,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 def has_kernel(operator: str, device: str) -> bool:
     """Return whether an operator (`aten::mm`) has a kernel for a device type that is no composition of other operators.
 
-    torch's tests and functorch use the same function. bitsandbytes registers its operators when it is imported.
+    torch's tests and functorch look up kernels by the same function. bitsandbytes registers its operators when it is imported.
     """
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
@@ -139,7 +139,7 @@ def has_kernel(operator: str, device: str) -> bool:
 # ------------------------------------------------------------------------------------------------------ autograd
 
 run_backward = _engine_run_backward
-"""The engine call of `torch.autograd.backward`, after the checks of its arguments."""
+"""The function of autograd's engine that `torch.autograd.backward` calls after it has checked its arguments."""
 current_node = torch._C._current_autograd_node
 """Return the graph node whose backward runs in this thread, or None if no backward runs."""
 _NO_BACKWARD = -1

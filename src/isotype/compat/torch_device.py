@@ -2,8 +2,8 @@
 
 A trace computes on CPU tensors, whatever device it simulates. If the code of the model or of the loss names the
 simulated device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
-torch.autocast("cuda")`. On a machine without a GPU, torch would raise for the first two, and would disable autocast for
-the third. Streams, events and counters return the values of an idle device.
+torch.autocast("cuda")`. On a machine without a GPU, torch would raise for such a device, and would disable
+autocast. Streams, events and counters return the values of an idle device.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Wrap a trainer's `training_step`, `compute_loss` and gradient norm by functions of the method and its arguments.
+    """Wrap a trainer's `training_step`, `compute_loss` and gradient norm; wrappers get the method and its arguments.
 
     Callbacks get neither batch nor loss, and the gradient norm of logged steps only. A method that is already replaced on
     the trainer itself is skipped.

@@ -1,7 +1,7 @@
 """Boundaries: casts around float32 modules of a 16-bit model, and around quantized layers.
 
-A pinned norm, a trained embedding, a `modules_to_save` head or a trained bias is float32. It would pass float32
-tensors to 16-bit modules, or raise for 16-bit inputs. A boundary casts inputs and outputs of such a module: the module's
+A float32 module (a pinned norm, a trained embedding, a `modules_to_save` head, a layer with a trained bias) would pass
+float32 tensors to 16-bit modules, or raise for 16-bit inputs. A boundary casts inputs and outputs of such a module: the module's
 class is swapped for a subclass (see `isotype.compat.swapped`), and can be restored.
 """
 
@@ -45,7 +45,7 @@ class BoundarySettings:
     Every kind also keeps the row scales of an 8-bit layer when its weight is copied (see `_init_8bit_state`).
 
     Attributes:
-        kind: one of the names above.
+        kind: one of the eight kinds above.
         compute: the compute dtype.
         result: dtype of float outputs; None means `compute`.
         exponent: the power of two of `"scale"`; 0 for other kinds.
@@ -94,7 +94,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a boundary that value ranges need: 0 if the module computes in float32; None without one."""
+    """Return the exponent of a boundary for value ranges, 0 if it computes in float32, or None without such a boundary."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent

@@ -169,7 +169,7 @@ def integers_named() -> Iterator[None]:
 def _plain_codes(model: nn.Module) -> None:
     """Make quantized codes plain parameters, with their constants on the layer: FSDP2 drops a parameter's attributes.
 
-    For a 4-bit layer bitsandbytes reads the constants from there (`fix_4bit_weight_quant_state_from_module`), for an
+    In a 4-bit layer bitsandbytes reads the constants of the layer (`fix_4bit_weight_quant_state_from_module`), in an
     8-bit layer the boundary does.
     """
     for place in places(model):

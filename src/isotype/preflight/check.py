@@ -82,7 +82,7 @@ def check(
             forward without labels and gradients.
         **options: by keyword:
 
-            - `learning_rate`: of the optimizer, for rules on lost updates.
+            - `learning_rate`: the learning rate of the optimizer, for rules on lost updates.
             - `fsdp`: 0, or the version of FSDP that shards the training.
             - `devices`: number of devices that train together (default 1); the report has the memory of one of them.
               Without `fsdp` each device holds all weights (DDP), with `fsdp` a share of them.
@@ -98,7 +98,7 @@ def check(
             - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
             - `room`: the part of the device's memory for the step (`isotype.precision.devices.room.Room`);
               by default a share of it.
-            - `ranges`: from `isotype.measure_ranges`, for rules on float16 overflow. By default the values of a float16
+            - `ranges`: the result of `isotype.measure_ranges`, for rules on float16 overflow. By default the values of a float16
               step are measured on these inputs, if the model has its weights and the measurement takes little time.
             - `wiring`: whether a small copy of the model is run to measure which inputs reach which predictions (default
               True): packed rows, padding, later tokens, labels, pictures, adapters. The inputs need token ids with values,

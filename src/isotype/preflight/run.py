@@ -176,8 +176,8 @@ class _Step:
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`, or None if these cannot be applied or do not resolve `finding`.
 
-        The trace stops when its forward already shows that: a new error excludes the actions as a fix of any finding, the
-        error of `finding` excludes them as a fix of `finding`.
+        The trace stops after a forward with a new error, for which the actions fix no finding, or with the error of
+        `finding`, for which they do not fix `finding`.
         """
         if actions in self.tried:
             return self.tried[actions]

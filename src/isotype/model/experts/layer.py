@@ -58,7 +58,7 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout of experts of transformers (`use_experts_implementation`, 5.23) or Llama 4, or None for others."""
+    """Return the layout of experts of transformers (`use_experts_implementation`, 5.23) or Llama 4, else None."""
     if any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
     if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):

@@ -177,7 +177,7 @@ def _is_this_python(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Split a command before its script or `-m module`; return None without one, or for an option of `_NOT_OURS`."""
+    """Split a command at its script or `-m module`; return None if it has neither, or has an option of `_NOT_OURS`."""
     position = 1
     while position < len(words):
         word = words[position]
