@@ -1,4 +1,4 @@
-"""`isotype.plan`: the settings that fit on a device, their speed, and the command of the best."""
+"""`isotype.plan`: the settings that fit on a device, their speed, and the command of the best settings."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from isotype.core.random_states import random_states_kept
 from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED, choose_targets
 from isotype.planning.rates import with_rates
-from isotype.planning.record import Device, Record, Row, Time, front, picked
+from isotype.planning.record import GOALS, Device, Record, Row, Time, front, picked
 from isotype.planning.request import (
     EXAMPLE_DATA,
     OWN,
     PlanRequest,
     parse_request,
     request_of,
-    require_known_goal,
 )
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import speed_of, to_html, to_text
@@ -47,7 +46,7 @@ from isotype.train.preflight.step import row_length
 SCHEMA_VERSION = 1
 
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Numbers of devices to try if a step does not fit on one."""
+"""Numbers of devices that are tried if a step does not fit on one device."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ def plan(
     damages: Mapping[str, float] | None = None,
     **arguments: Any,
 ) -> Plan:
-    """Find the settings with which a model can be trained on a device, their speed, and the command of the best.
+    """Return the settings with which a model can be trained on a device, their speed, and the command of the best row.
 
-    Every row is traced on fake tensors, without weights.
+    Each row is a training step traced on fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
@@ -98,14 +97,17 @@ def plan(
         data: a data set, for lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
         damages: storage -> KL divergence of next-token distributions from the unquantized model's, in nats; default:
-            the cached result of `isotype quality`. Storages that are not in it have an unknown damage.
-        **arguments: those of `isotype plan` and of a training command, by name: `length=2048`, `lora_r=64`.
+            the cached result of `isotype quality`. The damage of a storage without a key is unknown.
+        **arguments: arguments of `isotype plan` and of the training command, by name: `length=2048`, `lora_r=64`.
 
     Raises:
         UsageError, PrecisionError, CheckpointError, DataError: invalid arguments, an unknown device, or a model or
             data set that cannot be read.
     """
-    require_known_goal(goal)
+    if goal not in GOALS:
+        raise UsageError.of(
+            "unknown goal", f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these"
+        )
     names = [device] if isinstance(device, str) else list(device)
     tokens = [str(model), "--device", ",".join(names), "--goal", goal]
     tokens += ["--data", data] if data is not None else []
@@ -113,13 +115,13 @@ def plan(
         if (value := arguments.pop(name, None)) is not None:
             tokens += [f"--{name}", str(value)]
     with random_states_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of the libraries about each other's names
+        warnings.simplefilter("ignore", FutureWarning)  # libraries warn about each other's deprecated names
         request, _ = parse_request(tokens, arguments)
         return plan_of_request(replace(request, damages=damages or {}))
 
 
 def plan_of_request(request: PlanRequest) -> Plan:
-    """Answer a request; raises the errors of `plan`."""
+    """Return the plan for a request; raises the errors of `plan`."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     source = request.step.source
@@ -127,8 +129,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
     layers = measured_layers(checkpoint)
     request = replace(request, damages=request.damages or totals(layers), layers=layers)
     profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
-    rooms = {profile.name: _room(request, profile) for profile in profiles}
-    _require_known(rooms)
+    rooms = _rooms(request, profiles)
     config = config_of(checkpoint)
     require_complete_gguf(checkpoint)
     rated = {profile.name: with_rates(profile) for profile in profiles}
@@ -141,7 +142,9 @@ def plan_of_request(request: PlanRequest) -> Plan:
     searches = []
     for alike in groups.values():
         step = replace(request, step=replace(request.step, device=alike[0].name))
-        search = Search(step, config, checkpoint, tuple(alike), rooms, length, _micro(request, length))
+        search = Search(
+            step, config, checkpoint, tuple(alike), rooms, length, _rows_per_device(request, length)
+        )
         searches.append(search)
         for row in search.rows():
             rows[row.device].append(row)
@@ -156,8 +159,9 @@ def plan_of_request(request: PlanRequest) -> Plan:
                 )
     devices = []
     for profile in profiles:
-        best, here = front(rows[profile.name]), rows[profile.name]
-        marked = tuple(replace(row, on_front=row in best) for row in here)
+        device_rows = rows[profile.name]
+        best = front(device_rows)
+        marked = tuple(replace(row, on_front=row in best) for row in device_rows)
         pick = chosen[profile.name]
         devices.append(
             Device(
@@ -166,13 +170,13 @@ def plan_of_request(request: PlanRequest) -> Plan:
                 profile.memory_bytes,
                 rooms[profile.name].words,
                 rated[profile.name][1],
-                _costs(here, profile),
-                None if pick is None else marked[here.index(pick)],
+                _costs(device_rows, profile),
+                None if pick is None else marked[device_rows.index(pick)],
                 marked,
-                None if pick is not None else _enough(request, profile, here),
+                None if pick is not None else _enough(request, profile, device_rows),
             )
         )
-    refused = dict.fromkeys(each for search in searches for each in search.refused)
+    refused = dict.fromkeys(reason for search in searches for reason in search.refused)
     notes = dict.fromkeys(note for search in searches for note in search.notes)
     return Plan(
         source,
@@ -186,7 +190,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest of `COUNTS` on which the cheapest settings fit, sharded by FSDP2; None if none is enough."""
+    """Return the least of `COUNTS` devices on which the row with the least memory fits under FSDP2; None if none is."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -204,7 +208,7 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
         again = replace(request, step=step, devices=(profile.name,), count=count, step_rows=rows_of_step)
         return plan_of_request(replace(again, longest=False, goal="balanced")).chosen is not None
 
-    # The more devices share a model, the less each of them holds.
+    # Bisection: the memory of a device falls with the number of devices that share the model.
     counts = [count for count in COUNTS if count > request.count]
     at = bisect_left(counts, True, key=fits)
     return counts[at] if at < len(counts) else None
@@ -217,17 +221,16 @@ def measured_layers(checkpoint: Checkpoint) -> Damages | None:
 
 
 def totals(damages: Damages | None) -> dict[str, float]:
-    """Return the damage in nats by storage, with all layers in that storage."""
+    """Return storage -> damage in nats of a base with all layers in that storage."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
-def _room(request: PlanRequest, profile: DeviceProfile) -> Room:
+def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str, Room]:
+    """Return device name -> memory limit of a step; raise UsageError if the memory of a device is unknown."""
     if request.memory is not None:
-        return Room(request.memory, f"{format_bytes(request.memory)}, as requested")
-    return room_of(profile)
-
-
-def _require_known(rooms: Mapping[str, Room]) -> None:
+        room = Room(request.memory, f"{format_bytes(request.memory)}, as requested")
+        return {profile.name: room for profile in profiles}
+    rooms = {profile.name: room_of(profile) for profile in profiles}
     problems = [
         Problem(f"--device {name}: {room.words}", "an amount of memory", "give --max-memory, such as 24GiB")
         for name, room in rooms.items()
@@ -235,10 +238,11 @@ def _require_known(rooms: Mapping[str, Room]) -> None:
     ]
     if problems:
         raise UsageError("the memory that a step may use is unknown", problems)
+    return rooms
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the tokens of a row: as requested, the data's longest or the default, at most the model's positions."""
+    """Return the tokens of a row (requested, of the data's longest row, or the default), at most the model's positions."""
     step = request.step
     wanted = request.length or step.length
     if request.length is None and step.lengths is not None and step.longest is not None:
@@ -246,7 +250,8 @@ def _length(request: PlanRequest, config: Any) -> int:
     return row_length(replace(step, length=wanted), config)
 
 
-def _micro(request: PlanRequest, length: int) -> int:
+def _rows_per_device(request: PlanRequest, length: int) -> int:
+    """Return the rows of a step on one device."""
     if request.step_tokens is not None:
         rows = max(1, round(request.step_tokens / length))
     else:
@@ -258,13 +263,13 @@ def _micro(request: PlanRequest, length: int) -> int:
 
 
 def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """Return the row that the goal picks; if none fits, append and return the one with the longest rows that fit."""
-    first = picked(rows, goal)
-    if first is not None and goal != "longest":
-        return first
+    """Return the row that the goal picks; if none fits, add a row with the longest length that fits, and return it."""
+    fitting = picked(rows, goal)
+    if fitting is not None and goal != "longest":
+        return fitting
     long = picked([replace(row, fits=True) for row in rows if row.longest], "longest")
     if long is None or long.longest is None:
-        return first
+        return fitting
     row = search.with_length(long, long.longest)
     if row not in rows:
         rows.append(row)
@@ -273,19 +278,19 @@ def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
 
 def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
     step = request.step
-    lora = step.lora
-    read: Any = lora.get if isinstance(lora, Mapping) else lambda name: getattr(lora, name, None)
-    if lora is None:
-        what = "every weight is trained"
-    else:
-        targets = read("target_modules") or "all-linear"
-        named = targets if isinstance(targets, str) else ", ".join(sorted(targets))
-        some = [
-            note.removeprefix(ADAPTED).partition("; not on ")[0] for note in notes if note.startswith(ADAPTED)
-        ]
-        every = some[0] if some else "all-linear layers"
-        what = f"LoRA r {read('r')} on {every if named == 'all-linear' else named}"
-    return f"{what}, {step.optimizer}"
+    if step.lora is None:
+        return f"every weight is trained, {step.optimizer}"
+    targets = _lora_value(step.lora, "target_modules") or "all-linear"
+    names = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+    if names == "all-linear":
+        adapted = (note.removeprefix(ADAPTED) for note in notes if note.startswith(ADAPTED))
+        names = next(adapted, "all-linear layers").partition("; not on ")[0]
+    return f"LoRA r {_lora_value(step.lora, 'r')} on {names}, {step.optimizer}"
+
+
+def _lora_value(lora: Any, name: str) -> Any:
+    """Return an argument of `peft.LoraConfig` from a config or from a mapping of its arguments; None if it is not set."""
+    return lora.get(name) if isinstance(lora, Mapping) else getattr(lora, name, None)
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
@@ -301,46 +306,37 @@ def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
 
 def _left_out(request: PlanRequest) -> tuple[str, ...]:
     step = request.step
-    notes = [*step.notes]
-    if step.data:
-        notes.append(step.data)
+    notes = [*step.notes, *([step.data] if step.data else [])]
     if request.count > 1:
         notes.append(f"the time in which {request.count} devices exchange data is not included")
     if step.data_rows is None:
-        sft = step.method == "sft"
-        said = (
-            f"and the command trains on {EXAMPLE_DATA}"
-            if sft
-            else "and the command names no data: add --dataset_name"
-        )
-        notes.append(f"no --data: all rows are counted with one length, {said}")
+        data = f"trains on {EXAMPLE_DATA}" if step.method == "sft" else "names no data: add --dataset_name"
+        notes.append(f"no --data: all rows are counted with one length, and the command {data}")
     return tuple(notes)
 
 
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
-"""Row lengths in tokens, tried last."""
+"""Row lengths in tokens that are tried if nothing else fits."""
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield what is given up and the request without it, the smallest loss first; only if experts have adapters."""
+    """Yield settings to give up, in words, and the request without them; nothing if experts have no adapters."""
     names = _beside_experts(request, config)
     if not names:
         return
+    given_up, less = f"adapters on experts (they stay on {', '.join(names)})", _on(names, request)
     on_gpu = all(device_profile(name).kind == "cuda" for name in request.devices)
-    choosable = on_gpu and "optim" not in request.command.values
-    experts, less = f"adapters on experts (they stay on {', '.join(names)})", _on(names, request)
-    if choosable:
+    if on_gpu and "optim" not in request.command.values:
         yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bits(request)
-    yield experts, less
-    if choosable:
-        experts, less = f"{experts}, optimizer states in 32 bits", _with_8_bits(less)
-        yield experts, less
-    yield from _least(experts, less)
+        yield given_up, less
+        given_up, less = f"{given_up}, optimizer states in 32 bits", _with_8_bits(less)
+    yield given_up, less
+    yield from _least(given_up, less)
 
 
 def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield nf4 with 8-bit constants and recomputation, then shorter rows; nothing if a storage was requested."""
+    """Yield requests in nf4 with recomputation, then with shorter rows; nothing if a storage was requested."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -376,56 +372,53 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last names of the adapted linear layers that are not experts."""
+    """Return the last parts of the names of adapted linear layers; an empty list if experts have no adapters."""
     import peft
 
     lora = request.step.lora
-    targets = getattr(lora, "target_modules", None)
+    targets = _lora_value(lora, "target_modules")
     if isinstance(lora, Mapping):
-        targets = lora.get("target_modules", "all-linear")
+        targets = targets or "all-linear"
     if targets != "all-linear" or "lora_target_modules" in request.command.values:
         return []
-    wanted = peft.LoraConfig(target_modules="all-linear")
+    chosen = peft.LoraConfig(target_modules="all-linear")
     model = skeleton(config, torch.bfloat16)
-    choose_targets(model, wanted)
-    if not wanted.target_parameters:
+    choose_targets(model, chosen)
+    if not chosen.target_parameters:
         return []
-    named = wanted.target_modules or ()
-    if isinstance(named, str):
+    names = chosen.target_modules or ()
+    if isinstance(names, str):
         head = model.get_output_embeddings()
-        linear = ((name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
-        named = {name for name, each in linear if each is not head}
-    return sorted({name.rpartition(".")[2] for name in named})
+        names = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with the plan's values for `auto`, and their row; raise UsageError if nothing fits."""
+    """Return the command with the plan's values in place of `auto`, and the chosen row; UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
         what, expected = f"auto in {processes()} processes", "numbers, the same in every process"
         raise UsageError.of("a launched training cannot plan", what, expected, fix)
-    plan = plan_of_request(_question(command))
+    auto = command.planned
+    rows = None if BATCH in auto else command.given(BATCH)
+    request = replace(request_of(command, (command["device"],), rows=rows), quantize=STORAGE in auto)
+    if LENGTH not in auto:  # the training cuts rows to this length
+        request = replace(request, length=request.length or request.step.length)
+    plan = plan_of_request(request)
     row = plan.chosen
     if row is None:
-        least = min((each.peak for each in plan.rows), default=0)
+        least = min((row.peak for row in plan.rows), default=0)
         need = f"a step needs at least {format_bytes(least)} and may use {plan.devices[0].room}"
         fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME shows what fits"
         raise UsageError.of("nothing fits", need, "a step that fits", fix)
     return _with_values(command, row), row
-
-
-def _question(command: Command) -> PlanRequest:
-    """Return the plan request that resolves a command's `auto` on this machine."""
-    auto = command.planned
-    pinned = None if BATCH in auto else command.given(BATCH)
-    request = replace(request_of(command, (command["device"],), rows=pinned), quantize=STORAGE in auto)
-    if LENGTH in auto:
-        return request
-    # Rows are cut as the training cuts them.
-    return replace(request, length=request.length or request.step.length)
 
 
 def _with_values(command: Command, row: Row) -> Command:
@@ -448,7 +441,7 @@ def _with_values(command: Command, row: Row) -> Command:
 
 
 def words_of(row: Row) -> str:
-    """Describe the chosen row in one line."""
+    """Return one line about the chosen row: storage, micro-batches, checkpointing, peak and speed."""
     speed = speed_of(row)
     foreseen = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""

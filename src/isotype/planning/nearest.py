@@ -1,4 +1,4 @@
-"""The settings that fit and are nearest to those of a step that does not fit."""
+"""The fitting settings that are nearest to the settings of a step that does not fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> Row | None:
-    """Return the fitting row nearest to a request: fewer rows at once, then recomputation, then other storage."""
+    """Return the fitting row nearest to a request: with fewer rows at once, recomputation, other storage, shorter rows."""
     step = request.step
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
     tries = [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]
-    for each in tries:
-        plan = plan_of_request(replace(request, step=each, quantize=False, longest=False))
+    for tried in tries:
+        plan = plan_of_request(replace(request, step=tried, quantize=False, longest=False))
         if any(row.fits for row in plan.rows):
             return plan.chosen
     others = plan_of_request(replace(request, step=again, quantize=True))
@@ -39,16 +39,16 @@ def nearest(request: PlanRequest) -> Row | None:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings; the nearest fitting settings become the first fix of memory findings without one."""
+    """Return the findings, with the nearest fitting settings as the first fix if a memory finding has no verified fix."""
     memory = [finding for finding in findings if finding.kind == "memory"]
-    if not memory or any(fix.verified for each in memory for fix in each.fixes):
+    if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings
     if METHODS[step.method].loss == "policy":
-        return findings  # its rows are completions of prompts: their length is no argument of the step alone
+        return findings  # no argument of the step alone sets the length of a policy's rows, prompts and completions
     rows = max(step.rows, step.step_rows) * step.devices
     if (
         "per_device_train_batch_size" not in command
-    ):  # a bare model's check; a training would have more by default
+    ):  # the check of a bare model has fewer rows than a training
         command = command.but(per_device_train_batch_size=step.rows)
     request = PlanRequest(
         step,
@@ -84,11 +84,11 @@ _LIKE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "dataset_name",
     "device", "fsdp", "model_name_or_path",
 )  # fmt: skip
-"""Arguments that can change without changing the trained weights, up to rounding."""
+"""Arguments that do not change the trained weights, up to rounding."""
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Return the differences of the fitting command as a clause; "" if only its rows are split differently."""
+    """Return the changed arguments of the fitting command as a clause; "" if only arguments of `_LIKE` changed."""
     changed = [
         f"{name} {after} instead of {before}"
         for name, (before, after) in command.difference(row.command).items()
@@ -98,23 +98,23 @@ def _changes(command: Command, row: Row) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if a training ended for lack of memory: by torch's error class or by its message."""
-    return isinstance(error, (MemoryError, RuntimeError)) and (
-        isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+    """Return True if an error means that memory ran out: a MemoryError, or a RuntimeError with such a message."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
 def advice(command: Command) -> str:
-    """Describe the settings that fit in place of a training that ran out of memory, or why none can be found."""
+    """Return a message with settings that fit instead of a training that ran out of memory, or why there are none."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])
         if profile.kind != "cpu" and profile.memory_bytes:
-            # What this process still holds is free for the next one.
+            # Memory that this process still holds is free for the next process.
             request = replace(request, memory=room_of(profile, all_free=True).size)
         row = nearest(replace(request, length=request.length or request.step.length))
     except IsotypeError as error:
-        return f"what fits is unknown: {error.headline}"
+        return f"settings that fit are unknown: {error.headline}"
     if row is None:
         return "out of memory, and no smaller settings of this model fit: isotype plan shows what fits on another device"
     used, changes = format_bytes(row.peak), _changes(command, row)

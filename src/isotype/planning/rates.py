@@ -1,9 +1,9 @@
-"""Rates for the estimated time: measured on a device of this machine, else a share of the data sheet's.
+"""Rates for the estimated time: measured on a device of this machine, else a share of the data sheet's rates.
 
-The share is a model of five numbers (`REACHED`), fitted to some published runs and tested on the others by
-`benchmarks/rates.py` (table in docs/plan.md). A product reaches a share of the peak rate, a smaller one on larger
-cards, whose caches feed more units. Some operators between products are fused: only a share of their traced bytes and
-launches counts. Other traffic runs at the memory's bandwidth. A launch takes the host some microseconds.
+Five numbers (`REACHED`) define this share. `benchmarks/rates.py` fits them to published runs and tests them on other
+runs (table in docs/plan.md). Products reach a share of the peak rate, which is smaller on larger cards. Operators
+between products are partly fused, so only a share of their traced bytes and launches counts. Other traffic runs at
+the memory's bandwidth, and a launch takes the host some microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS = 1.0
 
 
 class _Load(NamedTuple):
-    """Sizes of the timed work: bytes copied (more than the caches), random values drawn, calls per synchronization."""
+    """Sizes of timed operations: bytes copied (more than the caches), random values drawn, calls per synchronization."""
 
     copied: int
     drawn: int
@@ -30,7 +30,7 @@ class _Load(NamedTuple):
 
 _CPU = _Load(copied=64 << 20, drawn=1 << 21, queued=1)
 _GPU = _Load(copied=256 << 20, drawn=1 << 25, queued=8)
-"""An MI300X has 256 MiB of last-level cache, an RTX 4090 72."""
+"""The largest last-level cache is an MI300X's, 256 MiB."""
 _TRIES = 5
 _PART = 0.9
 _ELEMENT = 4
@@ -42,14 +42,13 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Rates that trainings reach, relative to a GPU's data sheet; `between` is counted (docs/performance.md), the
-    rest fitted.
+    """Rates that trainings reach, relative to a GPU's data sheet; only `between` is counted instead of fitted.
 
     Attributes:
         products: share of the peak rate that products reach on a card with 100 TFLOP/s.
-        falling: exponent of the peak rate by which this share falls.
-        ceiling: the largest share, used for cards whose 16-bit products are at most twice as fast as float32 ones
-            (GeForce, A10G): they accumulate in float32 at half their rate.
+        falling: exponent of the peak rate by which the share `products` falls.
+        ceiling: the largest share, used for cards whose 16-bit products are at most twice as fast as float32 products
+            (GeForce, A10G), because these cards accumulate in float32 at half their rate.
     """
 
     products: float
@@ -70,9 +69,10 @@ REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """Return the profile with rates for the estimated time, and their source as a clause; "" if there are none.
+    """Return the profile with rates for the estimated time, and the source of the rates as a clause.
 
-    Measured in about a second on a device of this machine; other devices use the share published runs reached.
+    A device of this machine is measured in about a second; other devices get the share that published runs reach.
+    Without rates in the profile the clause is "".
     """
     steps = None if profile.kind == "cpu" else reached
     if profile.present:
@@ -109,14 +109,14 @@ def draw_rate(device: torch.device) -> float:
     """Return the random values per second of a dropout mask, the best of several (a CPU draws them in one thread)."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
-    generator = torch.Generator(device).manual_seed(0)  # the process's own stays as it is
+    generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged
     return count / _fastest(lambda: mask.bernoulli_(_PART, generator=generator), device)
 
 
 def page_rate(device: torch.device) -> float | None:
     """Return the bytes per second at which the system provides cleared pages; None on devices other than a CPU.
 
-    It is the first write to a new block compared with the second. Allocators of other devices keep freed blocks.
+    The first write to a new block is compared with the second. Allocators of other devices keep freed blocks.
     """
     if device.type != "cpu":
         return None
@@ -128,12 +128,12 @@ def page_rate(device: torch.device) -> float | None:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    took, seconds, queued = [], clock(device), _load(device).queued
+    times, seconds, queued = [], clock(device), _load(device).queued
     for _ in range(_TRIES):
         wait_for(device)
         began = seconds()
         for _ in range(queued):
             run()
         wait_for(device)
-        took.append((seconds() - began) / queued)
-    return min(took)
+        times.append((seconds() - began) / queued)
+    return min(times)

@@ -1,4 +1,4 @@
-"""A plan as frozen data, and the choice of a row by a goal."""
+"""Frozen data of a plan, and the choice of a row by a goal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Time:
     """Estimated seconds of one step with all its micro-batches, by the roofline of `isotype.rules.kit.costs`.
 
     Attributes:
-        seconds: of all operators at the device's rates.
-        least: of the products alone.
-        bound: what takes most of the time.
-        launches: kernels, at least.
+        seconds: seconds of all operators at the device's rates.
+        least: seconds of the products alone.
+        bound: the part that takes most of the time.
+        launches: least number of kernel launches.
         spread: factor by which a step may be faster or slower; 1 if the rates were measured on the device.
     """
 
@@ -52,19 +52,19 @@ class Time:
 
 @dataclass(frozen=True)
 class Workload:
-    """The training of a data set with one row's settings.
+    """A training on the data set with the settings of one row of the plan.
 
     Attributes:
-        rows: of the data set.
-        epochs: of the training.
-        steps: of all epochs.
-        seconds: of all steps of all epochs; None if the time of a step is unknown.
-        tokens: of all rows of one epoch, cut to the row's length; None if they were not counted.
-        longest: tokens of the longest row; None if they were not counted.
-        cut: share of rows that are longer than the row's length; None if they were not counted.
-        padding: share of a step's tokens that is padding; None if they were not counted.
-        packed_seconds: of all epochs with packing (`--packing`); None if unknown, or if rows are packed already.
-        packs: packed rows of an epoch, at least; None if rows are not packed.
+        rows: rows of the data set.
+        epochs: epochs of the training.
+        steps: optimizer steps of all epochs.
+        seconds: seconds of all epochs; None if the time of a step is unknown.
+        tokens: tokens of one epoch, in rows cut to the plan's length; None if tokens were not counted.
+        longest: tokens of the data set's longest row; None if tokens were not counted.
+        cut: share of the data set's rows that are longer than the plan's length; None if tokens were not counted.
+        padding: share of a step's tokens that is padding; None if tokens were not counted.
+        packed_seconds: seconds of all epochs with `--packing`; None if unknown, or if rows are already packed.
+        packs: least number of packed rows in an epoch; None if rows are not packed.
     """
 
     rows: int
@@ -81,31 +81,31 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """A set of settings on one device, traced.
+    """A traced step with one set of settings on one device.
 
     Attributes:
-        device: name of the profile.
+        device: name of the device profile.
         devices: number of devices that train together.
-        storage: storage of frozen weights; `mixed`: a format per layer.
+        storage: storage of frozen weights; `mixed` means a format per layer.
         compute: dtype of products.
         checkpointing: layers recomputed in the backward pass: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
-        rows: of a micro-batch on one device; of the smallest one if `fits` is false.
+        rows: rows of a micro-batch on one device; the smallest number tried if `fits` is false.
         length: tokens of a row.
         accumulation: micro-batches of a step.
         fits: true if the step takes at most `room`.
         peak: bytes at the step's peak.
         room: bytes the step may take; None if unknown.
-        phase: of the peak.
+        phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
-        time: estimated; None if the device's rates are unknown.
-        longest: tokens of the longest row that fits, one per micro-batch unless `rows` is pinned; 0 if none fits,
-            None if not searched.
+        time: estimated time; None if the device's rates are unknown.
+        longest: tokens of the longest row that fits, with one row per micro-batch unless `rows` is pinned; 0 if no row
+            fits, None if not searched.
         longest_is_all: true if no longer row was tried or the model has no more positions.
-        work: training of the data set; None if none is named.
+        work: training on the data set; None without a data set.
         damage: KL divergence of next-token distributions from the unquantized model's, in nats, estimated for a mixed
             base; None if unknown.
-        base_memory: bytes that a mixed base's weights take at most; None if not limited.
+        base_memory: most bytes of a mixed base's weights; None if not limited.
         policy: the precision policy.
         command: the training command of the row.
         on_front: true if no other row of the device takes less memory and is as fast.
@@ -137,12 +137,12 @@ class Row:
 
     @property
     def command_line(self) -> str:
-        """The training command, quoted for a shell."""
+        """Training command, quoted for a shell."""
         return shlex.join(self.command.tokens())
 
     @property
     def spare(self) -> Signed | None:
-        """Bytes of the room that are left; negative if the step does not fit."""
+        """Bytes of the memory limit that the step leaves free; negative if the step does not fit."""
         return None if self.room is None else self.room - self.peak
 
     @property
@@ -172,7 +172,7 @@ class Row:
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """Value of `--gradient_checkpointing`; None for every n-th layer, which needs another argument."""
+        """Value of `--gradient_checkpointing`; None for every n-th layer, which needs a second argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
@@ -181,15 +181,15 @@ class Device:
     """A device of the plan.
 
     Attributes:
-        name, title: of its profile.
-        memory: bytes; None if that varies.
-        room: bytes a step may take, in words.
-        rates: source of the rates for the time, as a clause; "" if there are none.
-        notes: costs of its dtypes.
-        chosen: the row by the goal; None if nothing fits.
-        rows: all sets of settings, including those that do not fit.
-        enough: number of these devices on which the smallest step fits, sharded; None if not searched or if none is
-            enough.
+        name, title: name and title of the device profile.
+        memory: bytes of the device's memory; None if the memory varies.
+        room: memory limit of a step, in words.
+        rates: source of the rates for the time, as a clause; "" without rates.
+        notes: costs of the device's dtypes.
+        chosen: the row that the goal picks; None if nothing fits.
+        rows: rows of all settings, including rows that do not fit.
+        enough: least number of these devices on which the smallest step fits, sharded; None if not searched or if no
+            number is enough.
     """
 
     name: str
@@ -213,13 +213,13 @@ class Record:
     """The data of a `Plan`: devices, their rows, and the row that the goal picks.
 
     Attributes:
-        model: the name as it was given.
+        model: the model's name in the request.
         method: the training method.
         settings: adapters and optimizer, in words.
         goal: criterion of the choice, a key of `GOALS`.
-        devices: in the order in which they were named.
+        devices: devices in the order of the request.
         refused: storages that cannot be trained on a device, with the reason.
-        notes: what is not counted.
+        notes: costs that are not counted, and other remarks.
     """
 
     model: str
@@ -242,7 +242,7 @@ class Record:
 
     @property
     def policy(self) -> PrecisionPolicy | None:
-        """Precision policy of the chosen row."""
+        """Precision policy of the chosen row; None if nothing fits."""
         return None if self.chosen is None else self.chosen.policy
 
     @property
@@ -252,7 +252,7 @@ class Record:
 
 
 _SLOWER = 1.25
-"""`balanced` takes a more precise row that is at most this factor slower than the fastest."""
+"""`balanced` picks among rows that are at most this factor slower than the fastest row."""
 
 _CODES = ("int8", MIXED, "nf4", "fp4")
 """Quantization formats, the most precise first."""
@@ -265,45 +265,42 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
         return None
     if goal == "longest":
         return max(fitting, key=lambda row: (row.longest or row.length, -_loss(row), row.speed))
-    damage = _damage if all(row.damage is not None or row.storage not in _CODES for row in fitting) else _loss
-    if goal == "best":
-        return min(fitting, key=lambda row: (damage(row), -row.speed, row.sharding, row.peak))
     if goal == "fastest":
         return min(fitting, key=lambda row: (-row.speed, _loss(row), row.sharding, row.peak))
-    fast = max(row.speed for row in fitting)
-    near = [row for row in fitting if row.speed * _SLOWER >= fast]
-    return min(near, key=lambda row: (damage(row), -row.speed, row.sharding, row.peak))
+    measured = all(row.damage is not None or row.storage not in _CODES for row in fitting)
+    if goal == "balanced":
+        fast = max(row.speed for row in fitting)
+        fitting = [row for row in fitting if row.speed * _SLOWER >= fast]
+
+    def preference(row: Row) -> tuple[float, float, str, int]:
+        return row.damage or 0.0 if measured else _loss(row), -row.speed, row.sharding, row.peak
+
+    return min(fitting, key=preference)
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the fitting rows for which no other takes less memory and is as fast."""
-    fitting = sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed))
-    kept: list[Row] = []
-    for row in fitting:
-        if not kept or row.speed > kept[-1].speed:
-            kept.append(row)
-    return tuple(kept)
+    """Return the Pareto front: the fitting rows for which no other row takes less memory and is as fast."""
+    best: list[Row] = []
+    for row in sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed)):
+        if not best or row.speed > best[-1].speed:
+            best.append(row)
+    return tuple(best)
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if a sharded row gathers its weights more often than another of its storage.
+    """Return True if a sharded row gathers its weights more often than another sharded row of the same storage.
 
-    Each micro-batch gathers all of them twice. The estimated time does not include it.
+    Each micro-batch gathers all weights twice. The estimated time does not include this communication.
     """
-    alike = [
-        each for each in rows if each.fits and (each.sharding, each.storage) == (row.sharding, row.storage)
-    ]
-    return row.sharding == "FSDP2" and row.accumulation > min(each.accumulation for each in alike)
-
-
-def _damage(row: Row) -> float:
-    """Return the damage, for rows whose quantized storages were all measured."""
-    return row.damage or 0.0
+    alike = (
+        other for other in rows if other.fits and (other.sharding, other.storage) == ("FSDP2", row.storage)
+    )
+    return row.sharding == "FSDP2" and row.accumulation > min(other.accumulation for other in alike)
 
 
 def _loss(row: Row) -> float:
-    """Return how strongly a storage rounds, as a rank (not a measurement)."""
+    """Return a rank of the storage by its rounding, the most precise storage first; a rank is no measured damage."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
-    # Experts that stay in their stored format lose nothing.
+    # Experts that stay in their stored format are not rounded.
     return 8 - parse_dtype(row.compute if row.storage == MXFP4 else row.storage).itemsize

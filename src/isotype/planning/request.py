@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.core.arguments import Parser
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import Problem
 from isotype.core.formats import ASKED, MIXED
 from isotype.core.names import parse_size
 from isotype.data.methods import METHODS
@@ -33,10 +33,10 @@ The plan needs only the model's config: no weights, no GPU and no data set.
 All flags of `isotype sft` (or dpo, …) work, and are part of the printed command. The flags that only a plan has:"""
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
-"""Arguments of a plan that `isotype.plan` takes by name, in addition to its named parameters."""
+"""Arguments that only a plan has and that `isotype.plan` takes as keywords."""
 
 EXAMPLE_DATA = "embedded:precision_qa"
-"""Data set of an `sft` command that names none, so that the printed command runs."""
+"""Data set in a printed `sft` command whose request names no data set, so that the command runs."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class PlanRequest:
     """The request of a plan.
 
     Attributes:
-        step: the step by its arguments, before anything is chosen.
+        step: the training step with the requested arguments.
         count: number of devices that train together.
-        memory: bytes a step may take; None: what the device has.
-        rows: of a micro-batch; None: chosen.
-        at_most: maximum rows of a micro-batch; None: those of a step.
-        length: tokens of a row; None: the data's longest, or a default.
+        memory: bytes a step may take; None for the device's limit.
+        rows: rows of a micro-batch; None if the plan chooses them.
+        at_most: maximum rows of a micro-batch; None for the rows of a step.
+        length: tokens of a row; None for the data's longest row or a default.
         step_rows: rows of a step on all devices with all micro-batches; None if `step_tokens` decides.
-        quantize: choose the storage if none is named; else the weights stay in the compute dtype.
-        longest: search the longest row that fits.
-        damages: storage -> measured damage in nats, see `Row.damage`; others are unknown.
+        quantize: True if the plan chooses the storage unless the arguments name one.
+        longest: True if the longest row that fits is searched.
+        damages: storage -> measured damage in nats, see `Row.damage`.
         layers: measured damage per layer and format, by which mixed storage is chosen; None if not measured.
     """
 
@@ -131,7 +131,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, argparse.Namespace]:
-    """Return the request of `isotype plan`'s arguments or of a training's keywords, and the plan's own arguments."""
+    """Return the request of the arguments of `isotype plan` or of keywords, and the namespace of the plan's arguments."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         parser().print_help()
@@ -152,8 +152,8 @@ def parse_request(
     memory = None if own.max_memory is None else parse_size(own.max_memory)
     if own.data:
         command = command.but(dataset_name=own.data)
-    devices = tuple(name for each in own.device or ["auto"] for name in each.split(",") if name)
-    devices = devices or ("",)  # which is refused as any other name that is none
+    devices = tuple(name for names in own.device or ["auto"] for name in names.split(",") if name)
+    devices = devices or ("",)  # an empty name is refused like any unknown name
     sizes = {name: getattr(own, name) for name in ("rows", "length", "image", "images")}
     request = request_of(command, devices, count=own.devices, **sizes)
     return replace(request, goal=own.goal, memory=memory), own
@@ -177,7 +177,7 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """Return the plan request of a training command; rows, lengths and storages that are `auto` are chosen."""
+    """Return the plan request of a training command; the plan chooses arguments whose value is `auto`."""
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
@@ -207,25 +207,17 @@ def request_of(
     )
 
 
-def require_known_goal(goal: str) -> None:
-    """Raise UsageError unless `goal` is a key of `GOALS`."""
-    if goal not in GOALS:
-        raise UsageError.of(
-            "unknown goal", f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these"
-        )
-
-
 def command_of(
     request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
 ) -> Command:
-    """Return the training command of a row; it names the device only if that is in this machine.
+    """Return the training command of a row, with `--device` only if the device is in this machine.
 
     `checkpointing`: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
     """
     command = request.command.but(device=None)
     path = Path(str(command["model_name_or_path"]))
     if path.name == "config.json" and path.is_file():
-        command = command.but(model_name_or_path=str(path.parent))  # where its weights are, or will be
+        command = command.but(model_name_or_path=str(path.parent))  # the folder of the weights
     if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
         command = command.but(dataset_name=EXAMPLE_DATA)
     if row.base_memory is not None:
@@ -248,7 +240,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return rows and micro-batches of a step, as many rows as requested even if the data has fewer."""
+    """Return the arguments for a step's rows: at least as many rows as requested, even if the data has fewer."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:
@@ -258,7 +250,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """Return True if the training would cut or pack rows at another length than the row's."""
+    """Return True if the training would otherwise cut or pack rows at another length than `row.length`."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

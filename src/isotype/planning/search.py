@@ -1,4 +1,4 @@
-"""The rows of a plan: each storage, checkpointing and sharding with its largest micro-batch that fits, traced."""
+"""The rows of a plan: each storage, checkpointing and sharding with the largest micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -38,23 +38,32 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
     """
     ordered, count = sorted(tokens), len(tokens)
     rows = min(rows, count)
-    mean, share = 0.0, rows / count  # of draws whose longest is the last
-    for at in range(count, rows - 1, -1):
-        mean += share * ordered[at - 1]
-        if at > rows:
-            share *= (at - rows) / (at - 1)
+    mean, share = 0.0, rows / count  # the share of draws whose longest row is number k
+    for k in range(count, rows - 1, -1):
+        mean += share * ordered[k - 1]
+        if k > rows:
+            share *= (k - rows) / (k - 1)
     return mean
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """Return the training of the data set with a row's settings, timed by `seconds(rows, tokens)`; None without data."""
+    """Return the training on the data set with a row's settings; None without a data set.
+
+    `seconds(rows, tokens)` is the time of a micro-batch, or None.
+    """
     step = request.step
     if step.data_rows is None:
         return None
-    at_once = row.rows * row.accumulation * row.devices
-    steps = math.ceil(-(-step.data_rows // at_once) * request.epochs)
-    whole = None if row.time is None else steps * row.time.seconds
-    work = Workload(step.data_rows, request.epochs, steps, whole)
+    rows_of_step = row.rows * row.accumulation * row.devices
+
+    def steps_for(rows: int) -> int:
+        return math.ceil(-(-rows // rows_of_step) * request.epochs)
+
+    def time_of(steps: int) -> float | None:
+        return None if row.time is None else steps * row.time.seconds
+
+    steps = steps_for(step.data_rows)
+    work = Workload(step.data_rows, request.epochs, steps, time_of(steps))
     if step.lengths is None:
         return work
     lengths = step.lengths.tokens
@@ -64,38 +73,36 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     work = replace(work, tokens=tokens, longest=max(lengths), cut=cut)
     if step.packed:
         packs = -(-tokens // row.length)
-        steps = math.ceil(-(-packs // at_once) * request.epochs)
-        whole = None if row.time is None else steps * row.time.seconds
-        return replace(
-            work, steps=steps, seconds=whole, padding=1 - tokens / (packs * row.length), packs=packs
-        )
+        steps = steps_for(packs)
+        padding = 1 - tokens / (packs * row.length)
+        return replace(work, steps=steps, seconds=time_of(steps), padding=padding, packs=packs)
     mean = longest_of_batches(some, row.rows)
-    each = seconds(row.rows, max(1, round(mean)))
+    micro_batch = seconds(row.rows, max(1, round(mean)))
     full = None if row.time is None else row.time.seconds / row.tokens
     return replace(
         work,
-        seconds=None if each is None else steps * row.accumulation * each,
+        seconds=None if micro_batch is None else steps * row.accumulation * micro_batch,
         padding=1 - sum(some) / len(some) / mean,
         packed_seconds=None if full is None else tokens * request.epochs * full,
     )
 
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
-"""The most precise first; None is the compute dtype."""
+"""Storages to try, the most precise first; None stands for the compute dtype."""
 PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
-"""Storages of a checkpoint whose experts can stay in their stored format, also with nf4."""
+"""Storages to try for a checkpoint whose experts stay in mxfp4, also with nf4 for other layers."""
 
 LENGTHS = 64
-"""The longest row is a multiple of these tokens."""
+"""The longest row is searched in multiples of this number of tokens."""
 
 FARTHEST = 32768
-"""Upper limit in tokens for the longest row unless it is the goal: tracing a longer one takes seconds."""
+"""Most tokens of the longest row, unless the goal is `longest`: the trace of a longer row takes seconds."""
 
 _FITTINGS = 8
-"""Mixtures tried for one row, each with less memory than the previous."""
+"""Most mixtures that are tried for one row, each with less memory than the mixture before."""
 
 _NEAR = 32
-"""The search for the longest row ends within this fraction of it."""
+"""The search for the longest row ends if the bounds differ by at most 1 / 32 of the lower bound."""
 
 
 @dataclass
@@ -103,7 +110,7 @@ class Search:
     """The search for one request on devices that run every operator alike.
 
     Attributes:
-        rooms: device name -> bytes a step may take.
+        rooms: device name -> memory limit of a step.
         length: tokens of a row.
         micro: rows of a step on one device.
         refused: storages that cannot be trained, with the reason.
@@ -118,19 +125,19 @@ class Search:
     micro: int
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    _known: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
+    _steps_by_key: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield all settings on every device, in the order of `STORAGES`, mixed storage last."""
-        seen: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
+        """Yield the rows of all settings on every device, in the order of `STORAGES`, mixed storage last."""
+        uniform: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
-            seen[row.device].append(row)
+            uniform[row.device].append(row)
             if not pinned or not row.fits:
                 yield row
         if self._may_mix and (pinned or len(self._storages()) > 1):
             for profile in self.profiles:
-                yield from self._mixed_rows(profile, seen[profile.name])
+                yield from self._mixed_rows(profile, uniform[profile.name])
 
     def _uniform_rows(self) -> Iterator[Row]:
         for steps in self._options():
@@ -138,22 +145,22 @@ class Search:
                 for profile in self.profiles:
                     row = self._row(steps, profile)
                     yield row
-                    if row.fits and self._looks_between(steps):
+                    if row.fits and self._tries_some_layers(steps):
                         yield from self._sparser_row(steps, profile)
             except NotForeseenError as why:
                 self.refused.append(f"{steps.step.policy.form}, checkpointing {steps.checkpointing}: {why}")
 
     def _steps(self, step: PlannedStep, arguments: Mapping[str, Any] | None) -> Steps:
         steps = Steps(step, arguments, self.profiles)
-        return self._known.setdefault(steps.key, steps)
+        return self._steps_by_key.setdefault(steps.key, steps)
 
-    def _looks_between(self, steps: Steps) -> bool:
-        """Return True if recomputing some layers is tried: only for one storage, since it takes long to trace."""
+    def _tries_some_layers(self, steps: Steps) -> bool:
+        """Return True if recomputing only some layers is tried: for a single storage, because traces take long."""
         every = steps.arguments is not None and self.request.step.auto
         return every and not steps.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer, if no row of the data fits without and one fits with some."""
+        """Yield a row that recomputes every n-th layer, if a micro-batch fits with this but not without recomputation."""
         rows = self.request.rows or 1
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -173,7 +180,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the weightless model of a choice of recomputed layers that is traced anyway."""
+        """Return the weightless model of a step, with a choice of recomputed layers that will be traced anyway."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -212,14 +219,14 @@ class Search:
         return self.request.layers is not None and self.request.count == 1
 
     def _mixed_is_pinned(self) -> bool:
-        """Return True if only mixed storage is requested, in the memory that the device leaves."""
+        """Return True if mixed storage is requested without a limit of its memory."""
         precision = self.request.step.precision
         return precision.quantization == MIXED and precision.base_memory is None and self._may_mix
 
     def _storages(self) -> Sequence[str | None]:
         base = self.request.step
         if self._mixed_is_pinned():
-            return ("nf4",)  # what is left beside it is what a mixture may take
+            return ("nf4",)  # a mixture may take the memory that nf4 leaves
         fixed = base.precision.quantization is not None or base.precision.storage is not None
         saved_so = self.checkpoint.facts.saved_format is not None
         if fixed or saved_so or not self.request.quantize or base.lora is None:
@@ -230,19 +237,20 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """Yield, for each fitting row with 4 bits, one whose base uses the remaining memory."""
+        """Yield a row with mixed storage for each nf4 row that fits; the mixture uses the remaining memory."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
-            mixed = self._fitted(self._known[row.storage, row.checkpointing, row.sharding], row, profile)
+            mixed = self._fitted(
+                self._steps_by_key[row.storage, row.checkpointing, row.sharding], row, profile
+            )
             if mixed is not None:
                 yield mixed
 
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return the most precise mixture that fits the micro-batches of a row with 4 bits; None if it is no mixture.
+        """Return the row of the most precise mixture that fits with an nf4 row's micro-batches; None if only nf4 fits.
 
-        Only the trace shows the temporary memory of a layer in 8 bits: a mixture that is too large is tried with
-        less.
+        Only a trace shows the temporary memory of 8-bit layers: if a mixture does not fit, a smaller one is tried.
         """
         damages = self.request.layers
         assert damages is not None
@@ -263,7 +271,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return the step of a 4-bit plan with its base mixed within `memory` bytes; None if no mixture fits."""
+        """Return the step of an nf4 plan with a mixed base of at most `memory` bytes; None if no mixture fits."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -276,21 +284,21 @@ class Search:
     # One row
 
     def with_length(self, row: Row, length: int) -> Row:
-        """Return the settings of a row for rows of another length."""
-        steps = self._known[row.storage, row.checkpointing, row.sharding]
-        profile = next(each for each in self.profiles if each.name == row.device)
+        """Return the row with the same settings for another length in tokens."""
+        steps = self._steps_by_key[row.storage, row.checkpointing, row.sharding]
+        profile = next(profile for profile in self.profiles if profile.name == row.device)
         other = replace(self, length=length, request=replace(self.request, longest=False))
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
     def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the largest micro-batch that fits on one device; the smallest if none fits."""
+        """Return the row with the largest micro-batch that fits on one device, or the smallest one if none fits."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, fits = self._micro_batch(steps, size)
         traced = steps.at(rows, self.length)
         accumulation = -(-self.micro // rows)
         longest, is_all = None, False
-        if self.request.longest and self._wants_longest(steps):
+        if self.request.longest and self._searches_longest(steps):
             longest, is_all = self._longest(steps, size)
         policy = steps.step.policy
         row = Row(
@@ -329,7 +337,7 @@ class Search:
         )
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return rows and whether they fit: the fewest micro-batches that fit and together have the rows of a step."""
+        """Return the rows of a micro-batch, for as few equal micro-batches per step as fit, and True if they fit."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
@@ -344,18 +352,18 @@ class Search:
         return self._at_once(most), True
 
     def _at_once(self, most: int) -> int:
-        """Return the rows of a micro-batch, at most `most`; the number of rows per step is kept if it is fixed."""
+        """Return the rows of a micro-batch, at most `most`; a fixed number of rows per step is split evenly."""
         if self.request.step_rows is None:
             return -(-self.micro // -(-self.micro // most))
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
-    def _wants_longest(self, steps: Steps) -> bool:
-        """Return True for the checkpointing that takes least memory: long rows take longest to trace."""
+    def _searches_longest(self, steps: Steps) -> bool:
+        """Return True for the checkpointing with the least memory: traces of long rows take too long for all."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the tokens of the longest row that fits, and whether no longer one was tried."""
+        """Return the tokens of the longest row that fits, and True if no longer row was tried."""
         rows = self.request.rows or 1
         positions = row_length(replace(steps.step.plan, length=2**20), self.config)
         far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
@@ -371,7 +379,7 @@ class Search:
             low = min(near, high)
         elif near >= low:
             high = min(near, high)
-        while low * 4 < high:  # a longer row than needed takes long to trace
+        while low * 4 < high:  # approach the limit from below: traces of longer rows take long
             if measure(low * 4) > size:
                 high = low * 4
                 break
@@ -394,10 +402,10 @@ def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | N
 
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
-    """Return what decides which operators a step has and what they take: devices with the same key share a trace."""
+    """Return a key of all properties of a device that change a step's trace."""
     return (
         profile.kind,
-        frozenset(profile.native) - {torch.float64},  # no step computes in it
+        frozenset(profile.native) - {torch.float64},  # no step computes in float64
         frozenset(profile.emulated) - {torch.float64},
         frozenset(profile.refused) - {torch.float64},
         profile.flash_attention,

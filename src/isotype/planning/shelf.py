@@ -1,6 +1,6 @@
-"""Models of many sizes for a plan without a model: their shapes, from their config.json.
+"""Models of many sizes for a plan without a model: the shapes in each model's config.json.
 
-Shapes suffice for a plan. There is no tokenizer, so rows of a data set count as full.
+A plan needs only shapes. Without a tokenizer, each row of a data set counts as full.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from isotype.planning.from_request import Plan, plan_of_request
-from isotype.planning.record import Device, Row
 from isotype.planning.request import parse_request, parser
 
 ENOUGH = 3
-"""Number of fitting models to plan, the largest first."""
+"""Number of fitting models that are planned, the largest first."""
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -57,28 +56,16 @@ def names_a_model(argv: Sequence[str]) -> bool:
 
 
 def plans(argv: Sequence[str]) -> Iterator[Plan]:
-    """Yield the plans of the largest models that fit, and of those that do not if none fits."""
+    """Yield plans of the models, the largest first, until `ENOUGH` models fit."""
     fitting = 0
     for name, config in SHELF.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(config), encoding="utf-8")
             request, _ = parse_request([str(path), *argv])
-            plan = _named(plan_of_request(replace(request, longest=False)), name)
+            named = request.command.but(model_name_or_path=name)
+            plan = replace(plan_of_request(replace(request, command=named, longest=False)), model=name)
         fitting += plan.chosen is not None
         yield plan
         if fitting == ENOUGH:
             return
-
-
-def _named(plan: Plan, name: str) -> Plan:
-    """Return the plan with the model's name on the hub, also in its commands."""
-
-    def row_of(row: Row) -> Row:
-        return replace(row, command=row.command.but(model_name_or_path=name))
-
-    def device_of(device: Device) -> Device:
-        chosen = None if device.chosen is None else row_of(device.chosen)
-        return replace(device, chosen=chosen, rows=tuple(map(row_of, device.rows)))
-
-    return replace(plan, model=name, devices=tuple(map(device_of, plan.devices)))

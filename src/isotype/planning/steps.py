@@ -1,4 +1,4 @@
-"""The steps of one set of settings; each batch shape is traced once."""
+"""Traced steps of one set of settings; each batch shape is traced once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from isotype.train.run import Choice
 
 @dataclass(frozen=True)
 class Traced:
-    """The step of one batch shape.
+    """Memory and time of the step with one batch shape.
 
     Attributes:
         peak: bytes at the peak of any step.
+        phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
-        times: profile name -> its least and traced time; None if it has no rates.
-        notes: what the trace leaves out, and layers without adapter.
+        times: profile name -> time of the step; None if the profile has no rates.
+        notes: parts that the trace leaves out, and layers without adapter.
     """
 
     peak: int
@@ -34,10 +35,12 @@ class Traced:
 
 @dataclass
 class Steps:
-    """Steps of one storage, dtype, checkpointing and sharding, on devices that run them alike.
+    """Steps of one storage, dtype, checkpointing and sharding, on devices that run all operators alike.
 
-    `step` is built for one of the devices; `arguments` of `gradient_checkpointing_enable` are None for no layer;
-    `traced`: (rows, tokens) -> trace.
+    Attributes:
+        step: the step for one of the devices.
+        arguments: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
+        traced: (rows, tokens) -> traced step.
     """
 
     step: PlannedStep
@@ -58,7 +61,7 @@ class Steps:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Storage, checkpointing and sharding of their rows."""
+        """Storage, checkpointing and sharding."""
         return self.step.policy.form, self.checkpointing, self.sharding
 
     def at(self, rows: int, tokens: int) -> Traced:
@@ -75,7 +78,7 @@ class Steps:
         return self.at(rows, tokens).peak
 
     def seconds(self, device: str, rows: int, tokens: int) -> float | None:
-        """Return the traced time of the step on a device in seconds; None if it has no rates."""
+        """Return the traced time of the step on a device in seconds; None if the device has no rates."""
         time = self.at(rows, tokens).times[device]
         return None if time is None else time.traced_seconds
 
@@ -92,7 +95,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
 
 
 _SECANTS, _ATTEMPTS = 5, 14
-"""Secant steps before bisection takes over; measurements in all."""
+"""Most secant steps before bisection, and most measurements."""
 
 
 def largest(
@@ -104,19 +107,18 @@ def largest(
     enough: Callable[[int, int], bool] = lambda low, high: high - low <= 1,
     high_first: bool = True,
 ) -> int | None:
-    """Return the largest number in `low` … `high` whose measure (bytes) is at most `room`; None if that of `low` is
-    more.
+    """Return the largest number in `low` … `high` whose measure in bytes is at most `room`, or None.
 
-    A step's peak is the maximum of moments that are each linear in the rows and polynomial in their length: a convex
-    function. Past two measured points it is at least their secant. The search ends once the secant leaves no room for
-    the next number: after three measurements if the function is linear, after one if `high` fits. `enough(low, high)`
-    ends it earlier.
+    A step's peak is the maximum of moments, each linear in the rows and polynomial in their length: a convex function.
+    Beyond two measured points the function is at least as large as their secant. The search ends if the secant passes
+    `room` at the next number: after three measurements if the function is linear, after one if `high` fits.
+    `enough(low, high)` ends the search earlier.
     """
-    known: dict[int, int] = {}
+    measured: dict[int, int] = {}
 
     def fits(number: int) -> bool:
-        known[number] = measure(number)
-        return known[number] <= room
+        measured[number] = measure(number)
+        return measured[number] <= room
 
     if high_first and fits(high):
         return high
@@ -125,28 +127,28 @@ def largest(
     if low == high:
         return low
     for attempt in range(_ATTEMPTS):
-        best = max(number for number in known if known[number] <= room)
-        limit = min((number for number in known if known[number] > room), default=high + 1)
-        tried = _next(known, best, limit, room)
+        best = max(number for number in measured if measured[number] <= room)
+        limit = min((number for number in measured if measured[number] > room), default=high + 1)
+        tried = _next(measured, best, limit, room)
         if tried <= best or enough(best, min(limit, tried + 1)):
             return best
         if attempt >= _SECANTS:
             tried = min(tried, max(best + 1, (best + limit) // 2))
         fits(tried)
-    return max(number for number in known if known[number] <= room)
+    return max(number for number in measured if measured[number] <= room)
 
 
-def _next(known: Mapping[int, int], best: int, limit: int, room: int) -> int:
-    """Return the number to measure next, in `best` … `limit` - 1: the largest that fits by the secant of two known
-    points.
+def _next(measured: Mapping[int, int], best: int, limit: int, room: int) -> int:
+    """Return the next number to measure, in `best` … `limit` - 1.
 
-    If only one point below the limit is known: the one by the chord to the limit, or the limit itself.
+    With two measured numbers that fit, return the largest number that fits by their secant, otherwise the number by
+    the chord from `best` to a measured `limit`, otherwise `limit` - 1.
     """
-    if below := [number for number in known if number < best]:
+    if below := [number for number in measured if number < best]:
         before = max(below)
-        slope = (known[best] - known[before]) / (best - before)
-        return min(limit - 1, best + int((room - known[best]) / slope)) if slope > 0 else limit - 1
-    if limit in known:
-        slope = (known[limit] - known[best]) / (limit - best)
-        return min(limit - 1, max(best + 1, best + int((room - known[best]) / slope)))
+        slope = (measured[best] - measured[before]) / (best - before)
+        return min(limit - 1, best + int((room - measured[best]) / slope)) if slope > 0 else limit - 1
+    if limit in measured:
+        slope = (measured[limit] - measured[best]) / (limit - best)
+        return min(limit - 1, max(best + 1, best + int((room - measured[best]) / slope)))
     return limit - 1

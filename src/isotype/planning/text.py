@@ -1,4 +1,4 @@
-"""A plan for the terminal: the command of what fits, a table, and on request the parts of memory and time."""
+"""A plan as text and HTML: the command of the chosen row, a table, and optionally the parts of memory and time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from isotype.report.text import (
 )
 
 WIDTH = 100
-"""Columns if the text is not for a terminal."""
+"""Width in columns of text that is not for a terminal."""
 
 _WORDS = ("", "device", "model", "storage", "checkpointing", "sharding", "fits", "bound by")
-"""Columns with words; the others have numbers."""
+"""Table columns with words; other columns have numbers."""
 _DETAILS = ("spare", "s/step", "bound by")
 _DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sharding", "tokens/s")
-"""Columns that a narrow terminal omits, in this order."""
+"""Table columns that a narrow terminal omits, in this order."""
 
 
 def to_text(plan: Record) -> str:
@@ -46,7 +46,7 @@ def to_text(plan: Record) -> str:
 
 
 def render(plan: Record, console: Console, whole: bool = False) -> None:
-    """Print a plan; `whole`: with the parts of memory and time."""
+    """Print a plan, with the parts of memory and time if `whole`."""
     say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     say(console, f"   {plan.settings}")
     for device in plan.devices:
@@ -100,16 +100,16 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
         ]
     say(console, "")
     _print_table(console, "device" if "device" in rows[0][0] else "model", rows, None, whole)
-    for note in dict.fromkeys(note for plan in plans for each in plan.devices for note in _notes(each)):
+    for note in dict.fromkeys(note for plan in plans for device in plan.devices for note in _notes(device)):
         say(console, note)
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
-    """Print what fits on a device, its speed, the data's training time and the command; or what is lacking."""
+    """Print the chosen row of a device with speed, training time and command, or the memory that is lacking."""
     say(console, "")
     row = device.chosen
     if row is None:
-        least = min(device.rows, key=lambda each: each.peak, default=None)
+        least = min(device.rows, key=lambda row: row.peak, default=None)
         if least is None:
             say(console, f"{title}: nothing could be traced", "bold red")
             return
@@ -122,12 +122,12 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
         say(console, f"   try a smaller model{larger}")
         return
     room = "" if row.room is None else f" of {format_bytes(row.room)}"
-    each = " on each" if row.devices > 1 else ""
+    per_device = " on each" if row.devices > 1 else ""
     speed = speed_of(row)
     how = f"{row.storage}{f' with {row.sharding}' if row.sharding else ''}"
     say(
         console,
-        f"{title}: {how} fits, {format_bytes(row.peak)}{room}{each}{f', {speed} tokens/s' if speed else ''}",
+        f"{title}: {how} fits, {format_bytes(row.peak)}{room}{per_device}{f', {speed} tokens/s' if speed else ''}",
         "bold green",
     )
     if row.work is not None:
@@ -138,8 +138,9 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
 
 def _check(row: Row) -> tuple[str, ...]:
     command = row.command
-    here = "device" in command or device_profile(row.device).present  # the check's default is this machine
-    device = () if here else ("--device", row.device)
+    # The check's default is this machine.
+    named = "device" in command or device_profile(row.device).present
+    device = () if named else ("--device", row.device)
     devices = ("--devices", str(row.devices)) if row.devices > 1 else ()
     return (
         *command.environment(),
@@ -159,24 +160,24 @@ def _print_table(
     chosen: Row | None,
     whole: bool,
 ) -> None:
-    """Print rows with their first cells by head in as many columns as fit; a row is None if nothing fits."""
-    known = [row for _, row in rows if row is not None]
-    heads = [*dict.fromkeys(head for cells, _ in rows for head in cells), *heads_of(known)[1:]]
+    """Print rows, each with first cells by column and a plan's row (None if nothing fits), in as many columns as fit."""
+    fitting_rows = [row for _, row in rows if row is not None]
+    heads = [*dict.fromkeys(head for cells, _ in rows for head in cells), *heads_of(fitting_rows)[1:]]
     heads.insert(heads.index("peak") + 1, "fits")
     if not whole:
         heads = [head for head in heads if head not in _DETAILS]
-    if all(row.damage is None for row in known):
+    if all(row.damage is None for row in fitting_rows):
         heads.remove("damage")
     lines = [
         {**({"fits": "no"} if row is None else cells_of(row, chosen=False)), **cells} for cells, row in rows
     ]
     heads = [head for head in heads if any(line.get(head) for line in lines)]
-    for head in _DROPPED:
-        widths = [max(len(each), *(len(line.get(each, "")) for line in lines)) for each in heads]
+    for dropped in _DROPPED:
+        widths = [max(len(head), *(len(line.get(head, "")) for line in lines)) for head in heads]
         gap = 2 if sum(widths) + 2 * len(widths) <= console.width else 1
         if sum(widths) + gap * len(widths) <= console.width or console.width < NARROW:
             break
-        heads = [each for each in heads if each != head]
+        heads = [head for head in heads if head != dropped]
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=head != first)
@@ -192,13 +193,13 @@ def _notes(device: Device) -> Iterator[str]:
 
 
 def title_of(plan: Record, device: Device) -> str:
-    """Return the device's name and the number of devices."""
+    """Return the device's title, with the number of devices if there are several."""
     count = next((row.devices for row in device.rows), 1)
     return device.title if count == 1 else f"{count} × {device.title}"
 
 
 def heads_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns that are not empty for these rows."""
+    """Return the names of the columns that are not empty for these rows."""
     optional = {
         "sharding": any(row.sharding for row in rows),
         "training": any(row.work is not None and row.work.seconds is not None for row in rows),
@@ -212,7 +213,7 @@ def heads_of(rows: Sequence[Row]) -> list[str]:
 
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
-    """Return a row's cells as words, by head."""
+    """Return column -> text of a row's cell."""
     time, work = row.time if row.fits else None, row.work
     return {
         "": "→" if chosen else "",
@@ -233,7 +234,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
 
 
 def speed_of(row: Row) -> str:
-    """Return tokens per second, as a range unless measured on the device (`2,300 to 3,100`); "" if unknown."""
+    """Return tokens per second, as a range (`2,300 to 3,100`) if the rates were not measured; "" if unknown."""
     low, high = row.lowest_speed, row.highest_speed
     if row.time is None or low is None or high is None:
         return ""
@@ -247,7 +248,7 @@ def _two_digits(number: float) -> str:
 
 
 def _hours(row: Row, seconds: float | None) -> str:
-    """Return estimated seconds as a duration, or a range unless measured on the device."""
+    """Return estimated seconds as a duration, or as a range if the rates were not measured."""
     if seconds is None:
         return ""
     spread = 1.0 if row.time is None else row.time.spread
@@ -272,7 +273,7 @@ def _seconds(seconds: float) -> str:
 
 
 def lines_of(plan: Record, device: Device) -> Iterator[str]:
-    """Yield labelled lines about a device and its chosen row."""
+    """Yield lines about a device and its chosen row, each with a label in front."""
     yield from _notes(device)
     yield f"room       a step may use {device.room}"
     yield f"rates      {device.rates or 'unknown, and so is the time'}"
@@ -297,7 +298,9 @@ def lines_of(plan: Record, device: Device) -> Iterator[str]:
 
 
 def _unlike_asked(plan: Record, row: Row) -> str:
-    others = {each.length for each in plan.rows if each.device == row.device and each.command != row.command}
+    others = {
+        other.length for other in plan.rows if other.device == row.device and other.command != row.command
+    }
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
         return f"rows of {max(others):,} tokens do not fit; the plan uses the longest that fit"
     return ""
@@ -325,7 +328,7 @@ _MARGIN = 1.08
 
 
 def to_html(plan: Record) -> str:
-    """Return one page that needs no other file."""
+    """Return a self-contained HTML page of a plan."""
     return html.render(
         "plan.html.j2",
         title=f"isotype plan: {plan.model}",

@@ -1,4 +1,4 @@
-"""Findings and fixes that rules derive from traces."""
+"""Findings that rules derive from traces, and their fixes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Safety = Literal["safe", "unsafe"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Kind = Literal[
-    "step",  # the dtypes of the step
-    "untraced",  # not traced or not judged
+    "step",  # dtypes of the step
+    "untraced",  # a part of the step that was not traced or not judged
     "memory",  # fit of the step in the device's memory
-    "device",  # missing or slow features of the device, whatever the step does
+    "device",  # missing or slow features of the device, for any step
     "versions",  # installed libraries
-    "values",  # values of numbers, independent of dtypes
+    "values",  # values of tensors, independent of dtypes
     "wiring",  # dependence of outputs on inputs, independent of dtypes
 ]
 
@@ -43,26 +43,23 @@ ActionKind = Literal[
     "ranges",  # the model gets the boundaries that float16 needs for its values: `value` is JSON, see `RangeBoundaries`
     "line",  # the code at `target` (`file:line`) casts to, or creates tensors in, `value`; only the user can change it
     "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`
-    "advice",  # a change only the user can make: `target` names it, `value` describes it
+    "advice",  # a change that only the user can make: `target` names the change, `value` describes it
 ]
 
 
 Scope = Literal["model", "setting", "line", "library", "advice"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""Targets of a fix, nearest first: `repair` changes only the model, the caller the rest."""
-
-_SCOPES: dict[str, Scope] = {"setting": "setting", "line": "line", "advice": "advice"}
+"""Parts that a fix changes, the nearest first: `repair` changes only the model, the caller changes the others."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """A change that a fix makes.
+    """A change that is part of a fix.
 
     Attributes:
-        kind: what is changed.
-        target: a fully qualified name, `*` standing for layer numbers; `file:line` of a line; the
-            argument of a setting.
-        value: its new value.
+        kind: kind of the change.
+        target: a fully qualified name with `*` for layer numbers, `file:line` of a line, or the argument of a setting.
+        value: new value of the target.
     """
 
     kind: ActionKind
@@ -71,14 +68,19 @@ class Action:
 
     @property
     def scope(self) -> Scope:
-        """The part that it changes."""
-        scope = _SCOPES.get(self.kind, "model")
-        return "library" if scope == "line" and in_library(self.target) else scope
+        """The part that the action changes."""
+        match self.kind:
+            case "line":
+                return "library" if in_library(self.target) else "line"
+            case "setting" | "advice":
+                return self.kind
+            case _:
+                return "model"
 
 
 @cache
 def in_library(source: str) -> bool:
-    """Return whether `file:line` is in an installed package or the standard library, where edits do not last."""
+    """Return True if `file:line` is in an installed package or the standard library, where edits do not last."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -89,10 +91,9 @@ class RangeBoundaries:
     """The value of a `ranges` action: a policy's decisions for value ranges.
 
     Attributes:
-        compute: name of the dtype of the matmuls.
-        wide_residual: whether the residual stream is carried in float32.
-        exceptions: (module in the base model, how, exponent), see
-            `isotype.precision.policy.ModuleException`.
+        compute: name of the matmuls' dtype.
+        wide_residual: whether the residual stream is in float32.
+        exceptions: (module in the base model, how, exponent), see `isotype.precision.policy.ModuleException`.
     """
 
     compute: str
@@ -100,15 +101,14 @@ class RangeBoundaries:
     exceptions: tuple[tuple[str, str, int], ...] = ()
 
     def action(self) -> Action:
-        """Return the action that applies them to a whole model."""
+        """Return the action that applies the boundaries to a whole model."""
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod
     def of(cls, value: str) -> RangeBoundaries:
-        """Return the boundaries of an action's value (inverse of `action`)."""
-        read = json.loads(value)
-        exceptions = tuple((module, how, exponent) for module, how, exponent in read["exceptions"])
-        return cls(read["compute"], read["wide_residual"], exceptions)
+        """Return the boundaries from an action's value (inverse of `action`)."""
+        fields = json.loads(value)
+        return cls(**{**fields, "exceptions": tuple(map(tuple, fields["exceptions"]))})
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ class Fix:
     Attributes:
         description: the change as an instruction ("return each norm's output in bfloat16").
         safety: `"safe"` keeps the meaning of the model and its stored digits; `"unsafe"` may not.
-        verified: whether a second trace with the fix lacks the finding and has no new ones.
-        actions: the changes; empty if they cannot be expressed.
-        outcome: result of the second trace, "" before it.
-        command: the command in the description, as a program and its arguments; empty without one.
+        verified: whether a second trace with the fix has neither the finding nor new findings.
+        actions: the changes; empty if no actions can express the fix.
+        outcome: result of the second trace; "" before that trace.
+        command: the command of the fix, as a program and its arguments; empty without a command.
     """
 
     description: str
@@ -133,31 +133,31 @@ class Fix:
 
     @property
     def text(self) -> str:
-        """The instruction ("return each norm's output in bfloat16") with its command, in one line."""
+        """The instruction ("return each norm's output in bfloat16") and the command in one line."""
         return f"{self.description}: {printed_command(self.command)}" if self.command else self.description
 
     @property
     def scope(self) -> Scope:
-        """The farthest scope of its actions: a fix that also needs a setting is the caller's."""
+        """The farthest scope of the fix's actions: the caller applies a fix that also needs a setting."""
         scopes = [action.scope for action in self.actions]
         return max(scopes, key=SCOPES.index, default="advice")
 
 
 def marked(fix: Fix) -> str:
-    """Return a fix's description, marked if it names a library's line."""
+    """Return a fix's description, with a mark if the fix changes a library's line."""
     return f"{fix.text} (in a library's code)" if fix.scope == "library" else fix.text
 
 
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
-    """Return fixes in order of preference; the rule's order decides between equal ones.
+    """Return fixes in order of preference; equal fixes keep the rule's order.
 
-    Changes of the model come before settings, the user's lines and library lines; safe ones before unsafe
-    ones of the same scope. Unsafe fixes come after all safe ones unless `unsafe`, but before library lines.
+    Changes of the model come before settings, the user's lines and library lines, and safe fixes before unsafe fixes
+    of the same scope. Unsafe fixes come after all safe fixes unless `unsafe`, but before library lines.
 
     Args:
-        fixes: of one finding.
+        fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: whether a command is repaired, whose settings can be changed and whose model cannot.
+        command: whether a command is repaired: its settings can be changed, its model cannot.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 
@@ -174,10 +174,9 @@ class Cost:
 
     Attributes:
         flops_share: share (0 to 1) of the step's FLOPs in a slower dtype.
-        cast_bytes: bytes read and written by the casts that it needs.
+        cast_bytes: bytes that the finding's casts read and write.
         memory_bytes: additional bytes at the peak.
-        slowdown: estimated step time over the step time without it, on the device profile; None if
-            unknown.
+        slowdown: estimated step time over the step time without the finding, on the device profile; None if unknown.
     """
 
     flops_share: Share = 0.0
@@ -188,25 +187,25 @@ class Cost:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact that a rule derives from a trace. All operators broken by one cause share a finding.
+    """A fact that a rule derives from a trace; all operators with the same cause share a finding.
 
     Attributes:
         code: `IST###`.
-        severity: `"error"` crashes or corrupts; `"warning"` silently costs speed, memory or precision;
-            `"note"`.
+        severity: `"error"` crashes or corrupts; `"warning"` silently costs speed, memory or precision; `"note"` does
+            neither.
         message: the fact in one line.
-        module: fully qualified name of the module where it surfaces first.
-        op: the operator, "" if there is none.
+        module: fully qualified name of the first module with the finding.
+        op: the operator; "" if there is none.
         phase: phase of the step.
         source: `file:line` of the code that called the operator.
-        cause: fully qualified name or source of the code that introduced the dtype, and how.
+        cause: fully qualified name or source of the code that introduced the dtype, and the way it did.
         evidence: the dtype's path from cause to place, one line per step.
-        notes: further facts (how many places, what was assumed).
-        fixes: in order of preference, see `by_preference`.
-        operands: of the operator, for the terminal.
-        cost: of a silent finding, else None.
-        places: every module it surfaces in.
-        kind: topic of the finding; `judge` sets its rule's.
+        notes: further facts, such as the number of places or an assumption.
+        fixes: fixes in order of preference, see `by_preference`.
+        operands: operands of the operator, for the terminal.
+        cost: cost of a silent finding; None for other findings.
+        places: all modules with the finding.
+        kind: topic of the finding; `judge` sets the kind of the rule.
     """
 
     code: Annotated[str, ("pattern", "^IST[0-9]{3}$")]
@@ -227,19 +226,19 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identity of a finding across two traces of the same model."""
+        """Identity of the finding in different traces of the same model."""
         return (self.code, self.cause, self.module)
 
 
 def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
     """Return the modules of calls or weights without duplicates."""
-    return tuple(dict.fromkeys(each.module for each in of))
+    return tuple(dict.fromkeys(item.module for item in of))
 
 
 def finding_at(
     code: str, severity: Severity, message: str, call: Call, others: Iterable[Call] = (), **more: Any
 ) -> Finding:
-    """Return a finding about an operator and about `others` with the same cause."""
+    """Return a finding about an operator call and about `others`, calls with the same cause."""
     return Finding(
         code,
         severity,

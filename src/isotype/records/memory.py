@@ -20,8 +20,8 @@ MemoryKind = Literal[
     "optimizer",
     "activations",
     "inputs",
-    "gathered",  # gathered weights while a block of a sharded model computes, with their communication buffers
-    "buckets",  # buffers in which gradients are summed over processes
+    "gathered",  # weights that a sharded model's block has gathered, with their communication buffers
+    "buckets",  # buffers that sum gradients over processes
 ]
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
@@ -45,7 +45,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: at most about 500 moments of the step in order: the highest of each interval.
+        timeline: at most about 500 moments of the step in order, each the highest moment of an interval.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
@@ -67,10 +67,9 @@ class Products:
     """The matmul-like operators of one dtype.
 
     Attributes:
-        flops: FLOPs of a step; half of attention's.
+        flops: FLOPs of a step, with half of attention's FLOPs.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype of that rate if the device has no units for this dtype and converts its
-            operands; else None.
+        emulated_in: the dtype of that rate if the device has no units for this dtype and converts operands; else None.
     """
 
     flops: float
@@ -79,7 +78,7 @@ class Products:
 
     @property
     def seconds(self) -> float:
-        """Minimum seconds of a step."""
+        """Minimum seconds of these products in a step."""
         return self.flops / self.flops_per_second
 
 
@@ -88,16 +87,16 @@ class StepTime:
     """The minimum time of one step.
 
     Attributes:
-        seconds: minimum seconds of the products, each bound by compute or traffic; fusing other operators cannot
-            be faster.
-        traced_seconds: minimum of all traced operators, fused and launched as in `DeviceProfile.steps`,
-            if known.
-        products: by dtype.
-        bytes: read and written by all operators.
+        seconds: minimum seconds of the products, each bound by compute or traffic; no fusion of other operators can be
+            faster.
+        traced_seconds: minimum seconds of all traced operators, fused and launched as in `DeviceProfile.steps`, if
+            known.
+        products: dtype -> products.
+        bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
-        launches: operators that run on the device, at least one kernel each.
-        tokens: of the step's batch on one device; None if it has none.
-        host_seconds: host time of the kernel launches; 0 if unknown.
+        launches: operators on the device, each with at least one kernel.
+        tokens: tokens of the step's batch on one device; None if the batch has no tokens.
+        host_seconds: host seconds of the kernel launches; 0 if unknown.
     """
 
     seconds: float
@@ -112,7 +111,7 @@ class StepTime:
     @property
     def products_seconds(self) -> float:
         """Minimum seconds of all products."""
-        return sum(each.seconds for each in self.products.values())
+        return sum(products.seconds for products in self.products.values())
 
     @property
     def traffic_seconds(self) -> float:
@@ -121,7 +120,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["products", "memory traffic", "launches"]:
-        """The largest part of the traced step."""
+        """The part that takes most of the traced step."""
         if self.host_seconds >= self.traced_seconds:
             return "launches"
         return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
@@ -133,5 +132,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """Maximum host seconds per launch at which a device that reaches `traced_seconds` does not wait."""
+        """Host seconds per launch above which a device that reaches `traced_seconds` waits for the host."""
         return self.traced_seconds / self.launches

@@ -1,4 +1,4 @@
-"""The first non-finite value of a step: operator, operands and cause."""
+"""Frozen data of the first value of a step that is not finite: operator, operands and cause."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from isotype.records.memory import Phase
 
 Cause = Literal[
-    "weight",  # a parameter, a buffer or a quantization state holds it; `culprit` names it
-    "input",  # the batch holds it; `culprit` names the argument
+    "weight",  # a parameter, a buffer or a quantization state has the value; `culprit` names the tensor
+    "input",  # the batch has the value; `culprit` names the argument
     "outside",  # a tensor that no traced operator wrote: a custom kernel or code outside of the step
     "range",  # the exact result is finite but exceeds the range of the result's dtype
     "inside",  # the exact result fits its dtype, but an intermediate value of the operator does not
@@ -20,23 +20,23 @@ Cause = Literal[
     "labels",  # a mean over labels that are all masked
     "empty",  # a mean or a standard deviation of no values
     "domain",  # 0 / 0, log(0), sqrt(-1): no number in any dtype; `entries` are the operands' values
-    "constant",  # the code wrote it, and it reached the loss
+    "constant",  # the code wrote the value, which reached the loss
     "unknown",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A float tensor of the operator.
+    """A float operand of the operator, or its result.
 
     Attributes:
-        role: the operator's name of the argument; `"result"`.
-        dtype: its dtype.
-        shape: its shape.
-        largest: largest magnitude of its finite elements; 0 if there are none.
+        role: name of the operator's argument, or `"result"`.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        largest: largest magnitude of the finite elements; 0 if there are none.
         nan: number of NaN elements.
         infinite: number of infinite elements.
-        name: of the weight, buffer or input; "" for a computed value.
+        name: name of the weight, buffer or input; "" for a computed value.
     """
 
     role: str
@@ -60,26 +60,25 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator whose result is not finite: its operands are finite, or one came non-finite into the
-    step.
+    """The first operator whose result is not finite, with finite operands or an operand from outside of the step.
 
     Attributes:
-        op: `aten.mm.default`.
-        module: fully qualified name of the innermost module; in the backward, of the forward call. "" is
+        op: name of the operator, such as `aten.mm.default`.
+        module: fully qualified name of the innermost module; in the backward, the module of the forward call. "" is
             the model itself or the loss.
         phase: forward, backward, or unscale for the gradient norm.
         source: `file:line` of the call; "" if unknown.
-        operands: its float operands, before it ran.
-        result: its result.
-        cause: why.
-        culprit: the operand that was already not finite; None if all were finite.
-        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else
-            float64); None if that is not finite or the operator does not run in it.
-        entries: the operands' values at the first non-finite element of an element-wise operator; empty
-            for cause `"row"`.
-        rows: rows of the batch with such elements, if the result has rows of the batch.
-        batch: rows of the batch; 0 if unknown.
-        scale: the loss scale of the backward; None without one.
+        operands: float operands before the operator ran.
+        result: result of the operator.
+        cause: cause of the value.
+        culprit: the operand that was already not finite; None if all operands were finite.
+        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64); None if
+            this result is not finite either, or if the operator does not run in the wider dtype.
+        entries: the operands' values at the first element that is not finite, of an element-wise operator; empty for
+            cause `"row"`.
+        rows: rows of the batch with elements that are not finite, if the result has the batch's rows.
+        batch: number of rows in the batch; 0 if unknown.
+        scale: loss scale of the backward; None without a loss scale.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Dependence of a step's outputs and gradients on its inputs and weights: traced, and measured on a small copy."""
+"""Frozen data of reach: which inputs and weights change which predictions and gradients of a step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ Source = Literal[
     "padding",  # the tokens that the attention mask leaves out
     "padding position",  # the number of padding tokens before a row
     "later token",  # a token after the predicted one
-    "own label",  # the predicted label, as an input of the model
+    "own label",  # the label of the prediction, as an input of the model
 ]
 """Inputs that must not change a prediction."""
 
 Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
-"""Inputs and parameters that should change predictions but do not; `ungraded`: not in the loss's graph."""
+"""Kinds of inputs and parameters that should change predictions but do not; `ungraded` is not in the loss's graph."""
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Predictions that depend on inputs that they must not depend on.
+    """Predictions that depend on inputs that must not change them.
 
     Attributes:
         source: the changed input.
-        row, column: of the first changed prediction.
+        row, column: place of the first changed prediction.
         changed: number of changed predictions.
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
-        module, kind: name and class of the first module with equal inputs and changed outputs; "" if none
-            is seen.
-        without: the input without which nothing changes on the same copy; "" if none was tried or helps.
+        module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
+        without: the model's input without which the predictions stay the same; "" if there is none.
     """
 
     source: Source
@@ -50,8 +49,8 @@ class NoReach:
     """An input or parameter that changes no prediction.
 
     Attributes:
-        kind: its kind.
-        name: of the input, or of the parameters (with `*` for layer numbers).
+        kind: kind of the input or parameter.
+        name: name of the input or of the parameters (with `*` for layer numbers).
         why: the reason in words; "" if unknown.
     """
 
@@ -62,14 +61,14 @@ class NoReach:
 
 @dataclass(frozen=True)
 class Labels:
-    """The learned labels.
+    """The labels in the loss.
 
     Attributes:
-        learned: number of predictions that the loss depends on.
-        shift: tokens by which labels are ahead of their predictions, if they repeat the inputs: 1 in a
-            causal model; else None.
-        at_padding: labels of tokens that the attention mask leaves out.
-        at_pictures: labels of picture tokens.
+        learned: number of predictions that change the loss.
+        shift: tokens by which labels are ahead of their predictions (1 in a causal model); None if the labels do not
+            repeat the inputs.
+        at_padding: number of labels of tokens that the attention mask leaves out.
+        at_pictures: number of labels of picture tokens.
     """
 
     learned: int
@@ -83,9 +82,9 @@ class Matrix:
     """The tokens of a row that reach its predictions.
 
     Attributes:
-        row: of the batch.
-        sequences: the sequence of each token, -1 for padding.
-        reached: (column of a prediction, columns of the tokens that reach it).
+        row: index of the row in the batch.
+        sequences: index of each token's sequence; -1 for padding.
+        reached: (column of a prediction, columns of the tokens that change this prediction).
     """
 
     row: int
@@ -93,7 +92,7 @@ class Matrix:
     reached: tuple[tuple[int, tuple[int, ...]], ...]
 
     def meant(self, column: int, token: int) -> bool:
-        """Return whether the token may reach the prediction at `column` of a causal model."""
+        """Return True if the token may reach the prediction at `column` of a causal model."""
         return token <= column and self.sequences[token] == self.sequences[column]
 
 
@@ -102,9 +101,9 @@ class Collective:
     """A call that all processes of a sharded training make together.
 
     Attributes:
-        move: `gathers` weights or `reduces` gradients.
+        move: `gathers` for weights, `reduces` for gradients.
         module: sharded module of the weights; "" in the backward.
-        elements: of the whole tensor.
+        elements: number of elements of the whole tensor.
     """
 
     move: str
@@ -113,7 +112,7 @@ class Collective:
 
     @property
     def alike(self) -> tuple[str, int]:
-        """Equal for calls that can meet."""
+        """A key that is equal for calls of two processes that can complete together."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -122,12 +121,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first collectives that two processes disagree on.
+    """The first place in a step at which two processes call different collectives.
 
     Attributes:
         process: index of the batch whose collectives differ from the first batch's.
         at: index of the collective in the step.
-        first, other: the collectives of the two processes; None after a process's last one.
+        first, other: the collectives of the two processes; None after a process's last collective.
     """
 
     process: int
@@ -141,11 +140,11 @@ class Unreached:
     """A trainable parameter that the forward uses but that gets no gradient.
 
     Attributes:
-        weight: its name.
-        module, source: where it is used first.
-        function: the `torch.autograd.Function` whose forward uses it; "" outside of any.
-        behind: modules that had returned before it with gradients on, in order.
-        ignored: whether it is used with gradients on, but the loss does not depend on the result.
+        weight: name of the parameter.
+        module, source: place of the parameter's first use.
+        function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
+        behind: modules that had returned with gradients on before the first use, in order.
+        ignored: whether the parameter is used with gradients on, but the loss does not depend on the result.
     """
 
     weight: str
@@ -161,16 +160,16 @@ class Reach:
     """Reach measured on one batch.
 
     Attributes:
-        copy: the copy of the model that was measured, in words.
-        rows, tokens: of the batch as it was measured.
-        labels: the learned labels; None if the model returns no logits.
-        leaks: predictions that depend on inputs that they must not depend on.
+        copy: the measured copy of the model, in words.
+        rows, tokens: shape of the measured batch.
+        labels: the labels in the loss; None if the model returns no logits.
+        leaks: predictions that depend on inputs that must not change them.
         unused: inputs and parameters that change no prediction.
-        undecided: unmeasured dependences, with the reason, a clause each.
-        matrix: the tokens that reach some predictions of one row; None if that was not measured.
-        skipped: modules with weights that some batches of the processes run and others do not.
-        parting: the first collectives of FSDP that the processes' batches disagree on; None if all agree, if
-            there is one batch, or in a process that has a process group.
+        undecided: clauses about dependences that were not measured, with the reason.
+        matrix: the tokens that reach some predictions of one row; None if not measured.
+        skipped: modules with weights that only some batches of the processes run.
+        parting: the first place at which the processes call different collectives of FSDP; None if there is no such
+            place, with a single batch, or in a process with a process group.
         ungraded: trainable parameters to which the loss of some batch gives no gradient.
     """
 

@@ -1,4 +1,4 @@
-"""A request for one training step; `preflight.run` executes it."""
+"""A request for one training step, which `preflight.run` executes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss function (model, inputs) -> loss, and its input tensors by name, which are faked with the model."""
+    """A loss function (model, inputs) -> loss, and its input tensors by name, which a trace fakes with the model."""
 
     function: Callable[[nn.Module, Any], torch.Tensor]
     inputs: Mapping[str, Any]
@@ -31,38 +31,36 @@ class StepRequest:
 
     Attributes:
         model: any `nn.Module`, real or on the meta device.
-        inputs: the keyword arguments the model is called with (labels included), a callable model ->
-            loss, or a `LossOf`.
-        policy: the model's intended policy; None: the one attached to it, if any.
-        device: a device profile (`"t4"`) or a real device; None: the policy's, else the best one here.
-        autocast: dtype of autocast around forward and loss; None: the policy's, else off; False: off.
-        scaler: whether a GradScaler is used; None: with float16 autocast.
+        inputs: keyword arguments of the model (with labels), a callable model -> loss, or a `LossOf`.
+        policy: the model's intended policy; None for the policy attached to the model, if any.
+        device: a device profile (`"t4"`) or a real device; None for the policy's device or the machine's best one.
+        autocast: dtype of autocast around forward and loss; None for the policy's, if any; False turns autocast off.
+        scaler: whether a GradScaler is used; None for a GradScaler under float16 autocast only.
         optimizer: a name, an optimizer, or a callable parameters -> optimizer.
-        phases: of the step, in any order; `"generate"` adds a forward without labels and gradients.
-        learning_rate: of the optimizer; None: the optimizer's own where it is one.
-        fsdp: 0, or the version of FSDP that the run is sharded by.
-        devices: number of devices that train together; the memory is that of one. Without `fsdp` each
-            holds all weights (DDP).
-        reshard: whether FSDP frees a block's gathered weights after its forward.
-        zero3: version of the DeepSpeed whose ZeRO-3 shards the run; "" for none.
+        phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
+        learning_rate: learning rate of the optimizer; None for the rate of a real optimizer.
+        fsdp: version (1 or 2) of the FSDP that shards the run; 0 without FSDP.
+        devices: number of devices that train together, sharded under `fsdp`, else each with all weights (DDP); memory
+            is counted for one device.
+        reshard: whether FSDP frees a block's gathered weights after the block's forward.
+        zero3: version of DeepSpeed if its ZeRO-3 shards the run; else "".
         find_unused: whether DDP looks for parameters without a gradient.
-        shard_integers: whether FSDP shards frozen weights that are stored as integers, as isotype does
-            and accelerate does not.
-        gradient_checkpointing: enables it for the step: True, or the arguments of the model's
-            `gradient_checkpointing_enable`; None or False keeps the model's setting.
+        shard_integers: whether FSDP shards frozen weights stored as integers (isotype does, accelerate does not).
+        gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
+            the model's setting.
         generate: function of the model that the phase `"generate"` runs.
-        autocast_eval: whether autocast is on in the phase `"generate"` too.
-        fold: trace equal layers once; a finding in one applies to all.
-        evaluation: inputs of an evaluation batch between steps, as `inputs`; None: no evaluation.
-        reference: the loss's frozen reference copy, of `weights` or `adapters`; None: there is none.
-        accumulates: whether an optimizer step takes several micro-batches of these inputs.
-        ahead: batches of such inputs in the device's memory beside the one that is computed.
-        room: device memory available to the step; None: its share of all of it.
-        wiring: whether to measure on a small copy which inputs reach which predictions; or the inputs to
-            measure with, if a wrapped forward passes on other inputs than it gets.
+        autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
+        fold: whether equal layers are traced once; a finding in one layer then applies to all.
+        evaluation: inputs of an evaluation batch between steps, like `inputs`; None without evaluation.
+        reference: kind of the loss's frozen reference copy, `weights` or `adapters`; None without a copy.
+        accumulates: number of micro-batches in an optimizer step, or True for several.
+        ahead: batches of inputs in the device's memory beside the batch that is computed.
+        room: device memory that the step may take; None for the device's limit.
+        wiring: whether a small copy measures which inputs reach which predictions; or the inputs for this copy, if a
+            wrapped forward calls the model with other inputs.
         others: batches that other processes get at the same time.
-        ranges: measured value ranges; None: `run` measures them for a float16 step with available
-            weights, if that takes little time.
+        ranges: measured value ranges; None if `run` measures them for a float16 step with available weights, if the
+            measurement takes little time.
     """
 
     model: nn.Module
@@ -95,20 +93,15 @@ class StepRequest:
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:
-    """Return the tensors among a step's inputs, by name; none for a callable with its own inputs."""
-    tensors: Mapping[str, Any] = (
-        inputs.inputs if isinstance(inputs, LossOf) else {} if callable(inputs) else inputs
-    )
-    return tensors
+    """Return a step's inputs by name; an empty mapping for a callable with its own inputs."""
+    named: Mapping[str, Any] = inputs.inputs if isinstance(inputs, LossOf) else inputs
+    return {} if callable(named) else named
 
 
 def batches_ahead(micro_batches: int, kind: str) -> int:
-    """Batches that a `Trainer` has in a device's memory beside the one that is computed.
+    """Return the number of batches that a `Trainer` has in a device's memory beside the batch that is computed.
 
-    It fetches all micro-batches of an optimizer step first, and accelerate's loader one more, which stays with the host.
-
-    Args:
-        micro_batches: of an optimizer step.
-        kind: of the device.
+    A `Trainer` first fetches all micro-batches of an optimizer step, and accelerate's loader one more, which stays in
+    the host's memory. `kind` is the kind of the device.
     """
     return micro_batches - 1 + (kind == "cpu")

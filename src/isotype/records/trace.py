@@ -1,7 +1,8 @@
-"""Frozen data of a trace. Rules read it, reports render it."""
+"""Frozen data of a traced step, for rules and reports."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,34 +31,34 @@ FLOATS = frozenset(
         torch.float8_e5m2,
     }
 )
-"""Float dtypes of a step."""
+"""Float dtypes that a step may have."""
 
 CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
 """Operators of `.to(dtype)` and similar calls."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
-    "buffer",  # likewise
+    "buffer",  # `name` is its fully qualified name
     "input",  # `name` is the argument's name
     "state",  # a tensor of a quantization state; `name` is the layer's
     "outside",  # a tensor that the code stores outside of the model: a scratch buffer, a table
-    "scratch",  # uninitialized memory that the module `name` allocated and another one wrote
+    "scratch",  # uninitialized memory that the module `name` allocated and another module wrote
     "attribute",  # a tensor attribute of a module, neither parameter nor buffer; `name` is its name
-    "data",  # a tensor that the loss's code brings
-    "constant",  # created by the model's code from no other tensor (`torch.zeros`, `arange`)
+    "data",  # a tensor that the code of the loss creates
+    "constant",  # a tensor that the model's code creates from no other tensor (`torch.zeros`, `arange`)
     "cast",  # `.to()`, `.float()`, written at `source`
-    "autocast",  # a cast that autocast made
+    "autocast",  # a cast by autocast
     "promotion",  # operands of two dtypes; `before` is the operand that won
     "operator",  # an operator that sets its result's dtype (`dequantize_4bit`, a comparison)
-    "gradient",  # made by autograd
-    "conversion",  # a conversion by the recorder after a breach, as the policy would
+    "gradient",  # a gradient by autograd
+    "conversion",  # a conversion by the recorder after a breach, to the policy's dtype
 ]
 
 SHARED = ("outside", "scratch")
 """Kinds of origins of tensors that a model shares with other code."""
 
 UNSAFE = "is unsafe to autocast"
-"""Part of a breach's message if a function is refused because of autocast."""
+"""Part of the message of a breach if autocast forbids the function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,13 +67,13 @@ class Origin:
 
     Attributes:
         kind: see `OriginKind`.
-        dtype: the dtype it set.
+        dtype: the dtype of the value.
         name: name of the parameter, buffer or argument; else the operator.
-        module: fully qualified name of the module it happened in ("" is the model itself).
+        module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: the origin of its operand: the operand of a cast, or the one that won a promotion.
-        like: of a cast, or of a tensor created from no other: the origin of the dtype if the code names
-            another tensor's (`y.to(x.dtype)`); None if the code names the dtype itself.
+        before: the origin of the operand: the operand of a cast, or the operand that won a promotion.
+        like: origin of the tensor whose dtype a cast or a new tensor takes (`y.to(x.dtype)`); None if the code names
+            the dtype itself.
     """
 
     kind: OriginKind
@@ -84,7 +85,7 @@ class Origin:
     like: Origin | None = None
 
     def path(self) -> tuple[Origin, ...]:
-        """Return this origin and all earlier ones, back to the first."""
+        """Return this origin and all earlier origins, back to the first."""
         steps: list[Origin] = [self]
         while (earlier := steps[-1].like or steps[-1].before) is not None:
             steps.append(earlier)
@@ -92,18 +93,15 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin to blame for the dtype: the first one on the path back that chose it.
+        """The origin that caused the dtype: the nearest one on the path that chose the dtype.
 
-        A promotion passes the blame to the operand that won, a cast to another tensor's dtype to that tensor.
-        A cast to an explicit dtype, a parameter or an input is to blame itself.
+        The cause of a promotion is the cause of the operand that won, and the cause of a cast to another tensor's
+        dtype is the cause of that tensor. A cast to an explicit dtype, a parameter or an input is its own cause.
         """
-        blamed = self
-        while True:
-            passes_on = blamed.kind in ("promotion", "gradient")
-            earlier = blamed.like or (blamed.before if passes_on else None)
-            if earlier is None:
-                return blamed
-            blamed = earlier
+        cause = self
+        while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
+            cause = earlier
+        return cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +110,9 @@ class Operand:
 
     Attributes:
         role: name of the operator's argument (`self`, `mat2`, `weight`); `tensors[1]` inside a list.
-        dtype: its dtype.
-        shape: its shape.
-        origin: the origin of its dtype.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        origin: origin of the dtype.
     """
 
     role: str
@@ -128,11 +126,10 @@ class Breach:
     """A contract that a call broke.
 
     Attributes:
-        message: the real device's error.
-        assumed: whether the contract is a family's rule instead of a measurement on that device.
-        converted: the dtype to which the recorder converted the operands to continue; None if it could
-            not.
-        consequence: whether the same call already broke a contract in the forward: the same cause.
+        message: the real device's error message.
+        assumed: whether the contract is a family's rule instead of a measurement on the device.
+        converted: the dtype to which the recorder converted the operands to continue; None without a conversion.
+        consequence: whether the same call already broke a contract in the forward, with the same cause.
     """
 
     message: str
@@ -148,22 +145,19 @@ class Call:
     Attributes:
         op: `aten.mm.default`, or `GradScaler.unscale_` and similar calls that are no torch operators.
         phase: phase of the step.
-        module: fully qualified name of the module it runs in; in the backward, the module of the forward
-            call.
+        module: fully qualified name of the module that runs the call; in the backward, the module of the forward call.
         source: `file:line` in the model's (or the user's) code.
-        operands: its tensor arguments, all dtypes, before any conversion.
-        results: (dtype, shape) of each tensor it returns.
-        flops: two per multiply-add, of matmul-like operators; 0 for others.
-        repeats: number of calls of the real step (more than 1 inside a folded layer).
-        breach: the contract it broke, or None.
-        recomputed: whether it is a forward call that gradient checkpointing runs again in the backward.
-        autocast: the autocast dtype it ran under, None if autocast was off.
-        off: error in radians of a sine's or cosine's argument from rounding to 16 bits since the inputs;
-            0 if unknown.
+        operands: tensor arguments of all dtypes, before any conversion.
+        results: (dtype, shape) of each returned tensor.
+        flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
+        repeats: number of calls in the real step (more than 1 inside a folded layer).
+        breach: the broken contract, or None.
+        recomputed: whether gradient checkpointing runs this forward call again in the backward.
+        autocast: the active autocast dtype, or None.
+        off: error in radians of the argument of a sine or cosine, from rounding to 16 bits; 0 if unknown.
         rounded_at: `file:line` of that rounding, or the name of a 16-bit input.
-        emptied: of a cast, the number of finite rows that it turned entirely into minus infinity; 0 if
-            values are unknown.
-        numbers: its Python float arguments by schema name: `(("min", 1e-12),)`.
+        emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
+        numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
     """
 
     op: str
@@ -184,8 +178,8 @@ class Call:
 
     @property
     def is_cast(self) -> bool:
-        """True if it converts a float tensor to another float dtype."""
-        before = {each.dtype for each in self.operands[-1:]} & FLOATS
+        """True if the call converts a float tensor to another float dtype."""
+        before = {operand.dtype for operand in self.operands[-1:]} & FLOATS
         return self.op in CASTS and bool(before) and not before & {dtype for dtype, _ in self.results}
 
 
@@ -195,14 +189,14 @@ class Quantization:
 
     Attributes:
         format: `nf4`, `fp4`, `int8`, or the method's name.
-        compute: the layer's compute dtype, None if unset.
-        state: dtype its quantization state dequantizes to; None if the state is missing.
-        present: whether the layer still has its state.
-        absmax: dtype of its scales.
+        compute: the layer's compute dtype; None if unset.
+        state: dtype to which the quantization state dequantizes; None if the state is missing.
+        present: whether the layer still has a quantization state.
+        absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: error of an evaluation on a CPU that repacks 4-bit weights, "" if it is repacked; None
-            if its layout stays.
+        repacking: error of an evaluation on a CPU that repacks 4-bit weights, "" if the weight is already repacked;
+            None if the layout stays.
     """
 
     format: str
@@ -221,23 +215,23 @@ class Weight:
 
     Attributes:
         name: fully qualified name, without the parts that wrappers add.
-        dtype: the current one.
-        shape: as stored (packed, for 4-bit weights).
-        buffer: whether it is a buffer.
-        trainable: whether it requires a gradient.
-        adapter: whether it belongs to an adapter (PEFT) or is a trained copy of a module.
-        module: fully qualified name of its module.
-        module_class: class name of its module.
-        kind: kind of its module, see `isotype.model.walk.Place.kind`.
-        pinned: whether the model's author keeps it in float32.
-        quantization: the state of the quantized layer it is the weight of.
+        dtype: current dtype.
+        shape: stored shape (packed, for 4-bit weights).
+        buffer: whether the tensor is a buffer.
+        trainable: whether the parameter requires a gradient.
+        adapter: whether the parameter belongs to a PEFT adapter or to a trained copy of a module.
+        module: fully qualified name of the module.
+        module_class: class name of the module.
+        kind: kind of the module, see `isotype.model.walk.Place.kind`.
+        pinned: whether the model's author keeps the parameter in float32.
+        quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of weights it represents in a folded model.
-        largest: largest absolute value; None if the values are not known.
-        median_magnitude: median absolute value of the nonzero values; None if they are not known.
-        exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or
-            the values are unknown.
-        was: its dtype before the step, if the step's code has cast it; else None.
+        repeats: number of weights that this weight represents in a folded model.
+        largest: largest absolute value; None if values are unknown.
+        median_magnitude: median absolute value of the nonzero values; None if values are unknown.
+        exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
+            unknown.
+        was: dtype before the step if the step's code has cast the weight; else None.
     """
 
     name: str
@@ -260,51 +254,35 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one such tensor."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        """Bytes of the tensor, without repeats."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of the step.
+    """Settings of the step. Fields without a line below are those of `isotype.records.request.StepRequest`.
 
     Attributes:
-        profile: the device.
+        profile: profile of the device.
         autocast: autocast dtype around forward and loss, or None.
-        scaler: whether gradients are unscaled by a GradScaler.
         optimizer: name of the optimizer.
-        learning_rate: of the optimizer, None if unknown.
+        learning_rate: learning rate of the optimizer; None if unknown.
         phases: the requested phases, in order.
-        policy: the intended policy; None if it was derived from the model.
-        compute: dtype to which breached operands are converted unless a part of the model decides
-            otherwise: the policy's, autocast's, or that of most modules.
-        fsdp: whether the run is sharded by FSDP: 0 no, else the version (1 or 2).
-        devices: number of devices that train together, sharded (`fsdp`) or each with all weights (DDP).
-        reshard: whether FSDP frees a block's gathered weights after its forward.
-        zero3: version of the DeepSpeed whose ZeRO-3 shards the run; "" for none.
-        find_unused: whether DDP looks for parameters without a gradient.
-        shard_integers: whether frozen integer weights are sharded; else every process holds them all.
-        gradient_checkpointing: arguments for the model's `gradient_checkpointing_enable`; None keeps it
-            as it is.
-        autocast_eval: whether autocast is on in evaluation and generation too.
-        checkpoint_dtype: dtype that the model's config names as its checkpoint's; None if it names none.
-        attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None
-            if unknown.
-        accumulates: number of micro-batches in an optimizer step; gradients exist from the second one on.
-        ahead: batches of inputs in the device's memory beside the one that is computed.
-        room: device memory available to the step, and why; None: its share of all of it, see `limit`.
+        policy: the intended policy; None if the compute dtype was derived from the model.
+        compute: dtype to which breached operands are converted unless a part of the model decides otherwise: the
+            policy's dtype, autocast's dtype, or the dtype of most modules.
+        gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
+        checkpoint_dtype: dtype of the checkpoint by the model's config; None if the config has none.
+        attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
+        accumulates: number of micro-batches in an optimizer step; from the second on, gradients are in memory.
+        room: memory limit of the step, with its reason; None for the default of `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         towers: names of the parts of the model that process only pictures or sound.
-        data: known facts about the data set's rows in words; "" if none was opened.
-        incompatible: incompatible versions of installed libraries; empty if the device is not in this
-            machine.
-        ranges: measured value ranges; None if they were not measured.
-        family_ranges: published facts about the values of the model's family, with the source; "" if
-            there are none.
+        data: known facts about the data set's rows in words; "" if no data set was opened.
+        incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
+        ranges: measured value ranges; None if not measured.
+        family_ranges: published facts about the values of the model's family, with the source; "" if there are none.
     """
 
     profile: DeviceProfile
@@ -338,7 +316,7 @@ class Setup:
 
     @property
     def limit(self) -> Room:
-        """Device memory available to the step."""
+        """Device memory that the step may take: `room`, or the device's limit."""
         return self.room or room_of(self.profile, all_free=True)
 
 
@@ -347,12 +325,12 @@ class Failure:
     """The error that ended a trace early and that no dtype explains.
 
     Attributes:
-        phase, module, source: where.
-        error: class name and message.
+        phase, module, source: place of the error.
+        error: class name and message of the error.
         dtype_related: whether operands of different dtypes were involved.
         operands: float tensors among the local variables of the raising code, by name.
         recomputed: whether gradient checkpointing was recomputing the forward.
-        condition: the code that decided to raise: an `assert`, or the line above a `raise`; else "".
+        condition: the code of the failed condition: an `assert`, or the line above a `raise`; else "".
     """
 
     phase: Phase
@@ -366,10 +344,10 @@ class Failure:
 
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
-"""Calls that raise if no gradient arrives, independent of dtypes."""
+"""Calls that raise an error without gradients, independent of dtypes."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
-"""Their messages."""
+"""Messages of the calls in `GRADIENTLESS`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,24 +355,23 @@ class Trace:
     """The trace of a training step.
 
     Attributes:
-        setup: its settings.
-        calls: every operator in order of execution.
-        weights: every parameter and buffer.
+        setup: settings of the step.
+        calls: all operators in order of execution.
+        weights: all parameters and buffers.
         modules: fully qualified name -> class name.
-        memory: peaks.
-        failure: the error that ended it early, or None.
+        memory: memory peaks of the phases.
+        failure: the error that ended the trace early, or None.
         notes: untraced parts with the reason, and other facts, such as the effect of a setting.
-        left: state that the trace could not restore, a sentence each.
-        model: name of the model or its class.
+        left: sentences about state that the trace could not restore.
+        model: name or class of the model.
         input_dtypes: float dtypes of the step's inputs.
-        by_ranges: modules that compute differently because of value ranges, by base model name: the
-            exponent of a layer that computes on 2^-exponent times its values, 0 for a module in float32.
+        by_ranges: name in the base model -> exponent, for modules that compute differently because of value ranges: a
+            layer with an exponent computes on 2^-exponent times its values, a module with 0 in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
-        unreached: those without one because they are used with gradients off.
+        unreached: trainable parameters without a gradient, because the forward uses them with gradients off.
         without_effect: inputs that no operator of the forward passes on to the loss.
-        reach: dependence of predictions on inputs; None if it was not measured.
-        stale_casts: whether a forward used autocast's cached casts of weights from before an optimizer
-            step.
+        reach: dependence of predictions on inputs; None if not measured.
+        stale_casts: whether a forward used autocast's cached casts of weights from before an optimizer step.
     """
 
     setup: Setup
@@ -416,7 +393,7 @@ class Trace:
 
     @property
     def flops(self) -> dict[torch.dtype, int]:
-        """FLOPs of the matmul-like operators by dtype."""
+        """FLOPs of matmul-like operators by dtype of the first result."""
         total: Counter[torch.dtype] = Counter()
         for call in self.calls:
             if call.flops and call.results:
@@ -425,7 +402,7 @@ class Trace:
 
     @cached_property
     def owners(self) -> Mapping[str, Weight]:
-        """Weights by each of their names."""
+        """Weights by name, with an entry for each name of a tied weight."""
         return {name: weight for weight in self.weights for name in (weight.name, *weight.tied)}
 
     def __str__(self) -> str:
@@ -438,7 +415,7 @@ class Trace:
 
 
 def _lines(trace: Trace) -> Iterator[str]:
-    """Yield the phases, the modules of each as a tree, and one line per operator."""
+    """Yield the lines of a trace: phases, modules as a tree, and one line per operator."""
     setup = trace.setup
     autocast = "off" if setup.autocast is None else dtype_name(setup.autocast)
     yield f"{trace.model or trace.modules.get('', 'a step')} on {setup.profile.title}   autocast {autocast}   scaler {'on' if setup.scaler else 'off'}"
@@ -462,9 +439,9 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def _words(call: Call) -> str:
-    """Return an operator, its operands, results and remarks on one line."""
-    operands = ", ".join(f"{each.role}: {_tensor(each.dtype, each.shape)}" for each in call.operands)
-    results = ", ".join(_tensor(*each) for each in call.results)
+    """Return one line with an operator, its operands, results and remarks."""
+    operands = ", ".join(f"{item.role}: {_tensor(item.dtype, item.shape)}" for item in call.operands)
+    results = ", ".join(_tensor(*result) for result in call.results)
     remarks = [short(call.source)] if call.source else []
     if call.breach is not None:
         converted = call.breach.converted
@@ -473,7 +450,7 @@ def _words(call: Call) -> str:
         )
     elif call.is_cast:
         remarks.append("cast" if call.autocast is None else f"cast, autocast to {dtype_name(call.autocast)}")
-    elif len({each.dtype for each in call.operands if each.dtype in FLOATS}) > 1:
+    elif len({operand.dtype for operand in call.operands} & FLOATS) > 1:
         remarks.append("operands of several dtypes")
     if call.recomputed:
         remarks.append("recomputed")
