@@ -197,7 +197,7 @@ def test_a_mask_of_numbers_that_torch_does_not_take_is_refused_as_torch_refuses_
     mask = torch.ones(1, 1, 5, 5, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="attn_mask"):
         registered.attention_forward(model.model.layers[0].self_attn, q, k, v, mask)
-    assert set(report.left) == {"its mask is int64"}
+    assert set(report.left) == {"the mask is int64"}
 
 
 @pytest.mark.usefixtures("own_kernel")
@@ -206,18 +206,18 @@ def test_calls_that_are_left_are_told() -> None:
         model, batch = tiny_model("gpt2").train(), tiny_batch("gpt2")
     report = use_fast_attention(model)
     step(model, batch)
-    assert "2 calls left to torch's kernel: it has dropout" in str(report)
+    assert "2 calls left to torch's kernel: the call has dropout" in str(report)
     with quiet():
         model, batch = tiny_model("t5").eval(), tiny_batch("t5")
     report = assert_same_step(model, batch)
-    assert set(report.left) == {"it has a position bias"}
+    assert set(report.left) == {"the call has a position bias"}
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gemma2", "its implementation is eager"),
-        ("gpt-oss", "its implementation is eager"),
+        ("gemma2", "the attention implementation is eager"),
+        ("gpt-oss", "the attention implementation is eager"),
         ("falcon", "FalconForCausalLM has attention of its own, outside of transformers' registry"),
         (
             "glm_moe_dsa",
@@ -233,13 +233,13 @@ def test_models_that_are_left_are_told(name: str, reason: str) -> None:
     assert not report.taken
     assert str(report) == f"attention: unchanged: {reason}"
     assert model.config._attn_implementation == before
-    assert use_fast_attention(torch.nn.Linear(2, 2)).reason == "it is no model of transformers"
+    assert use_fast_attention(torch.nn.Linear(2, 2)).reason == "the model is no transformers model"
 
 
 def test_a_choice_of_the_user_stays() -> None:
     model = tiny_model("llama")
     model.set_attn_implementation("eager")
-    assert use_fast_attention(model).reason == "its implementation is eager"
+    assert use_fast_attention(model).reason == "the attention implementation is eager"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

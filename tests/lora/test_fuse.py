@@ -154,7 +154,7 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
         "gated: 2 MLPs (silu), whose product the backward computes again\n"
         "norms: 5 RMSNorms in one function each\n"
         f"{rotary if elementwise.compiled() else ''}"
-        "attention: the faster kernel for each class of shapes, measured when it is first called\n"
+        "attention: the faster kernel for each class of shapes, measured at the first call\n"
         "padding: removed from batches of TRL's trainers if it is left or right of the tokens"
     )
     assert report.summary == (
@@ -543,16 +543,16 @@ def test_what_is_left_and_why() -> None:
     report = fuse(model, {"ids": torch.tensor([[1, 2, 3]])})
     assert report.fused == ("base_model.model.fine",)
     assert {name.rsplit(".", 1)[1]: why for name, why in report.left.items()} == {
-        "conv": "its base is Conv1d, not a linear layer",
-        "embed": "its base is Embedding, not a linear layer",
-        "trained": "its base weight is trained",
+        "conv": "the base is Conv1d, not a linear layer",
+        "embed": "the base is Embedding, not a linear layer",
+        "trained": "the base weight is trained",
     }
     assert str(report) == (
         "fused: 1 LoRA layer\n"
-        "attention: unchanged: it is no model of transformers\n"
-        "left to PEFT: base_model.model.conv (1 layer): its base is Conv1d, not a linear layer\n"
-        "left to PEFT: base_model.model.embed (1 layer): its base is Embedding, not a linear layer\n"
-        "left to PEFT: base_model.model.trained (1 layer): its base weight is trained"
+        "attention: unchanged: the model is no transformers model\n"
+        "left to PEFT: base_model.model.conv (1 layer): the base is Conv1d, not a linear layer\n"
+        "left to PEFT: base_model.model.embed (1 layer): the base is Embedding, not a linear layer\n"
+        "left to PEFT: base_model.model.trained (1 layer): the base weight is trained"
     )
     model(torch.tensor([[1, 2, 3]])).sum().backward()
     assert model.base_model.model.trained.base_layer.weight.grad.any()
@@ -561,7 +561,7 @@ def test_what_is_left_and_why() -> None:
 def test_dora_with_dropout_is_left_in_training_and_fused_in_evaluation() -> None:
     model, batch = adapted("llama", use_dora=True, lora_dropout=0.5), tiny_batch("llama")
     plain = copy.deepcopy(model)
-    assert set(fuse(model.train()).left.values()) == {"it has DoRA with dropout"}
+    assert set(fuse(model.train()).left.values()) == {"the layer has DoRA with dropout"}
     assert_same(step(model, batch), step(plain.train(), batch), 1e-5)
     assert not fuse(model.eval()).left
     torch.testing.assert_close(model(**batch).logits, plain.eval()(**batch).logits)
@@ -664,7 +664,7 @@ def test_adapters_of_two_methods_on_one_layer(order: tuple[str, str], early: boo
     report = fuse(model)
     assert relative(model(**batch).logits, wanted) < 1e-5
     inside = (
-        {"its base is itself an adapter's layer (peft.tuners.loha.layer.Linear)"}
+        {"the base is itself an adapter's layer (peft.tuners.loha.layer.Linear)"}
         if order[0] == "loha"
         else set()
     )

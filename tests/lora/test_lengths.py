@@ -176,8 +176,8 @@ def test_calls_that_the_kernel_does_not_take_go_by_a_mask(calls: list[Any]) -> N
     calls.clear()
     result = step(model, batch)
     assert not calls
-    assert report.left == {"it has dropout": 2}
-    assert "2 calls left to torch's kernel: it has dropout" in str(report)
+    assert report.left == {"the call has dropout": 2}
+    assert "2 calls left to torch's kernel: the call has dropout" in str(report)
     assert_same(result, reference)
 
 
@@ -223,7 +223,7 @@ def test_the_mask_of_sequences(window: int | None, causal: bool) -> None:
             {"attention_dropout": 0.1},
             "attention drops scores (attention_dropout), which attention by lengths does not",
         ),
-        ("h100", BF16, {"_attn_implementation": "eager"}, "its implementation is eager"),
+        ("h100", BF16, {"_attn_implementation": "eager"}, "the attention implementation is eager"),
     ],
 )
 def test_why_padding_is_computed(
@@ -254,7 +254,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(calls: list[Any], monkeypatch: pyte
     monkeypatch.setattr(registered, "by_lengths", lambda inputs, mask, **_: inputs[0].transpose(1, 2))
     report = on_gpu(model)
     assert (report.taken, model.config._attn_implementation) == (False, "sdpa")
-    assert report.padded == "its results change when rows are concatenated"
+    assert report.padded == "the model's results change if rows are concatenated"
 
 
 def test_a_kernel_that_fails_is_not_taken_and_says_why(

@@ -199,7 +199,11 @@ def test_masks_that_are_added_and_close_whole_queries(lowest: float) -> None:
     result = step(model, batch)
     for name, value in wanted.items():
         assert (result[name] - value).norm() <= TOLERANCE * value.norm(), name
-    reasons = {"its mask closes queries to every key, by finite numbers"} if lowest > -torch.inf else set()
+    reasons = (
+        {"the mask excludes some queries from every key with finite numbers"}
+        if lowest > -torch.inf
+        else set()
+    )
     assert set(report.attention.left) == reasons
 
 

@@ -364,7 +364,7 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == (
         "device not in this machine\n"
         "  - device 'cuda:1'\n"
-        f"    expected  a device that torch sees; torch {torch.__version__} ({build}) sees 0 cuda devices\n"
+        f"    expected  a device that torch finds; torch {torch.__version__} ({build}) finds 0 cuda devices\n"
         "    fix       use auto (the CPU if there is no other device), or install a torch built for cuda; to plan for one with "
         "isotype check, name a profile such as h100"
     )

@@ -106,7 +106,7 @@ def test_a_device_that_is_not_here_is_refused() -> None:
         "only a device that is here can be measured\n"
         "  - device 't4'\n"
         "    expected  a device of this machine\n"
-        "    fix       give auto, cpu or a device that torch sees here"
+        "    fix       give auto, cpu or a device that torch finds here"
     )
 
 

@@ -83,7 +83,9 @@ def _model(name: str) -> Any:
 @pytest.mark.parametrize("name", sorted(MIXING))
 def test_models_whose_documents_would_see_each_other(name: str) -> None:
     """ALiBi counts from the row's begin, a state goes on from one to the next, gpt-oss makes its mask without positions."""
-    assert mixes_documents(_model(name)) == f"in {MIXING[name]} documents in one row would see each other"
+    assert (
+        mixes_documents(_model(name)) == f"in {MIXING[name]} documents in one row would attend to each other"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])

@@ -27,24 +27,22 @@ def why_not(layer: Any) -> str | None:
     base = layer.get_base_layer()
     if layer.base_layer is not base:  # one PEFT method wraps another
         inner = type(layer.base_layer)
-        return f"its base is itself an adapter's layer ({inner.__module__}.{inner.__name__})"
+        return f"the base is itself an adapter's layer ({inner.__module__}.{inner.__name__})"
     kind = kind_of(base)
     weight = getattr(base, "weight", None)
     if kind not in LINEAR_KINDS or weight is None or weight.dim() != 2:
-        return f"its base is {type(base).__name__}, not a linear layer"
+        return f"the base is {type(base).__name__}, not a linear layer"
     if weight.requires_grad:
-        return "its base weight is trained"
+        return "the base weight is trained"
     if lost := _lost(base):
-        return f"its base has lost its {lost}"
+        return f"the base has lost the {lost}"
     if _parts_of(layer).offloaded():
-        return (
-            "its weights are offloaded (a device map), and fetched by hooks that only PEFT's own path calls"
-        )
+        return "the weights are offloaded (a device map), and fetched by hooks that only PEFT's forward calls"
     if any(map(is_gathered, (part for part in layer.modules() if part is not layer))):
-        return "a part of it is gathered by itself (FSDP2), by hooks that only PEFT's own path calls"
+        return "a part of the layer is gathered separately (FSDP2), by hooks that only PEFT's forward calls"
     settings = boundary_of(base)
     if settings is not None and settings.kind not in ("bias", "int8"):
-        return f"its base computes in its own dtype (boundary {settings.kind!r})"
+        return f"the base computes in another dtype (boundary {settings.kind!r})"
     return _why_not_adapters(layer)
 
 
@@ -70,15 +68,15 @@ def _why_not_adapters(layer: Any) -> str | None:
             return f"adapter {name!r} is a {type(variant).__name__}"
         for part in (layer.lora_A[name], layer.lora_B[name]):
             if kind_of(part) != "linear" or boundary_of(part) or part.weight.dim() != 2:
-                return f"adapter {name!r} is not of plain linear layers"
+                return f"adapter {name!r} does not consist of plain linear layers"
         if dora and len(names) > 1:
-            return "it has DoRA beside other adapters"
+            return "the layer has DoRA beside other adapters"
         if dora and layer.lora_B[name].bias is not None:
-            return "it has DoRA with lora_bias"
+            return "the layer has DoRA with lora_bias"
         if dora and layer.training and _dropout(layer, name):
-            return "it has DoRA with dropout"
+            return "the layer has DoRA with dropout"
         if dora and _caches(layer):
-            return "its DoRA norms are cached (peft.helpers.DoraCaching)"
+            return "the DoRA norms are cached (peft.helpers.DoraCaching)"
     return None
 
 

@@ -45,9 +45,9 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Return (groups of the names of `layers`, why the model could not be run or "").
 
-    A group are children of one module that are called one after another with the same tensor: gradient checkpointing
-    recomputes whole modules, so a group must be within one. Every layer is in one group. The model is run once in
-    evaluation, without gradients, with `inputs` (None: a few tokens); its random states and modes stay.
+    The layers of a group are children of one module that are called one after another with the same tensor. A group is
+    within one module, because gradient checkpointing recomputes whole modules. Every layer is in one group. The model is
+    run once in evaluation, without gradients, with `inputs` (None: a few tokens); its random states and modes stay.
     """
     calls: list[tuple[str, Any]] = []
     try:

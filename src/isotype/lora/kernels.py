@@ -119,7 +119,7 @@ def _failure(
     result = torch.float32 if operation == "float32_product" else dtype
     if error <= _TOLERANCES[result]:
         return None
-    return f"its results in {dtype_name(result)} are {error:.0e} away from float64's"
+    return f"results in {dtype_name(result)} differ from float64's by {error:.0e}"
 
 
 def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:

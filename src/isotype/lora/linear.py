@@ -267,7 +267,7 @@ def _hidden(
 def _output(
     spec: Spec, layer: _LayerTensors, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (Y, for DoRA the sum before the magnitude, for DoRA the row norms of W + s B A).
+    """Return (Y, DoRA's sum before the magnitude or None, DoRA's row norms of W + s B A or None).
 
     Without DoRA, Y is uninitialized, and is added to `products`.
     """

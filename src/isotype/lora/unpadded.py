@@ -266,16 +266,16 @@ def tried(model: Any) -> Trial:
 
     backbone = getattr(model, "base_model", None)
     if not isinstance(model, PreTrainedModel) or not isinstance(backbone, nn.Module):
-        return Trial(reason="it is no model of transformers with a backbone")
+        return Trial(reason="the model is no transformers model with a backbone")
     if getattr(model.config, "is_encoder_decoder", False):
-        return Trial(reason="it has an encoder and a decoder")
+        return Trial(reason="the model has an encoder and a decoder")
     try:
         with in_evaluation(model):
             sides = _sound_sides(backbone)
     except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
         failure = f"{type(error).__name__}: {first_line(error)[:200]}"
         return Trial(reason=f"a trial without padding failed ({failure})")
-    return Trial(sides, "" if sides else "its results change when rows are concatenated")
+    return Trial(sides, "" if sides else "the model's results change if rows are concatenated")
 
 
 def mixes_documents(model: Any) -> str:
@@ -285,7 +285,7 @@ def mixes_documents(model: Any) -> str:
             mixes = _mixes(model.base_model)
     except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
         return f"a trial of documents in one row failed ({type(error).__name__}: {first_line(error)[:200]})"
-    return f"in {type(model).__name__} documents in one row would see each other" if mixes else ""
+    return f"in {type(model).__name__} documents in one row would attend to each other" if mixes else ""
 
 
 def _mixes(backbone: Any) -> bool:

@@ -84,18 +84,18 @@ def why_not_call(
     """
     query, key, value = inputs
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        return f"its inputs are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"
+        return f"queries, keys and values are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"
     sizes = {x.shape[-1] for x in inputs}
     if len(sizes) > 1 or max(sizes) > _MOST_HEAD or max(sizes) % _ALIGNED:
-        return f"its heads have sizes {', '.join(map(str, sorted(sizes)))}"
+        return f"heads have the sizes {', '.join(map(str, sorted(sizes)))}"
     if len(query) != 1 or query.shape[2] != key.shape[2]:
-        return "it is not of one row with as many keys as queries"
+        return "the call is not one row with as many keys as queries"
     if sequences.window is not None and not causal:
-        return "it has a window and is not causal"
+        return "the call has a window and is not causal"
     if kwargs.get("dropout"):
-        return "it has dropout"
+        return "the call has dropout"
     changes = [name for name in (*CHANGES, "position_bias") if kwargs.get(name) is not None]
-    return f"it has {', '.join(changes)}" if changes else None
+    return f"the call has {', '.join(changes)}" if changes else None
 
 
 def by_lengths(

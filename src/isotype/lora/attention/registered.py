@@ -115,7 +115,7 @@ class AttentionReport:
         if self.by_lengths:
             head = "attention: torch's kernels; variable-length kernels for concatenated rows"
             return "\n".join([head, *left])
-        lines = ["attention: the faster kernel for each class of shapes, measured when it is first called"]
+        lines = ["attention: the faster kernel for each class of shapes, measured at the first call"]
         lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
         if self.choices and (reason := compiled_strips().reason):
             lines.append(f"  isotype's compiled kernel is not among them: {reason}")
@@ -196,7 +196,7 @@ def _with_lengths(
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
-        why = "it was not tried, because the model has no weights"
+        why = "attention by lengths was not tried, because the model has no weights"
     if why is not None:
         return AttentionReport(False, reason, padded=why)
     report = _put(owner, LENGTHS, AttentionReport(True))
@@ -238,18 +238,18 @@ def sides_of(model: nn.Module) -> frozenset[str]:
 
 def _why_not(owners: list[Any], device: str | None) -> str | None:
     if not owners:
-        return "it is no model of transformers"
+        return "the model is no transformers model"
     devices = {parameter.device.type for parameter in owners[0].parameters()}
     devices = ({device} if devices == {"meta"} and device is not None else devices) - {"cpu", "meta"}
     if devices:
-        return f"it is on {', '.join(sorted(devices))}, where torch's kernel is a fast one"
+        return f"the model is on {', '.join(sorted(devices))}, where torch's kernel is fast"
     return _why_not_registered(owners)
 
 
 def _why_not_registered(owners: list[Any]) -> str | None:
     chosen = {attention_of(owner.config) for owner in owners}
     if "sdpa" not in chosen:
-        return f"its implementation is {', '.join(sorted(map(str, chosen)))}"
+        return f"the attention implementation is {', '.join(sorted(map(str, chosen)))}"
     for owner in owners:
         if not takes_attention(owner):
             return f"{type(owner).__name__} has attention of its own, outside of transformers' registry"
@@ -324,7 +324,7 @@ def attention_forward(
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
         if plan.closed_finitely:
-            reason = "its mask closes queries to every key, by finite numbers"
+            reason = "the mask excludes some queries from every key with finite numbers"
         elif (kernel := _kernel(module, inputs, kind, plan)) != "sdpa":
             spec = spec_of(q, k, v, plan, scale=scaling, work=attention_dtype(q))
             return OWN[kernel](q, k, v, spec).transpose(1, 2), None
@@ -398,34 +398,34 @@ def _why_not_call(
     q, k, v = inputs
     batch, heads, queries, _ = q.shape
     if q.device.type != "cpu":
-        return f"it is on {q.device.type}"
+        return f"the call is on {q.device.type}"
     if torch.compiler.is_compiling():
-        return "it is compiled"
+        return "the call is compiled"
     if is_transformed():
-        return "a transform of torch.func runs it"
+        return "a transform of torch.func runs the call"
     if not q.dtype == k.dtype == v.dtype:
-        return "its inputs have several dtypes"
+        return "queries, keys and values have several dtypes"
     if kwargs.get("dropout"):
-        return "it has dropout"
+        return "the call has dropout"
     if kwargs.get("position_bias") is not None:
-        return "it has a position bias"
+        return "the call has a position bias"
     names = (*CHANGES, "output_attentions")
     extras = [name for name in names if kwargs.get(name) is not None and kwargs[name] is not False]
     if extras:
-        return f"it has {', '.join(extras)}"
+        return f"the call has {', '.join(extras)}"
     if len(k) != batch or heads % k.shape[1]:
         return "queries and keys have batches or heads that do not match"
     if causal and queries != k.shape[2]:
-        return "it is causal with more keys than queries"
+        return "the call is causal with more keys than queries"
     if mask is None:
         return None
     if mask.requires_grad:
-        return "its mask needs a gradient"
+        return "the mask needs a gradient"
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
-        return f"its mask is {dtype_name(mask.dtype)}"
+        return f"the mask is {dtype_name(mask.dtype)}"
     fits = mask.dim() == 4 and len(mask) in (1, batch) and mask.shape[1] in (1, heads)
     if not fits or tuple(mask.shape[2:]) != (queries, k.shape[2]):
-        return "its mask has another shape than its scores"
+        return "the mask has another shape than the scores"
     return None
 
 

@@ -1,1 +1,1 @@
-"""Log-probabilities of a language model instead of its logits: head and softmax in chunks, and TRL's forward."""
+"""Log-probabilities of a language model without its logits: head and softmax run in chunks, also in TRL's forward."""

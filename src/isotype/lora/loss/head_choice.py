@@ -139,7 +139,7 @@ def choose(
     Args:
         weight: the head's weight `[V, H]`, on the measured device.
         bias: the head's bias `[V]`, or None.
-        timer: function that times a call; None: events of the device.
+        timer: function that times a call; None: `event_timer` of the device.
         card: name of the card in the cache; None: the driver's name.
 
     Returns:

@@ -24,11 +24,11 @@ _BITSANDBYTES_SCRIPT = f"""
 import json, sys
 import torch
 from isotype.compat.compiler import import_uncompiled
-import_uncompiled("bitsandbytes")  # it asks for the compiler, whose import takes longer than the rest
+import_uncompiled("bitsandbytes")  # torch's compiler, which bitsandbytes would import, takes longer than the rest
 from bitsandbytes import functional
 from bitsandbytes.cextension import lib
 answer = {{"library": type(lib).__name__}}
-if sys.argv[1]:  # a device; none where it is not in this machine
+if sys.argv[1]:  # the device; empty if it is not in this machine
     weight = torch.linspace(-1, 1, 4096, device=sys.argv[1]).reshape(64, 64)
     packed, state = functional.quantize_4bit(weight, quant_type="nf4")
     answer["nf4_error"] = (functional.dequantize_4bit(packed, state) - weight).abs().max().item()

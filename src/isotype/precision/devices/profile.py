@@ -426,7 +426,9 @@ def _named_profile(name: str) -> DeviceProfile:
 
 def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     build = torch.version.cuda or torch.version.hip or "a CPU build"
-    seen = f"torch {torch.__version__} ({build}) sees {count} {kind} device{'' if count == 1 else 's'}"
+    count_in_words = (
+        f"torch {torch.__version__} ({build}) finds {count} {kind} device{'' if count == 1 else 's'}"
+    )
     profile = "h100" if kind == "cuda" else "auto"
     fix = (
         f"use {kind}:{count - 1}"
@@ -435,5 +437,5 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
         f"isotype check, name a profile such as {profile}"
     )
     return PrecisionError.of(
-        "device not in this machine", f"device {name!r}", f"a device that torch sees; {seen}", fix
+        "device not in this machine", f"device {name!r}", f"a device that torch finds; {count_in_words}", fix
     )
