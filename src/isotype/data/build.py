@@ -317,10 +317,10 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     first = next(iter(plain), None)
     if first is None:
         return Prepared([_empty(everything)])
-    taken = job.reading.apply(first)
+    converted = job.reading.apply(first)
     rest = [name for name in stored if name not in judged]
-    if not isinstance(taken, Problem):
-        wrong = columns_problem([*taken, *rest], job.method, job.text_field)
+    if not isinstance(converted, Problem):
+        wrong = columns_problem([*converted, *rest], job.method, job.text_field)
         if wrong:
             return Prepared([_at(everything, wrong)])
     reading = job.reading
@@ -330,7 +330,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         reading = dataclasses.replace(reading, listed=reading.listed or changed or spelled)
         sample, changed = _sample(plain, parts, reading, names)
         changed |= spelled
-        taken = reading.apply(first)
+        converted = reading.apply(first)
     result = survey(sample, job.method, job.text_field, word="row")
     problems = result.problems("row")
     if changed and not problems:
@@ -369,25 +369,25 @@ def _sample(
             rows = dataset.select(range(start, start + min(count, SAMPLED_ROWS)))
             start += count
         for number, row in enumerate(islice(rows, SAMPLED_ROWS), 1):
-            taken = reading.apply(row, names)
-            changed |= taken != row
-            sample.append((source, number, taken))
+            converted = reading.apply(row, names)
+            changed |= converted != row
+            sample.append((source, number, converted))
     return sample, changed
 
 
-def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, seen: bool) -> Any:
+def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, pictured: bool) -> Any:
     """Return the data set with all rows converted; chats are stored as JSON, since their messages may differ in keys."""
     import datasets
 
-    taken = reading.apply(first)
-    assert isinstance(taken, dict)
-    if seen:
-        taken.setdefault("images", [])
+    converted = reading.apply(first)
+    assert isinstance(converted, dict)
+    if pictured:
+        converted.setdefault("images", [])
     features = None
-    if dataset.features is not None and any(name in CHATS for name in taken):
-        features = {n: kind for n, kind in dataset.features.items() if n in taken or n not in first}
-        for name, value in taken.items():
-            if name == "images" and seen:
+    if dataset.features is not None and any(name in CHATS for name in converted):
+        features = {n: kind for n, kind in dataset.features.items() if n in converted or n not in first}
+        for name, value in converted.items():
+            if name == "images" and pictured:
                 features[name] = datasets.List(datasets.Image(mode="RGB"))
             elif isinstance(value, list) and name in CHATS:
                 features[name] = datasets.List(datasets.Json())
@@ -395,18 +395,18 @@ def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, seen: b
                 features[name] = datasets.Value("string")
         features = datasets.Features(features)
     return dataset.map(
-        partial(_applied, reading=reading, parts=tuple(parts), seen=seen),
+        partial(_applied, reading=reading, parts=tuple(parts), pictured=pictured),
         with_indices=True,
-        remove_columns=[name for name in first if name not in taken],
+        remove_columns=[name for name in first if name not in converted],
         features=features,
     )
 
 
-def _applied(row: Row, index: int, reading: Reading, parts: Parts, seen: bool) -> Row:
-    taken = reading.apply(dict(row))
-    if isinstance(taken, Problem):
-        raise data_error(", ".join(name for name, _ in parts), [_in_part(parts, index, taken)])
-    return {"images": [], **taken} if seen else taken
+def _applied(row: Row, index: int, reading: Reading, parts: Parts, pictured: bool) -> Row:
+    converted = reading.apply(dict(row))
+    if isinstance(converted, Problem):
+        raise data_error(", ".join(name for name, _ in parts), [_in_part(parts, index, converted)])
+    return {"images": [], **converted} if pictured else converted
 
 
 def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:

@@ -190,9 +190,9 @@ class _Plan:
         if mixed:
             yield mixed
         elif isinstance(row[self.turns[0]], str) != self.plain:
-            here, first = ("messages", "text") if self.plain else ("text", "messages")
+            kind, first = ("messages", "text") if self.plain else ("text", "messages")
             expected, fix = f"{first}, as on {self.place}", "write all rows as text, or all as messages"
-            yield Problem(f"{here} in {quoted(self.turns)}", expected, fix)
+            yield Problem(f"{kind} in {quoted(self.turns)}", expected, fix)
 
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:

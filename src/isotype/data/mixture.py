@@ -214,8 +214,8 @@ def _piece(
 
     if item.dataset is None:
         held = [*item.shapes, *({"images"} & shapes.keys() - item.shapes.keys())]  # rows of texts have none
-        kept = {column: shapes[column] for column in held if used is None or column in used}
-        dataset = dataclasses.replace(item, shapes=kept).build()
+        used_shapes = {column: shapes[column] for column in held if used is None or column in used}
+        dataset = dataclasses.replace(item, shapes=used_shapes).build()
     else:
         dataset = item.dataset
         if used is not None and dataset.column_names is not None:
@@ -241,13 +241,13 @@ def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
         target["images"] = to_feature(shapes["images"])
     if target == dict(features):
         return dataset
-    seen = {"seen": "images" in shapes}
-    return undecoded(dataset).map(_same, fn_kwargs=seen, features=datasets.Features(target))
+    pictured = {"pictured": "images" in shapes}
+    return undecoded(dataset).map(_same, fn_kwargs=pictured, features=datasets.Features(target))
 
 
-def _same(row: Any, seen: bool) -> dict[str, Any]:
+def _same(row: Any, pictured: bool) -> dict[str, Any]:
     # `map` does not cast a row that it gets back as the same object, so a copy is returned.
-    return {"images": [], **row} if seen else dict(row)
+    return {"images": [], **row} if pictured else dict(row)
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:

@@ -153,21 +153,21 @@ def in_parts(turn: Any) -> Any:
 
 def _before(chats: Row, count: int) -> None:
     """Insert `count` places for pictures before the first question, as TRL does for plain text."""
-    asked = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
-    if not asked or any(isinstance(turn["content"], str) for turn in asked):
+    questions = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
+    if not questions or any(isinstance(turn["content"], str) for turn in questions):
         return
-    asked[0]["content"][:0] = [dict(PLACE) for _ in range(count)]
+    questions[0]["content"][:0] = [dict(PLACE) for _ in range(count)]
 
 
-def _spoken(row: Row, seen: bool) -> Row | Problem:
-    """Return a row with pictures as conversations, or the problem with it; `seen` is True if pictures are in columns.
+def _spoken(row: Row, pictured: bool) -> Row | Problem:
+    """Return a row with pictures as conversations, or the problem with it; `pictured` is True if pictures are in columns.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
     becomes the prompt.
     """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):
-        if not seen:
+        if not pictured:
             return row
         text = _MARK.sub("", row[name], count=1) if row[name].lstrip().startswith("<image>") else row[name]
         if _MARK.search(text) or _TOKENS.search(text):

@@ -191,9 +191,9 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
     if policy.storage in QUANTIZATIONS and wide:
-        kept = f"stay in {listed(sorted({tensor.storage for tensor in wide}))}"
+        stays = f"stay in {listed(sorted({tensor.storage for tensor in wide}))}"
         lines.append(
-            f"not quantized: {plural(len(wide), stacked(tensor.name for tensor in wide))} {kept}: "
+            f"not quantized: {plural(len(wide), stacked(tensor.name for tensor in wide))} {stays}: "
             f"{why_kept(((tensor.name, tensor.shape) for tensor in wide), policy.storage)}"
         )
     floats = [tensor for tensor in tensors if tensor.stored == MXFP4 and hasattr(torch, tensor.storage)]

@@ -300,10 +300,10 @@ def _fix(fix: Fix) -> Content:
 def _setup(report: Record) -> list[tuple[str, str]]:
     setup, profile = report.trace.setup, report.trace.setup.profile
     rate = "" if setup.learning_rate is None else f", learning rate {setup.learning_rate:g}"
-    here = "" if profile.present else "; not in this machine"
+    elsewhere = "" if profile.present else "; not in this machine"
     pairs = [
         ("model", report.trace.model),
-        ("device", f"{profile.title} (profile {profile.name}{here})"),
+        ("device", f"{profile.title} (profile {profile.name}{elsewhere})"),
         ("autocast", dtype_name(setup.autocast) if setup.autocast else "off"),
         ("loss scaling", "GradScaler" if setup.scaler else "none"),
         ("optimizer", f"{setup.optimizer}{rate}"),

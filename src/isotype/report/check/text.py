@@ -90,8 +90,8 @@ def verdict(report: Record) -> str:
             operators = sum(call.repeats for call in report.trace.calls)
             largest = report.largest
             room = "" if largest is None else f", headroom of float16 {largest.headroom:.2g}"
-            seen = f"{plural(operators, 'operator')} checked{room}"
-            return f"This step runs clean on {title}: {'; '.join([seen, *rest])}"
+            checked = f"{plural(operators, 'operator')} checked{room}"
+            return f"This step runs clean on {title}: {'; '.join([checked, *rest])}"
 
 
 def _unseen(report: Record) -> str:
@@ -449,7 +449,7 @@ def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
 def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:
     """Return `head` followed by the words of `text`, wrapped under the first word."""
     indent = sum(len(part) for part, _ in head)
-    kept = _UNIT.sub("\N{NO-BREAK SPACE}", text)
-    wrapped = textwrap.wrap(kept, max(24, width - indent), break_long_words=False, break_on_hyphens=False)
+    unbroken = _UNIT.sub("\N{NO-BREAK SPACE}", text)
+    wrapped = textwrap.wrap(unbroken, max(24, width - indent), break_long_words=False, break_on_hyphens=False)
     first, *rest = [part.replace("\N{NO-BREAK SPACE}", " ") for part in wrapped] or [""]
     return [(*head, (first, style)), *(((" " * indent, ""), (part, style)) for part in rest)]

@@ -74,8 +74,8 @@ def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
         third = len(values) // 3
         first, last = (_median(part) for part in (values[:third], values[-third:])) if third else (0.0, 0.0)
         change = last / first if len(values) >= _LEAST and 0 < first < math.inf else None
-        left = FLOAT16_LARGEST / high if high else math.inf
-        blocks.append(BlockHeadroom(name, _median(values), high, left, change))
+        room = FLOAT16_LARGEST / high if high else math.inf
+        blocks.append(BlockHeadroom(name, _median(values), high, room, change))
     return tuple(blocks)
 
 
