@@ -252,7 +252,7 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the fake tensor itself if its dtype stays: bitsandbytes' `to` would read its data, which a fake has not."""
+    """Return the fake tensor itself if its dtype stays: bitsandbytes' `to` would make a parameter of the data, which fakes reject."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 

@@ -204,12 +204,11 @@ def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Calla
 
 
 def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
+    compute = policy.compute if by_ranges is None else by_ranges.compute
     changes: list[str] = []
     if isinstance(place.module, QuantizedStack):
-        compute = policy.compute if by_ranges is None else by_ranges.compute
         changes = align_stack(place.module, compute)
     elif place.kind == "linear4bit":
-        compute = policy.compute if by_ranges is None else by_ranges.compute
         changes = align_4bit(place.name, place.module, compute)
     elif place.kind == "linear8bit":
         changes = align_8bit(place.name, place.module)

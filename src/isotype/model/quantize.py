@@ -72,9 +72,8 @@ def quantize_4bit(
             quant_storage=storage,
         )
     codes, absmax = fast
-    packed = codes.unsqueeze(1) if storage == torch.uint8 else codes.view(storage).unsqueeze(1)
     settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
-    return packed, state_4bit(absmax, double_quant=double_quant, **settings)
+    return codes.view(storage).unsqueeze(1), state_4bit(absmax, double_quant=double_quant, **settings)
 
 
 def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:

@@ -325,7 +325,7 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     """Return which inputs of the step reach which predictions.
 
     Returns None if the request excludes it, or if the inputs lack token ids or labels. `most_bytes` limits the size of a
-    copy of the model's layers; a larger model is replaced by a smaller one of its class.
+    copy of the model's layers; a larger model is replaced by a smaller one of its class, if one can be built.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None

@@ -186,7 +186,7 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
 
 
 _ALIGNED = 8
-"""Values of 16 bits in the stride alignment of torch's grouped product, 16 bytes."""
+"""Number of 16-bit values in 16 bytes, the stride alignment of torch's grouped product."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
