@@ -107,7 +107,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """The requirement of a column: its description, a function that returns a value's fault or None, and the fix."""
+    """The values that a column may have (`expected`), a function that returns the fault of a value or None, and a fix."""
 
     expected: str
     fault: Callable[[object], str | None]

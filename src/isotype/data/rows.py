@@ -128,7 +128,7 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """Return the problem of half a character (backslash-u D800 to DFFF), which JSON can contain but UTF-8 cannot."""
+    """Return the problem of a lone surrogate (backslash-u D800 to DFFF), half a character that UTF-8 cannot hold, or None."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:

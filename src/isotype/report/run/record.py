@@ -40,7 +40,7 @@ class StepRecord:
             allocated, else the largest resident size among samples 20 ms apart, which misses shorter peaks.
         loss_scale: the GradScaler's scale of the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
-        metrics: names and values of what else the trainer logged after the step (`rewards/margins`).
+        metrics: names and values of other metrics that the trainer logged after the step (`rewards/margins`).
     """
 
     step: int
