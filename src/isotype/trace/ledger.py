@@ -19,10 +19,10 @@ _MOST_POINTS = 512  # points of the timeline; of more points, every two neighbou
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
-    For a module that represents several modules of the whole model (`multiply`), the activations that its forward
-    saves are counted once for each of them: the surplus. The surplus of a storage is freed with the storage. If the
-    backward of the module frees the storage, the surplus stays until that backward has ended, because the backwards of
-    the represented modules follow. Tensors that a function keeps (`ctx.x = x`) are freed later, with the graph.
+    If a module represents several modules of the whole model (`multiply`), the activations that its forward saves are
+    counted for all of these modules; the bytes of the other modules are the surplus. The surplus of a storage is freed
+    with the storage. If the module's backward frees the storage, the surplus stays until that backward has ended, because
+    the other modules' backwards follow. Tensors that a function keeps (`ctx.x = x`) are freed later, with the graph.
 
     Attributes:
         total: bytes of all live storages.
@@ -99,10 +99,10 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Count the live activations of the forward of `module` `times` times: those newer than the mark `since`.
+        """Multiply by `times` the bytes of the live activations that were counted after the mark `since`, in `module`.
 
-        An output of `module` is the input of the next represented module. That module is assumed to save its input if
-        `module` has saved its own. Memory freed since the mark (a weight moved to other memory) is not subtracted.
+        An output of `module` is the input of the next represented module, which is assumed to save its input if `module`
+        has saved its input. Memory freed since the mark (a weight moved to other memory) is not subtracted.
         """
         saved = {
             key

@@ -239,7 +239,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin of the dtype that function `name` casts to or creates a tensor in.
+        """Return the origin of the dtype of the cast or new tensor that function `name` returns.
 
         None if the code names the dtype instead of reading it from another tensor. Call this method where Python
         calls the function.

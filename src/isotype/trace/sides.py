@@ -35,7 +35,7 @@ def is_adapter(name: str, weight: Weight | None) -> bool:
 
 @dataclass
 class Tally:
-    """For each dtype, the number of modules of one part of a model that compute in it, and of their elements."""
+    """The number of computing modules in one part of a model, and of their weights' elements, by dtype."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)

@@ -28,24 +28,28 @@ _MOST_ELEMENTS = 1 << 24
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
-    """Return every parameter and buffer of `model` once; a tied one has its other names in `tied`."""
+    """Return the records of all parameters and buffers of `model`, see `tensors_and_weights`."""
+    return tuple(weight for _, weight in tensors_and_weights(model))
+
+
+def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
+    """Return every parameter and buffer of `model` once, with its record, whose `tied` are its other names."""
     pinned = _pinned_patterns(model)
-    rows: dict[int, Weight] = {}
-    alive: list[torch.Tensor] = []  # otherwise two new tensors of a container could get one id
+    # Each tensor is kept alive: another new tensor of a container could get its id.
+    rows: dict[int, tuple[torch.Tensor, Weight]] = {}
     repeats = repeats_of(model)
     for place in places(model):
         parameters = [(False, *named) for named in place.module.named_parameters(recurse=False)]
         buffers = [(True, *named) for named in place.module.named_buffers(recurse=False)]
         for buffer, name, tensor in (*parameters, *buffers):
-            # Before the shape is read: torch's error about a lazy layer's values names the way out.
-            largest, median_magnitude = (None, None) if buffer or id(tensor) in rows else _magnitudes(tensor)
-            row = _row(place, name, tensor, pinned)
-            if (known := rows.get(id(tensor))) is not None:
-                rows[id(tensor)] = replace(known, tied=(*known.tied, row.name))
+            if id(tensor) in rows:
+                _, known = rows[id(tensor)]
+                rows[id(tensor)] = tensor, replace(known, tied=(*known.tied, _full_name(place, name)))
                 continue
-            alive.append(tensor)
-            rows[id(tensor)] = replace(
-                row,
+            # Values are read before the shape: torch's error about the values of a lazy layer names the fix.
+            largest, median_magnitude = (None, None) if buffer else _magnitudes(tensor)
+            row = replace(
+                _row(place, name, tensor, pinned),
                 buffer=buffer,
                 trainable=tensor.requires_grad,
                 module_class=type(place.module).__name__,
@@ -54,7 +58,8 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
             )
-    return tuple(rows.values())
+            rows[id(tensor)] = tensor, row
+    return list(rows.values())
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
@@ -73,7 +78,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 
 def _row(place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str]) -> Weight:
     """Return the facts about a module's parameter or buffer that need no values."""
-    full = unparametrized(f"{place.name}.{name}" if place.name else name)
+    full = _full_name(place, name)
     return Weight(
         full,
         tensor.dtype,
@@ -86,13 +91,8 @@ def _row(place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str]) -
     )
 
 
-def tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers in the order of `weights_of`."""
-    seen: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            seen.setdefault(id(tensor), tensor)
-    return list(seen.values())
+def _full_name(place: Place, name: str) -> str:
+    return unparametrized(f"{place.name}.{name}" if place.name else name)
 
 
 def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:

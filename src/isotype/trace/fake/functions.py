@@ -48,7 +48,7 @@ _FROM_LISTS = (torch.tensor, torch.as_tensor)
 
 
 class Functions(TorchFunctionMode):
-    """A function mode that sets the recorder's running function, and applies a device's autocast lists.
+    """A function mode that records the name of the running function, and applies a device's autocast lists.
 
     Args:
         recorder: recorder of the step.

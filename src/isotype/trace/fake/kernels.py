@@ -7,6 +7,7 @@ torch/_subclasses/fake_tensor.py, 2.13), and views, with the storage that they s
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ _LARGEST = 1 << 24
 
 # Entries contain numbers and no tensors, because they are kept after their trace.
 _KNOWN: dict[Any, Any] = {}
-_STEADY: dict[Any, bool] = {}
 
 
 class Kernels:
@@ -79,11 +79,8 @@ class Kernels:
         return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return all that determines a fake kernel's result, and add its operands to `tensors`; None for no caching."""
-        steady = _STEADY.get(func)
-        if steady is None:
-            steady = _STEADY[func] = _is_steady(func)
-        if not steady or torch.is_inference_mode_enabled():
+        """Return all that determines a fake kernel's result, and add its operands to `tensors`; None if it is not cached."""
+        if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
         if not self._describe(args, parts, tensors):
@@ -175,6 +172,7 @@ class Kernels:
         return fake
 
 
+@cache
 def _is_steady(func: Any) -> bool:
     """Return whether the shapes, strides and dtypes of an operator's results depend only on those of its operands."""
     return (

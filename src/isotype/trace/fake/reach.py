@@ -30,7 +30,7 @@ class InputReach:
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Record that an operator's results, and the operands that it writes, depend on the inputs of its operands."""
+        """Record that an operator's results, and the operands that it writes, depend on all inputs that its operands do."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:

@@ -14,8 +14,9 @@ DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,8 +123,9 @@ class ProcessMemory:
             self._ledger.add("buckets", sum(sizes))
         for gathering in self._groups:
             module = gathering.group.module
-            yield module.register_forward_pre_hook(self._entering(gathering), prepend=True, with_kwargs=True)
-            yield module.register_forward_hook(self._leaving(gathering))
+            enter, leave = partial(self._enter, gathering), partial(self._leave, gathering)
+            yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
         """Count a new gradient of `parameter`: whole until its group reduces it, as shards for represented layers."""
@@ -146,36 +148,30 @@ class ProcessMemory:
 
     # ------------------------------------------------------------------------------------------------- forward
 
-    def _entering(self, gathering: _Gathering) -> Callable[..., None]:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not gathering.is_gathered:
-                self._gather(gathering)
-                self._flat = gathering.whole
-            # The first tensor is the hidden state: later blocks use the others, such as an encoder's output, too.
-            hidden = next(_differentiable((args, kwargs)), None)
-            if hidden is not None and torch.is_grad_enabled():
-                if (source := getattr(hidden, _RETURNED_BY, None)) is not None:
-                    source.followers.append(gathering)
-                hidden.register_hook(lambda _: self._reduce(gathering))  # type: ignore[no-untyped-call]
+    def _enter(self, gathering: _Gathering, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not gathering.is_gathered:
+            self._gather(gathering)
+            self._flat = gathering.whole
+        # The first tensor is the hidden state: later blocks use the others, such as an encoder's output, too.
+        hidden = next(_differentiable((args, kwargs)), None)
+        if hidden is not None and torch.is_grad_enabled():
+            if (source := getattr(hidden, _RETURNED_BY, None)) is not None:
+                source.followers.append(gathering)
+            hidden.register_hook(lambda _: self._reduce(gathering))  # type: ignore[no-untyped-call]
 
-        return enter
-
-    def _leaving(self, gathering: _Gathering) -> Callable[..., None]:
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
-            if not in_backward():
-                self._forwards.append(gathering)
-                if gathering.group.reshard:
-                    self._ledger.add("gathered", -gathering.whole)
-                    gathering.is_gathered = False
-                else:
-                    self._ledger.add("gathered", (gathering.repeats - 1) * gathering.whole)
-                if gathering is self._groups[-1]:
-                    self._free_flat()
-            for tensor in _differentiable(output):
-                setattr(tensor, _RETURNED_BY, gathering)
-                tensor.register_hook(lambda _: self._prepare(gathering))  # type: ignore[no-untyped-call]
-
-        return leave
+    def _leave(self, gathering: _Gathering, _: nn.Module, __: Any, output: Any) -> None:
+        if not in_backward():
+            self._forwards.append(gathering)
+            if gathering.group.reshard:
+                self._ledger.add("gathered", -gathering.whole)
+                gathering.is_gathered = False
+            else:
+                self._ledger.add("gathered", (gathering.repeats - 1) * gathering.whole)
+            if gathering is self._groups[-1]:
+                self._free_flat()
+        for tensor in _differentiable(output):
+            setattr(tensor, _RETURNED_BY, gathering)
+            tensor.register_hook(lambda _: self._prepare(gathering))  # type: ignore[no-untyped-call]
 
     def _gather(self, gathering: _Gathering) -> None:
         """Gather weights into a flat buffer and copy them out of it; then free the flat buffer of the last forward.

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, forget_fa
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
-from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
+from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights, weights_of
 
 Change = Callable[[nn.Module], None]
 
@@ -153,12 +154,9 @@ def _with_history(
     by_name = {weight.name: weight for weight in real}
     rows = []
     for weight in faked:
-        was = before.get(weight.name, weight.dtype)
-        row = weight if was == weight.dtype else replace(weight, was=was)
-        if (values := by_name.get(weight.name)) is not None:
-            largest, median, exact_in = values.largest, values.median_magnitude, values.exact_in
-            row = replace(row, largest=largest, median_magnitude=median, exact_in=exact_in)
-        rows.append(row)
+        was, values = before.get(weight.name, weight.dtype), by_name.get(weight.name, weight)
+        row = replace(weight, largest=values.largest, median_magnitude=values.median_magnitude)
+        rows.append(replace(row, exact_in=values.exact_in, was=None if was == weight.dtype else was))
     return tuple(rows)
 
 
@@ -169,7 +167,7 @@ class _Step:
         self.states = _kept_states(code.optimizer, code.model, self.mode)
         self.inputs = fake_inputs(code.named_inputs, self.mode)
         self.evaluated = fake_inputs(named_inputs(code.evaluation or {}), self.mode)
-        # Copied here, outside of the modes: inside of a mode the copies would be fakes.
+        # The values are copied outside of the modes: inside of a mode the copies would be fakes.
         self.known = _values(code.named_inputs)
         self.notes: list[str] = []
         self.hooks = contextlib.ExitStack()
@@ -179,7 +177,7 @@ class _Step:
         self.stepped: Any = None
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.enough: Callable[[], bool] | None = None
-        self.weights = list(zip(tensors_of(twin), weights_of(twin), strict=True))
+        self.weights = tensors_and_weights(twin)
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.weights}
         self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
         self.functions = Functions(recorder, setup.profile.kind, setup.profile)
@@ -243,7 +241,7 @@ class _Step:
         self._weigh_weights()
         for tensor, weight in self.weights:
             if weight.trainable and isinstance(tensor, FakeTensor):
-                count = self._counting(weight.module, weight.repeats)
+                count = partial(self._count_gradient, weight.module, weight.repeats)
                 self.hooks.enter_context(tensor.register_post_accumulate_grad_hook(count))  # type: ignore[no-untyped-call]
         for owner, moments in self.states.items():
             for key, moment in moments.items():
@@ -265,15 +263,10 @@ class _Step:
                 self.recorder.values.came_rounded(value, name)
         ledger.add("inputs", self.setup.ahead * ledger.alive("inputs"))
 
-    def _counting(self, module: str, repeats: int) -> Callable[[torch.Tensor], None]:
-        def count(parameter: torch.Tensor) -> None:
-            if (
-                parameter.grad is not None
-            ):  # a function of several layers leaves out layers without a used result
-                self.process.gradient(parameter, repeats, module)
-                self.recorder.gradients.reached.add(id(parameter))
-
-        return count
+    def _count_gradient(self, module: str, repeats: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # a function of several layers leaves out layers without a used result
+            self.process.gradient(parameter, repeats, module)
+            self.recorder.gradients.reached.add(id(parameter))
 
     def _autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
         dtype = self.setup.autocast if enabled else None

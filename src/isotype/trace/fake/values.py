@@ -240,7 +240,8 @@ class Values:
     def _number(self, tensor: torch.Tensor) -> Any:
         """Return a stand-in for an unknown number or truth value: 1 or True.
 
-        The condition of a `while` gets other numbers in turn, so that the loop ends. The condition of a `raise` is false.
+        The condition of a `while` gets other numbers in turn, so that its loop ends. A condition that would make the
+        code raise an error is False.
         """
         file, line = asking_line() or ("", 0)
         text, number = getline(file, line).strip(), 1.0
@@ -261,8 +262,8 @@ class Values:
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.
 
-        All elements of a short vector, because the code selects the experts that get tokens with it. A longer mask
-        afterwards selects the tokens of one expert: an equal share. Without experts, `_STAND_IN_ROWS`.
+        A short vector selects the experts that get tokens: all its elements are True. A longer mask after it selects the
+        tokens of one expert: an equal share is True. Every other mask has `_STAND_IN_ROWS` elements that are True.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -319,7 +320,7 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
-    """Return a mask with every second element True: neither the mask nor its inverse selects nothing.
+    """Return a mask with every second element True, so that both the mask and its inverse select elements.
 
     None for a vector, which may select the experts that get tokens, and for operands that are no floats.
     """

@@ -29,7 +29,7 @@ from isotype.records.memory import Phase
 from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
-from isotype.trace.weights import memory_kind, state_tensors, tensors_of, weights_of
+from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights
 
 aten = torch.ops.aten
 
@@ -185,7 +185,7 @@ class LiveRecorder(Recorder):
         """Count the weights and buffers of `model` that are not registered yet; closing the result removes the added hooks."""
         hooks = ExitStack()
         layers = dict(model.named_modules())
-        for tensor, weight in zip(tensors_of(model), weights_of(model), strict=True):
+        for tensor, weight in tensors_and_weights(model):
             if id(tensor) in self.names:
                 continue
             layer = layers[weight.module]
@@ -218,7 +218,7 @@ class LiveRecorder(Recorder):
 
 
 class LiveFunctions(TorchFunctionMode):
-    """A function mode that sets the recorder's running function, and records errors that no operator has raised."""
+    """A function mode that records the name of the running function, and errors that no operator has raised."""
 
     def __init__(self, recorder: LiveRecorder) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ _COMPILED_WARNING = "Using `torch.compile"
 
 @dataclass(frozen=True)
 class Beginning:
-    """A forward that is about to run, with which a record begins.
+    """A forward that is about to run, and whose operators will be recorded.
 
     Attributes:
         model: the called module.

@@ -77,7 +77,7 @@ def measure_reach(
 
 
 def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], sharing: Sharing) -> Reach:
-    """Return the measurement with the differences between the processes; the copy `model` is sharded and not usable after."""
+    """Return the measurement with the differences between the processes; the copy `model` cannot be used afterwards."""
     try:
         if sharing == "ddp":
             return replace(reach, ungraded=without_gradient(model, batches))

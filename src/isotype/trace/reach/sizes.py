@@ -62,7 +62,7 @@ TOWER: Mapping[str, Any] = {
     **dict.fromkeys(("out_hidden_size", "vision_output_dim", "output_proj_dims"), HIDDEN),
     **dict.fromkeys(("projector_input_dim", "projector_output_dim", "projector_hidden_size"), HIDDEN),
 }
-"""Sizes of vision and audio towers, for all fields of `TEXT`, some of them smaller."""
+"""Sizes of vision and audio towers: `TEXT` with smaller values for some fields, and with fields of towers."""
 
 LAYERS = (
     "num_hidden_layers",
