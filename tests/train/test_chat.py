@@ -414,7 +414,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
         "no tokenizer in the checkpoint\n"
         f"  - {bare} has no tokenizer\n"
         "    expected  tokenizer.json and tokenizer_config.json in the directory of the weights\n"
-        "    fix       copy them from the model that the weights come from"
+        "    fix       copy them from the original model of these weights"
     )
 
 

@@ -49,7 +49,7 @@ _JSON = ('{"a": 1}', '{"a b": [1, "x"], "c": {"d": null}}')
 
 def values_of(spec: Spec, draw: random.Random) -> list[str]:
     """Words that an argument takes."""
-    if spec.takes_auto and draw.random() < 0.3:
+    if spec.name in (*PLANNED, *RECOMPUTE) and draw.random() < 0.3:
         return ["auto"]
     if spec.choices:
         return [str(draw.choice(spec.choices))]

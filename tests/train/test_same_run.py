@@ -198,7 +198,7 @@ def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
         monkeypatch.setattr("datasets.arrow_dataset.is_caching_enabled", lambda: False)
     _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", "true")
     assert days[1:] == [{"w10"}]
-    assert note + "as in checkpoint-2, which the run resumes from" in text
+    assert note + "as in checkpoint-2, from which the run resumes" in text
     assert (
         json.loads((dated / "out" / "checkpoint-3" / RUN_FILE).read_text())["template_date"] == "2026-11-10"
     )

@@ -91,7 +91,7 @@ def _lacking(message: str) -> Problem | None:
 
 def _none(source: str | Path, reason: str) -> CheckpointError:
     expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
-    fix = "copy them from the model that the weights come from"
+    fix = "copy them from the original model of these weights"
     return CheckpointError.of("no tokenizer in the checkpoint", f"{source}: {reason}", expected, fix)
 
 

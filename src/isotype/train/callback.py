@@ -385,7 +385,7 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     if rounded is None:
         return None
     return PrecisionError.of(
-        "the values that this run resumes from were rounded while they were loaded",
+        "the values of the resumed checkpoint were rounded while they were loaded",
         f"all trainable parameters have values that {dtype_name(rounded)} represents exactly",
         f"{dtype_name(master)} values, as they were saved",
         "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "

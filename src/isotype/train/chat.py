@@ -23,6 +23,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem, UsageError, first_line, one_line
 from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
+from isotype.ranges.measure import positions
 from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 
@@ -89,7 +90,7 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
     """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
-    limit, length = _context(model), inputs["input_ids"].shape[1]
+    limit, length = positions(model), inputs["input_ids"].shape[1]
     if limit is not None and length < limit:
         max_new_tokens = min(max_new_tokens, limit - length)
     words = getattr(tokenizer, "tokenizer", tokenizer)
@@ -132,8 +133,8 @@ _RESET, _HELP, _EXIT, _IMAGE = "/reset", "/help", ("/exit", "/quit"), "/image"
 _HELP_TEXT = """\
 /reset        start the conversation again
 /image FILE   show a picture with the next question
-/help         this
-/exit         leave (Ctrl-D too); Ctrl-C stops an answer"""
+/help         show these lines
+/exit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
 def chat(options: argparse.Namespace, console: Console) -> int:
@@ -264,7 +265,7 @@ def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
         raise UsageError.of("this model does not generate text", what, "a model with a language head", fix)
     if tokenizer is None:
         expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
-        fix = "copy them from the model that the weights come from"
+        fix = "copy them from the original model of these weights"
         raise CheckpointError.of("no tokenizer in the checkpoint", f"{name} has no tokenizer", expected, fix)
 
 
@@ -329,7 +330,7 @@ def _turn(
     if len(turns) < len(asked):
         console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
     if options.max_new_tokens is None and longest < LONGEST:
-        line = f"(this model's context of {_context(model)} tokens leaves {longest} for the answer)"
+        line = f"(this model's context of {positions(model)} tokens leaves {longest} for the answer)"
         say(console, line, "dim")
     sampling: dict[str, Any] = {"do_sample": options.temperature != 0}
     if options.temperature:
@@ -350,7 +351,7 @@ def _fitting(
     Raises:
         UsageError: the last question alone does not fit.
     """
-    limit = _context(model)
+    limit = positions(model)
     if limit is None:
         return messages, max_new_tokens or LONGEST
     opening = [message for message in messages[:1] if message["role"] == "system"]
@@ -372,9 +373,3 @@ def _too_long(length: int, limit: int, max_new_tokens: int | None) -> UsageError
     what = f"a prompt of {length} tokens{asked}"
     fix = f"--max_new_tokens {limit - length} or less; or {shorter}" if length < limit else shorter
     return UsageError.of(headline, what, f"at most {limit} tokens with the answer", fix)
-
-
-def _context(model: Any) -> int | None:
-    """Return `max_position_embeddings` of the model's config; None if the config has none."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit

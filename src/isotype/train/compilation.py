@@ -58,10 +58,7 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Return accelerate's options for `torch.compile`, and prevent it from compiling; None if nothing is to be compiled.
-
-    DeepSpeed compiles by itself, so None is returned with DeepSpeed.
-    """
+    """Return accelerate's options for `torch.compile`, and prevent it from compiling; None without, or with DeepSpeed."""
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin
@@ -97,6 +94,6 @@ def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(shlex.split(name)[0]) is None:
             expected = f"a C++ compiler, which inductor needs for a CPU: {name} is not on the path"
-            yield Problem(flag, expected, f"{fix}; $CXX names another one")
+            yield Problem(flag, expected, f"{fix}; the variable CXX names another compiler")
     elif (device == "auto" or device.startswith("cuda")) and importlib.util.find_spec("triton") is None:
         yield Problem(flag, "the package triton, which inductor needs for a GPU", fix)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from isotype.compat.templates import day_held, writes_date
+from isotype.compat.templates import writes_date
 from isotype.train.launched import from_first
 from isotype.train.output.resume import TEMPLATE_DATE, template_date
 from isotype.train.run import Run
@@ -16,11 +15,6 @@ from isotype.train.run import Run
 def day_of_run(resume: Path | None) -> date:
     """Return the day in the resumed checkpoint, or today; all processes get the date of rank 0."""
     return from_first(lambda: template_date(resume) or date.today())
-
-
-def day_in_templates(run: Run) -> AbstractContextManager[None]:
-    """Return a context in which chat templates write the day of the run as today's date."""
-    return day_held(date.fromisoformat(run.identity[TEMPLATE_DATE]))
 
 
 def mark(run: Run, tokenizer: Any) -> None:
@@ -42,5 +36,5 @@ def day_note(run: Run, tokenizer: Any) -> str | None:
     elif template_date(run.resume) is None:
         which = f"today: {run.resume.name} records no day, and may have been trained with another"
     else:
-        which = f"as in {run.resume.name}, which the run resumes from"
+        which = f"as in {run.resume.name}, from which the run resumes"
     return f"the chat template can write today's date; it writes {day}: {which}"

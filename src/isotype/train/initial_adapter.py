@@ -44,7 +44,7 @@ def start_of(settings: Settings) -> Settings:
     adapter = read_adapter(name)
     if adapter.base is None:
         path = adapter.directory / CONFIG_FILE
-        expected, fix = "the model that it was trained on", "correct base_model_name_or_path in that file"
+        expected, fix = "the base model of the adapter", "correct base_model_name_or_path in that file"
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     problems = [*_other_task(settings, adapter), *_other_adapter(settings, adapter)]
     method = getattr(adapter.config, "init_lora_weights", None)
@@ -89,12 +89,12 @@ def _other_adapter(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         yield Problem("--use_peft False", "an adapter to be trained further", fix)
     for name, key in MADE_BY.items():
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
-        has = _plain(getattr(adapter.config, key, None))
-        if name in settings.command and _plain(asked) != has:
+        has = sorted_names(getattr(adapter.config, key, None))
+        if name in settings.command and sorted_names(asked) != has:
             yield Problem(f"--{name} {asked}", f"the adapter's value: {has}", f"leave --{name} out")
 
 
-def _plain(value: Any) -> Any:
+def sorted_names(value: Any) -> Any:
     """Return a collection of names as a sorted list, for comparisons; any other value unchanged."""
     return sorted(value) if isinstance(value, (list, tuple, set)) else value
 
@@ -111,8 +111,8 @@ OF_FLOATS = ("orthogonal", "olora", "pissa")
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-Whenever the adapter is attached, the rest of the base weight is computed again. It is equal up to rounding, as is the
-product of A and B, even if the decomposition chooses other signs.
+Whenever the adapter is attached, the rest of the base weight is computed again. The rest and the product of A and B are
+equal up to rounding, even if the decomposition chooses other signs.
 """
 
 LOFTQ = "loftq"
@@ -157,7 +157,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
         return
     if settings.sharding is not None:
         fix = f"leave --init_lora_weights out, or leave --fsdp out (--device {extra.device})"
-        yield Problem(f"{flag} --fsdp", "whole weights, which it decomposes", fix)
+        yield Problem(f"{flag} --fsdp", "whole weights, which the initialisation decomposes", fix)
     yield from part_of_base_problems(settings, name)
 
 
@@ -198,7 +198,7 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
         raise PrecisionError("the adapter cannot be initialised", [_quantized(name, policy.storage)])
     if name == LOFTQ and policy.storage not in FOUR_BITS:
         what = f"--init_lora_weights {name} and a base in {policy.storage}"
-        expected = "a base in 4 bits, whose quantization errors it compensates"
+        expected = "a base in 4 bits, whose quantization errors loftq compensates"
         fix = "--quantization nf4, or leave --init_lora_weights out"
         raise PrecisionError.of("the adapter cannot be initialised", what, expected, fix)
 

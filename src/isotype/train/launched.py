@@ -141,7 +141,14 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
             raise
         # The launcher sends SIGTERM to this process now, which must still print the reason.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _lost(trainer, goes_on) from error
+        process = f"process {trainer.args.process_index} of {trainer.args.world_size}"
+        what = f"step {trainer.state.global_step + 1}: {process} waited for another process, which has ended"
+        fix = "look for its message above; a process that the system killed (out of memory: signal 9) leaves none"
+        hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
+        if checkpoint := trainer.last_checkpoint():
+            hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"
+        headline, expected = "another process of the run has ended", "all processes of the run"
+        raise TrainingError.of(headline, what, expected, fix, hint=hint) from error
 
 
 @cache
@@ -149,7 +156,7 @@ def leave_group_at_exit() -> None:
     """Register the end of the process group for the exit of this process; transformers and accelerate leave it open.
 
     Threads of a live group sometimes end Python's shutdown with SIGABRT, "terminate called without an active
-    exception": https://github.com/pytorch/pytorch/issues/190489. Call it only after the training has ended: a process
+    exception": https://github.com/pytorch/pytorch/issues/190489. Call this function only after the training: a process
     that lost another one must not wait for it.
     """
     atexit.register(_leave_group)
@@ -158,14 +165,3 @@ def leave_group_at_exit() -> None:
 def _leave_group() -> None:
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _lost(trainer: Any, goes_on: Callable[[Path], str]) -> TrainingError:
-    checkpoint = trainer.last_checkpoint()
-    what = f"process {trainer.args.process_index} of {trainer.args.world_size} waited for another process, which has ended"
-    fix = "look for its message above; a process that the system killed (out of memory: signal 9) leaves none"
-    hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
-    if checkpoint:
-        hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"
-    problem = Problem(f"step {trainer.state.global_step + 1}: {what}", "all processes of the run", fix)
-    return TrainingError("another process of the run has ended", [problem], hint)

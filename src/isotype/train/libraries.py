@@ -43,7 +43,7 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
     problems = [
         Problem(
             f"{library} {version(library)} under isotype {VERSION}: {reason}",
-            f"{library} {LAST_TESTED[library]}, which isotype was tested with",
+            f"{library} {LAST_TESTED[library]}, with which isotype was tested",
             f"pip install '{library}=={LAST_TESTED[library]}.*', or a newer isotype",
         )
         for library, reason in incompatibilities
@@ -62,7 +62,7 @@ def newer_than_tested() -> list[str]:
             continue
         if Version(installed).release[:2] > Version(last).release[:2]:
             lines.append(
-                f"{library} {installed} is newer than {last}, the last that isotype {VERSION} was tested with"
+                f"{library} {installed} is newer than {last}, the last with which isotype {VERSION} was tested"
             )
     return lines
 

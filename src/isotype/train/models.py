@@ -207,10 +207,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank is above the width of all adapted layers; note it if only of some.
-
-    The width of a layer is the smaller of its input and output features.
-    """
+    """Raise UsageError if the rank is above the width (the smaller side) of all adapted layers; note it if of some."""
     rank, targets = getattr(config, "r", None), config.target_modules
     widths = [
         min(module.in_features, module.out_features)

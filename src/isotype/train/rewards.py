@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -45,30 +46,28 @@ def _explained(function: Any) -> Any:
         return function  # a reward model
     name = getattr(function, "__name__", type(function).__name__)
 
-    def failed(error: Exception) -> TrainingError:
-        return TrainingError.of(
-            "a reward function failed",
-            f"{name}: {type(error).__name__}: {first_line(error)}   at {_line_in(function, error)}",
-            "a list with a float for each completion",
-            "correct the function; a chat's completions are lists of messages, whose text is "
-            'completion[0]["content"]',
-        )
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def explained() -> Iterator[None]:
         try:
-            return function(*args, **kwargs)
+            yield
         except Exception as error:
-            raise failed(error) from error
+            raise TrainingError.of(
+                "a reward function failed",
+                f"{name}: {type(error).__name__}: {first_line(error)}   at {_line_in(function, error)}",
+                "a list with a float for each completion",
+                "correct the function; a chat's completions are lists of messages, whose text is "
+                'completion[0]["content"]',
+            ) from error
+
+    if not iscoroutinefunction(function):
+        return explained()(function)
 
     @wraps(function)
     async def awaited(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with explained():
             return await function(*args, **kwargs)
-        except Exception as error:
-            raise failed(error) from error
 
-    return awaited if iscoroutinefunction(function) else called
+    return awaited
 
 
 def _line_in(function: Any, error: Exception) -> str:

@@ -37,10 +37,7 @@ _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
-    """Train the model and save it with its processor into `folder`, unless it exists; return `folder`.
-
-    The model is the same on every machine, up to rounding.
-    """
+    """Train the model unless it exists and save it with its processor in `folder`: the same everywhere up to rounding."""
     if (folder / "config.json").is_file():
         return folder
     from transformers import LlavaForConditionalGeneration
@@ -116,7 +113,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector to match a third of a picture's tokens each to number, colour and form."""
+    """Train tower and projector: a picture's tokens match in turn the words of its number, colour and form."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

@@ -30,7 +30,8 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     A second SIGHUP is ignored: a terminal that hangs up may send two (kernel and shell).
 
-    Yield the list of signals received so far; outside the main thread, where Python receives no signals, it stays empty.
+    Yield the list of signals received so far; outside the main thread, where Python receives no signals, the
+    list stays empty.
     At the end the former handlers are restored. In the process of `isotype` signals are ignored after a stop, so
     that the process can print how to resume.
     """

@@ -51,8 +51,8 @@ class PolicyTrainer(WholeCheckpoints):
     def _free_inputs(self: Any) -> None:
         """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
-        TRL sets it when the trainer is built, transformers (5.23) when the training begins. With it, frozen layers below
-        the first adapter would get an autograd graph and a backward.
+        TRL sets `requires_grad` when the trainer is built, transformers (5.23) when the training begins. Frozen layers below
+        the first adapter would then get an autograd graph and a backward.
         """
         args = self.args
         if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):

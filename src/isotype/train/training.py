@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from isotype.checkpoint.opened import config_of, open_checkpoint, require_weight
 from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
-from isotype.compat.templates import ERRORS
+from isotype.compat.templates import ERRORS, day_held
 from isotype.compat.transformers import name_of, rename
 from isotype.core.errors import IsotypeError, SaveError, TrainingError, UsageError, one_line
 from isotype.core.files import only_writer, recover
@@ -40,7 +40,7 @@ from isotype.train.chat import Prompt, answer, answers_after, as_asked_before
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
-from isotype.train.day import day_in_templates, day_note, day_of_run, mark
+from isotype.train.day import day_note, day_of_run, mark
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
@@ -132,7 +132,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         with _only_writer(settings, console), sound_attention(profile):
             with interrupts_kept():
                 decided = _decided(settings, profile, rewards)
-            with day_in_templates(decided):
+            with day_held(date.fromisoformat(decided.identity[TEMPLATE_DATE])):
                 with interrupts_kept():
                     built = _build(decided, console)
                 identity = {**decided.identity, RECOMPUTED: built.choice.arguments}
@@ -355,8 +355,8 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
     """While the trainer is built, set the model's name to the path of its weights.
 
-    If every weight is trained, TRL loads the reference model by this name: it would ignore the revision of a hub id,
-    and cannot read a GGUF file.
+    If every weight is trained, TRL loads the reference model by this name: TRL would ignore the revision of a hub
+    id, and cannot read a GGUF file.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)

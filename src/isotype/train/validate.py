@@ -186,7 +186,7 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     name = getattr(training.optim, "value", training.optim)
     setting = f"--optim {name}"
-    fix = "leave --optim and --optim_args out, or give --optim_args what the message asks for"
+    fix = "leave --optim and --optim_args out, or give the --optim_args that the message requires"
     try:
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
         optimizer = kind([parameter], **arguments)
@@ -323,7 +323,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     if size is not None and largest >= size:
         headline = "the tokenizer is larger than the model's vocabulary"
         what = f"a tokenizer with ids up to {largest} and a model with {size} embeddings"
-        fix = "copy the tokenizer from the model that the weights come from"
+        fix = "copy the tokenizer from the original model of these weights"
         raise CheckpointError.of(headline, what, f"ids below {size}", fix)
     _check_ids(settings, data, size)
 

@@ -143,7 +143,7 @@ def test_values_that_were_rounded_by_the_load_are_refused(
     trainer, _ = qlora_script(path, tmp_path)
     checkpoint = str(uninterrupted[0] / "checkpoint-3")
     assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=checkpoint) == (
-        "the values that this run resumes from were rounded while they were loaded\n"
+        "the values of the resumed checkpoint were rounded while they were loaded\n"
         "  - all trainable parameters have values that bfloat16 represents exactly\n"
         "    expected  float32 values, as they were saved\n"
         "    fix       call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
@@ -164,7 +164,7 @@ def test_check_warning_says_it_and_goes_on(
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train(resume_from_checkpoint=elsewhere)
     first, *others = [record.getMessage() for record in caplog.records if record.name == "isotype"]
-    assert first.startswith("the values that this run resumes from were rounded while they were loaded")
+    assert first.startswith("the values of the resumed checkpoint were rounded while they were loaded")
     # The check of the first batch: TRL's head adds up the gradient of its input in float32.
     assert [message[:7] for message in others] == ["IST201:"]
     assert trainer.state.global_step == 6

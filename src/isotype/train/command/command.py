@@ -72,11 +72,6 @@ class Spec:
         """All spellings of its name on a command line."""
         return tuple(dict.fromkeys((f"--{self.name}", f"--{self.name.replace('_', '-')}", *self.aliases)))
 
-    @property
-    def takes_auto(self) -> bool:
-        """True if `auto` is a valid value."""
-        return self.name in PLANNED or self.name in RECOMPUTE
-
     def read(self, raw: Any) -> tuple[Any, Problem | None]:
         """Convert a text, or a value from YAML or Python, and return (value, None), or (None, problem) if it is invalid."""
         if self.many and isinstance(raw, (list, tuple, set, frozenset)):
@@ -88,7 +83,7 @@ class Spec:
 
     def _read_one(self, raw: Any) -> tuple[Any, Problem | None]:
         convert, types, expected, example = _READERS[self.kind]
-        if isinstance(raw, str) and self.takes_auto and raw.lower() == AUTO:
+        if self.name in (*PLANNED, *RECOMPUTE) and isinstance(raw, str) and raw.lower() == AUTO:
             return AUTO, None
         if raw is None or (self.none and isinstance(raw, str) and raw.lower() in ("none", "null")):
             return None, None

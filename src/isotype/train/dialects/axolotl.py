@@ -131,7 +131,7 @@ def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
         expected = "messages of {role, content} or {from, value}"
         inner.refuse(f"message_property_mappings: {role}, {content}", expected, "rename them in the rows")
     if not speaks(inner.typed("roles", "names with values", {})):
-        expected = "the roles that isotype reads those names as (docs/training.md, Data)"
+        expected = "names that isotype reads as these roles (docs/training.md, Data)"
         inner.refuse("roles", expected, "rename them in the rows")
     inner.use("message_property_mappings message_field_role message_field_content roles")
     messages = [inner.get("field_messages", "conversations" if kind == "sharegpt" else "messages")]

@@ -70,10 +70,7 @@ def _rows(reader: Reader) -> None:
 
 
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
-    """Return the content of dataset_info.json and its folder; (None, folder) if it cannot be read.
-
-    It is searched in the working directory, then in the folder of the configuration file.
-    """
+    """Return the content and folder of dataset_info.json, below the working directory or the file's folder, or None."""
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):
         return where, Path()

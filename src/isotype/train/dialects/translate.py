@@ -21,7 +21,7 @@ _METHOD = ("stage", "rl", "reward_model")
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Return the trainer for which a file was written, by names that only this trainer has; None for isotype."""
+    """Return the trainer for which a file was written, by names that only this trainer has; None for a file of isotype."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1

@@ -33,8 +33,8 @@ class MemoryMeter(Protocol):
 def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
     """Yield a meter of the memory of `device` during a run.
 
-    On CUDA, ROCm and XPU it reads torch's peak of allocated bytes. Elsewhere it samples the resident size of this
-    process every `SAMPLING_SECONDS` and at both ends, and misses shorter peaks.
+    On CUDA, ROCm and XPU the meter reads torch's peak of allocated bytes. On other devices it samples the resident size
+    of this process every `SAMPLING_SECONDS` and at both ends, and misses shorter peaks.
     (The kernel's `ru_maxrss` cannot be reset, and includes the peak of loading.)
     """
     if device.type in ("cuda", "xpu"):

@@ -196,7 +196,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that calls `write` after some steps, during at most one per cent of the time.
 
-    `write` writes the report of the run so far. Its SaveError is ignored: the last report at the end of the run raises it.
+    `write` writes the report of the run so far. A SaveError is ignored: the last report, at the end of
+    the run, raises it again.
     """
 
     _LEAST_SECONDS = 10.0

@@ -2,7 +2,8 @@
 
 A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA skip the
 update on the device (`found_inf`, which the GradScaler uses), so the host launches the update and reads the values
-one step later without waiting. Elsewhere they are read before the update.
+one step later without waiting. On other devices and with other optimizers,
+the values are read before the update.
 """
 
 from __future__ import annotations

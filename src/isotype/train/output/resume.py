@@ -24,7 +24,7 @@ from isotype.report.run.record import JSON_NAME
 from isotype.report.text import say
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
-from isotype.train.initial_adapter import LOFTQ, MADE_BY
+from isotype.train.initial_adapter import LOFTQ, MADE_BY, sorted_names
 from isotype.train.launched import processes
 from isotype.train.output.checkpoints import (
     RESULT_FILES,
@@ -282,7 +282,7 @@ def _from_other_files(checkpoint: Path) -> dict[str, Any]:
     if adapter is not None:
         if adapter.get("base_model_name_or_path"):
             settings["model_name_or_path"] = str(adapter["base_model_name_or_path"])
-        settings |= {flag: _sorted(adapter[key]) for flag, key in MADE_BY.items() if key in adapter}
+        settings |= {flag: sorted_names(adapter[key]) for flag, key in MADE_BY.items() if key in adapter}
     return settings
 
 
@@ -294,7 +294,7 @@ def _lora(settings: Settings) -> dict[str, Any]:
     if flags["init_lora_weights"] in (None, LOFTQ):
         flags["init_lora_weights"] = True  # as in PEFT's config of an adapter on an unchanged base
     flags["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
-    return {flag: _sorted(value) for flag, value in flags.items()}
+    return {flag: sorted_names(value) for flag, value in flags.items()}
 
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
@@ -338,10 +338,6 @@ def _same_model(saved: str, named: str) -> bool:
     if Path(saved).is_dir() and Path(named).is_dir():
         return Path(saved).resolve() == Path(named).resolve()
     return saved == named or Path(saved).name == Path(named).name  # a moved folder, or another machine
-
-
-def _sorted(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (list, tuple, set)) else value
 
 
 def _plain(value: Any) -> Any:

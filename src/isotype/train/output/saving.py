@@ -85,7 +85,7 @@ class WholeCheckpoints(Sharded):
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
-        """Raise TrainingError in every process if one process has weights that are not finite, or after a broken step."""
+        """Raise TrainingError in every process if one process has weights that are not finite; see also `Hooks.before`."""
         self.hooks.before()
         finite = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if finite else 1.0, device=self.args.device))

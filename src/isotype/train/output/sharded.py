@@ -34,10 +34,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the weights to save, by name, into CPU memory; a process with `keep` False gets an empty dictionary.
-
-    A collective operation: all processes must call it.
-    """
+    """Gather the weights to save into CPU memory, by name, in a collective operation; without `keep`, return {}."""
     # Without adapters the saved file is the whole model, with buffers and frozen weights.
     named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
     state = {}
@@ -233,6 +230,6 @@ def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
 
 def _require(checkpoint: Path, missing: list[str]) -> None:
     if missing:
-        fix = "give the settings of the run that saved it"
+        fix = "give the settings of the run that saved the checkpoint"
         problem = Problem(f"{checkpoint} without {listed(missing)}", "every trained weight", fix)
         raise CheckpointError("a checkpoint of another run", [problem])

@@ -31,13 +31,10 @@ class Options:
     Attributes:
         bare: True if a model was named without a training method.
         batch, length: rows, and tokens per row, of the step; None if the training's arguments decide.
-        generate: trace generation, too.
         fsdp: version of FSDP (0 for none); None if the training's arguments decide.
         devices: number of devices that train together; None if the launcher decides.
         json, sarif, html: outputs; `-` for sarif is standard output.
-        fix: show the repaired command.
         fail_on: severity from which the exit status is 1.
-        verbose: print the parts of memory and time.
         image, images: width and height in pixels, and number, of each row's pictures; None if the data decides.
     """
 

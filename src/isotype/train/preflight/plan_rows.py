@@ -52,7 +52,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
         return Choice(checkpointing(settings.training), "as requested")
     earlier = decided_before(resume)
     if resume is not None and RECOMPUTED in earlier:
-        return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes from")
+        return Choice(earlier[RECOMPUTED], f"as in {resume.name}, from which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
     step = PlannedStep(plan, config_of(run.checkpoint), run.policy)
     return from_first(step.choice)

@@ -99,7 +99,7 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if documents of a packed row would attend to each other, so that the training puts them into own rows.
+        """True if documents of a packed row would attend to each other, so that the training puts them into separate rows.
 
         A training runs its model to find out; without weights, the trace shows if attention masks depend on documents.
         """
@@ -115,7 +115,7 @@ class PlannedStep:
         return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan for a batch of `rows` rows, and the tokens of a row; documents get own rows if `mixed`."""
+        """Return the plan for a batch of `rows` rows, and the tokens of a row; documents get separate rows if `mixed`."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
@@ -281,7 +281,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the number of tokens of a row: requested or default, and at most the model's positions."""
+    """Return the number of tokens of a row: the requested or default length, but at most the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         positions = None

@@ -115,7 +115,7 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     trained = split == settings.script.dataset_train_split
     data = record.data if settings.extra.eval_split is not None and not trained else None
     changed = f"; {data.held_back:,} then" if data is not None and data.held_back != len(rows) else ""
-    kind = "rows that were trained on" if trained else "held-back rows"
+    kind = "training rows" if trained else "held-back rows"
     source = f"{kind} of {settings.script.dataset_name or 'its data'} ({len(rows):,}{changed})"
     return Rows(tuple(texts), source), None
 

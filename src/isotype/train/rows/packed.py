@@ -80,4 +80,4 @@ def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextMan
 
 
 def _no_lengths(model: Any) -> str:
-    return f"the attention ({attention_of(model.config.get_text_config())}) would take memory for every pair of their tokens"
+    return f"the attention ({attention_of(model.config.get_text_config())}) would take memory for every pair of tokens"

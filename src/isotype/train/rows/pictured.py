@@ -118,7 +118,7 @@ class Pictured:
         )
         places, replaced = batch.pop("offset_mapping", None), batch.pop("text_replacement_offsets", None)
         if places is None or (any(images) and replaced is None):
-            what = f"{type(self.processor).__name__}, which does not return their positions in the text"
+            what = f"{type(self.processor).__name__}, which does not return the positions of picture tokens"
             expected = (
                 "a processor that calls transformers' `ProcessorMixin` for its texts, with a fast tokenizer"
             )
