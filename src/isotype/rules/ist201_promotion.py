@@ -35,8 +35,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
@@ -68,14 +66,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
     if trace.failure is not None or compute not in HALVES or not native:
         return
-    owners = trace.owners
-    for group in _groups(trace, owners):
+    for group in _groups(trace):
         cost = _cost(trace, [wide.call for wide in group])
         if cost.flops_share >= _LEAST_SHARE or (cost.slowdown or 1.0) >= _LEAST_SLOWDOWN:
-            yield _finding(trace, group, cost, owners)
+            yield _finding(trace, group, cost)
 
 
-def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
+def _groups(trace: Trace) -> list[list[_Wide]]:
     """Return wide matmuls by cause; those of a backward join their module's group."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -86,12 +83,12 @@ def _groups(trace: Trace, owners: Mapping[str, Weight]) -> list[list[_Wide]]:
     for call in trace.calls:
         if call.module in broken:
             continue  # judged there; its backward's dtype follows from the conversion
-        wide = _wide(call, trace.setup.compute, exempt, owners)
+        wide = _wide(trace, call, exempt)
         if wide is None:
             continue
         place = (call.module, call.source)
         key = by_module.get(place) if call.phase == "backward" else None
-        key = key or _key(wide, owners)
+        key = key or _key(wide, trace.owners)
         by_module.setdefault(place, key)
         groups.setdefault(key, []).append(wide)
     return list(groups.values())
@@ -103,12 +100,12 @@ def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
     return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
 
 
-def _wide(call: Call, compute: torch.dtype, exempt: set[str], owners: Mapping[str, Weight]) -> _Wide | None:
-    dtype = costs.run_dtype(call)
+def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
+    compute, dtype = trace.setup.compute, costs.run_dtype(call)
     if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in exempt:
         return None
     wide = [operand for operand in call.operands if operand.dtype == dtype]
-    if wide and all(_is_adapter_weight(operand, owners) for operand in wide):
+    if wide and all(_is_adapter_weight(operand, trace.owners) for operand in wide):
         return None  # the product that a merge adds: adapters are kept wide on purpose
     if not wide or any(costs.by_autocast(operand.origin.cause) for operand in wide):
         return None
@@ -137,7 +134,7 @@ def _cost(trace: Trace, calls: list[Call]) -> Cost:
     )
 
 
-def _finding(trace: Trace, group: list[_Wide], cost: Cost, owners: Mapping[str, Weight]) -> Finding:
+def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
     first = group[0]
     cause = first.roots[0]
     wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(trace.setup.compute)
@@ -156,21 +153,21 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost, owners: Mapping[str, 
         f"{cost.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
         first.call,
         calls,
-        cause=cause_text(cause, owners),
+        cause=cause_text(cause, trace.owners),
         evidence=evidence(first.mismatched.origin),
         notes=(
             f"{sum(call.repeats for call in calls)} matmuls in {len(places(calls))} modules",
             *costs.estimate(cost, trace),
         ),
-        fixes=tuple(_fixes(trace, blamed, owners)),
+        fixes=tuple(_fixes(trace, blamed)),
         cost=cost,
     )
 
 
-def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
+def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     """Yield the fix of weights and inputs together first: if only one of them is cast, the other mismatches."""
     expected = dtype_name(trace.setup.compute)
-    weights = [owners[cause.name] for cause in group.causes if cause.name in owners]
+    weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]
     frozen = names(weight for weight in weights if not weight.trainable)
     if frozen and inputs:
@@ -180,4 +177,4 @@ def _fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator
             safety_of_cast(weights, trace.setup.compute),
             actions=together,
         )
-    yield from candidates(trace, group, owners)
+    yield from candidates(trace, group)

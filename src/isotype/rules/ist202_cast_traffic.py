@@ -31,7 +31,7 @@ the weights are merged or saved: the fix is safe if the 16-bit dtype represents 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, short
@@ -49,11 +49,10 @@ _NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield casts of frozen weights, and up-casts that autocast reverses."""
-    owners = trace.owners
-    weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace, owners)]
+    weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace)]
     if _notable(weights, trace):
-        yield _weights_finding(trace, weights, owners)
-    undone = list(_undone(trace, owners))
+        yield _weights_finding(trace, weights)
+    undone = list(_undone(trace))
     if _notable([cast for cast, _ in undone], trace):
         yield _adapters_finding(trace, undone)
 
@@ -62,22 +61,23 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
     return sum(cast.bytes for cast in casts) > _LEAST_SHARE * costs.all_bytes(trace)
 
 
-def _of_frozen_weight(cast: costs.Cast, trace: Trace, owners: Mapping[str, Weight]) -> bool:
+def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
     """Return whether autocast, or the layer itself, casts a frozen weight down to the compute dtype."""
     origin = cast.operand.origin
-    weight = owners.get(origin.name) if origin.kind == "parameter" else None
+    weight = trace.owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not is_frozen_base(weight):
         return False
     whole = math.prod(cast.operand.shape) == math.prod(weight.shape)
     return whole and not cast.widens and cast.after == trace.setup.compute
 
 
-def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[str, Weight]) -> Finding:
+def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
     # The fix casts all frozen weights: embeddings left in float32 would promote the results of the others.
     frozen = [weight for weight in trace.weights if is_frozen_base(weight) and weight.dtype == first.before]
-    weights = {owners[c.operand.origin.name].name: owners[c.operand.origin.name] for c in casts}.values()
+    cast_weights = (trace.owners[cast.operand.origin.name] for cast in casts)
+    weights = {weight.name: weight for weight in cast_weights}.values()
     spare = extra_bytes(weights, first.after)
     moved = sum(cast.bytes for cast in casts)
     cost = Cost(
@@ -91,7 +91,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[
         f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}",
         first.call,
         [cast.call for cast in casts],
-        cause=cause_text(first.operand.origin, owners),
+        cause=cause_text(first.operand.origin, trace.owners),
         notes=(
             f"{len(weights)} weights, {format_bytes(spare)} more memory than in {after}",
             *costs.estimate(cost, trace),
@@ -104,9 +104,9 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast], owners: Mapping[
     )
 
 
-def _undone(trace: Trace, owners: Mapping[str, Weight]) -> Iterator[tuple[costs.Cast, Weight]]:
+def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
     """Yield down-casts in an adapter's module of values that its layer cast up from the same dtype."""
-    adapters = {weight.module: weight for weight in owners.values() if weight.adapter}
+    adapters = {weight.module: weight for weight in trace.weights if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)
         if weight is None or cast.widens or up.kind != "cast" or up.before is None:

@@ -1,9 +1,8 @@
 """
-**What it means.** A GradScaler gets float16 gradients. `unscale_` refuses them: dividing by the scale in
-float16 would bring back the underflow that the scale was there to prevent. A gradient has its parameter's
-dtype, so some trainable parameter is float16: an adapter made in the base's dtype, a trained copy
-(`modules_to_save`), a model cast by `.half()` after its adapters were added, adapters loaded from a float16
-file.
+**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses float16 gradients: a division by the
+scale in float16 would bring back the underflow that the scale prevents. A gradient has its parameter's dtype, so some
+trainable parameter is float16: an adapter in the base model's dtype, a trained copy (`modules_to_save`), an adapter
+of a model that was cast by `.half()`, or an adapter that was loaded from a float16 file.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`

@@ -35,7 +35,7 @@ from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import FLOATS, GRADIENTLESS, Call, Operand, Trace
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import advice, cause_text, device_says, fix
+from isotype.rules.kit.words import advice, cause_text, device_says, fix, setting
 
 TITLE = "Mixed dtypes in the optimizer's step"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
@@ -126,26 +126,17 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
         and operand.dtype != trace.owners[name].dtype
     }
     if unlike:
-        actions = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())
-        yield Fix(
-            "accumulate each gradient in its parameter's dtype", "safe", actions=tuple(dict.fromkeys(actions))
-        )
+        changes = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())
+        text = "accumulate each gradient in its parameter's dtype"
+        yield Fix(text, "safe", actions=tuple(dict.fromkeys(changes)))
     if mismatched.origin.kind == "outside":
-        yield advice(
-            "optimizer", "make the optimizer after the model has its final dtypes, or load its state again"
-        )
+        how = "make the optimizer after the model has its final dtypes, or load its state again"
+        yield advice("optimizer", how)
     optimizer = trace.setup.optimizer
     if optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer):
         if "fused" in optimizer:
-            plain = Action("setting", "optimizer", "adamw")
-            yield Fix("use an optimizer that is not fused", "safe", actions=(plain,))
-        return
-    if not call.source:
-        return  # called by torch's own code: there is no line to change
-    written = dtype_name(call.operands[0].dtype)
-    yield fix(
-        f"cast the operands to {written}, the dtype of what is updated, at {short(call.source)}",
-        "line",
-        (call.source,),
-        written,
-    )
+            yield setting("use an optimizer that is not fused", "optimizer", "adamw")
+    elif call.source:  # torch's own code has no line to change
+        dtype = dtype_name(call.operands[0].dtype)
+        text = f"cast the operands to {dtype}, the dtype of what is updated, at {short(call.source)}"
+        yield fix(text, "line", (call.source,), dtype)

@@ -66,7 +66,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
         how = (
-            "the forward switches them on by a context manager or a flag: keep it on in the backward, too, "
+            "the forward switches these parameters on by a context manager or a flag: keep it on in the backward, too, "
             "or checkpoint with use_reentrant=False, which raises an error"
         )
         cause = (

@@ -39,13 +39,13 @@ d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short, starred
+from isotype.core.names import grouped, short, starred
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Operand, Trace, Weight
 from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, names, spacing
@@ -58,35 +58,47 @@ _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
 """PEFT (0.21) adds an adapter's delta to a stacked weight with this operator (`_LoraFactorsProxy`)."""
 _ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
+_HEADLINES = {
+    "merge": ("adapters are merged into {}", "weight", "weights"),
+    "delta": (
+        "whole deltas of adapters are computed and added to {}",
+        "stacked weight",
+        "stacked weights",
+    ),
+    "other": ("{} added to in place outside of the optimizer", "tensor is", "tensors are"),
+}
+"""Kind of sums -> (headline, the summed tensor in words, several tensors in words)."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield sums into frozen 16-bit weights and buffers: merges of adapters, PEFT's deltas of experts, others."""
-    formed: dict[str, tuple[Weight, Call]] = {}
-    merged: dict[str, tuple[Weight, Call]] = {}
-    others: dict[str, tuple[Weight, Call]] = {}
-    for call in trace.calls:
-        if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
-            for weight in _targets(call, trace):
-                formed.setdefault(weight.name, (weight, call))
-        if call.phase in ("forward", "generate") and not call.recomputed and _ADDING.match(call.op):
-            added = [operand for operand in call.operands if not operand.role.startswith("self")]
-            into = merged if any(_of_adapter(operand, trace) for operand in added) else others
-            for weight in _targets(call, trace):
-                into.setdefault(weight.name, (weight, call))
-    if merged:
-        where = _tensors(merged, "weight", "weights")
-        yield _finding(f"adapters are merged into {where}: {_LOST}", merged, _MERGE)
-    if formed:
-        where = _tensors(formed, "stacked weight", "stacked weights")
+    updates = [(_kind(call, trace), call) for call in trace.calls]
+    for kind, (headline, singular, plural) in _HEADLINES.items():
+        calls = [call for of_kind, call in updates if of_kind == kind]
+        pairs = ((weight, call) for call in calls for weight in _targets(call, trace))
+        firsts = [group[0] for group in grouped(pairs, lambda pair: pair[0].name).values()]
+        if not firsts:
+            continue
+        weights = [weight for weight, _ in firsts]
+        number, dtype = count(weights), dtype_name(weights[0].dtype)
+        tensors = f"a {dtype} {singular}" if number == 1 else f"{number} {dtype} {plural}"
         finding = _finding(
-            f"whole deltas of adapters are computed and added to {where}: {_LOST}", formed, _FUSE
+            f"{headline.format(tensors)}: {_LOST}",
+            weights,
+            firsts[0][1],
+            _FIXES.get(kind) or _float32(weights),
         )
-        yield replace(finding, notes=(*finding.notes, _share(trace)))
-    if others:
-        what = _tensors(others, "tensor is", "tensors are")
-        fixes = _float32([weight for weight, _ in others.values()])
-        yield _finding(f"{what} added to in place outside of the optimizer: {_LOST}", others, fixes)
+        yield replace(finding, notes=(*finding.notes, _share(trace))) if kind == "delta" else finding
+
+
+def _kind(call: Call, trace: Trace) -> str:
+    """Return the key of `_HEADLINES` for a sum into a weight; "" for other calls."""
+    if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
+        return "delta"
+    if call.phase not in ("forward", "generate") or call.recomputed or not _ADDING.match(call.op):
+        return ""
+    added = (operand for operand in call.operands if not operand.role.startswith("self"))
+    return "merge" if any(_of_adapter(operand, trace) for operand in added) else "other"
 
 
 def _share(trace: Trace) -> str:
@@ -119,9 +131,7 @@ def _of_adapter(operand: Operand, trace: Trace) -> bool:
     return any(weight is not None and weight.adapter for weight in owners)
 
 
-def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tuple[Fix, ...]) -> Finding:
-    weights = [weight for weight, _ in updates.values()]
-    call = next(iter(updates.values()))[1]
+def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[Fix, ...]) -> Finding:
     dtype = weights[0].dtype
     # Between two powers of two the spacing is constant: half of it is between these shares of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
@@ -141,23 +151,19 @@ def _finding(headline: str, updates: dict[str, tuple[Weight, Call]], fixes: tupl
     return replace(finding, phase=call.phase)
 
 
-def _tensors(updates: dict[str, tuple[Weight, Call]], singular: str, plural: str) -> str:
-    """Return number and dtype of the updated tensors, in words."""
-    weights = [weight for weight, _ in updates.values()]
-    dtype, number = dtype_name(weights[0].dtype), count(weights)
-    return f"a {dtype} {singular}" if number == 1 else f"{number} {dtype} {plural}"
-
-
-_FUSE = (advice("experts", "let the adapters act on activations: isotype.fuse(model)"),)
-_MERGE = (
-    advice(
-        "merge",
-        "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter separate",
+_FIXES = {
+    "delta": (advice("experts", "let the adapters act on activations: isotype.fuse(model)"),),
+    "merge": (
+        advice(
+            "merge",
+            "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter separate",
+        ),
+        advice(
+            "unmerge",
+            "after a passing merge put a saved copy of the weights back: unmerging rounds once more",
+        ),
     ),
-    advice(
-        "unmerge", "after a passing merge put a saved copy of the weights back: unmerging rounds once more"
-    ),
-)
+}
 
 
 def _float32(weights: list[Weight]) -> tuple[Fix, ...]:

@@ -80,6 +80,6 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
 
 
 def _kernel(product: Call) -> str:
-    """Return the kernel named in torch's error: for one matrix, or a batch (`CUDABlas.cpp`)."""
+    """Return the kernel that torch's error names: gemm for one matrix, bgemm for a batch (`CUDABlas.cpp`)."""
     batch = next(shape[0] for _, shape in product.results)
     return "bgemm" if "bmm" in product.op and batch > 1 else "gemm"

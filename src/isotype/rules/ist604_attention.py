@@ -48,46 +48,33 @@ KIND: Kind = "device"
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield a requested flash kernel that does not exist here, and queries too wide for the flash kernels."""
     setup = trace.setup
+    profile, accepted = setup.profile, setup.profile.flash_attention
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")
-    if flash and not _has_flash(trace):
-        yield _absent(trace)
+    if flash and (profile.kind not in ("cuda", "rocm") or accepted.isdisjoint(HALVES)):
+        yield Finding(
+            code="IST604",
+            severity="error",
+            message=f"{setup.attention} does not run on {profile.title}",
+            phase="forward",
+            cause=f"the model's config asks for {setup.attention}",
+            notes=(
+                "FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU",
+            ),
+            fixes=(advice("attn_implementation", 'load the model with attn_implementation="sdpa"', "sdpa"),),
+        )
         return
-    accepted = setup.profile.flash_attention
-    fused = (call for call in trace.calls if _is_attention(call))
+    if setup.compute not in accepted or profile.kind == "cpu":
+        return
+    sound = (c for c in trace.calls if c.phase == "forward" and c.operands and c.breach is None)
+    fused = (call for call in sound if any(part in call.op for part in ATTENTION_KERNELS))
     for dtype, calls in grouped(fused, lambda call: call.operands[0].dtype).items():
-        wanted = setup.compute in accepted and setup.profile.kind != "cpu"
-        if dtype not in accepted and dtype.itemsize > setup.compute.itemsize and wanted:
+        if dtype not in accepted and dtype.itemsize > setup.compute.itemsize:
             yield _wide(trace, calls, dtype, flash)
-
-
-def _is_attention(call: Call) -> bool:
-    """Return whether a call is fused attention in the forward without a breach."""
-    sound = call.phase == "forward" and call.operands and call.breach is None
-    return bool(sound) and any(part in call.op for part in ATTENTION_KERNELS)
-
-
-def _has_flash(trace: Trace) -> bool:
-    profile = trace.setup.profile
-    return profile.kind in ("cuda", "rocm") and not profile.flash_attention.isdisjoint(HALVES)
-
-
-def _absent(trace: Trace) -> Finding:
-    setup = trace.setup
-    return Finding(
-        code="IST604",
-        severity="error",
-        message=f"{setup.attention} does not run on {setup.profile.title}",
-        phase="forward",
-        cause=f"the model's config asks for {setup.attention}",
-        notes=("FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU",),
-        fixes=(advice("attn_implementation", 'load the model with attn_implementation="sdpa"', "sdpa"),),
-    )
 
 
 def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> Finding:
     first = calls[0]
     query = first.operands[0]
-    owners = trace.owners
     blamed = costs.root(query.origin)
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
     group = Group("IST604", tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
@@ -99,8 +86,8 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
         f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
         first,
         calls,
-        cause=cause_text(blamed, owners),
+        cause=cause_text(blamed, trace.owners),
         evidence=evidence(query.origin),
         notes=(plural(count, "attention call"),),
-        fixes=tuple(candidates(trace, group, owners)),
+        fixes=tuple(candidates(trace, group)),
     )

@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         "error" if accumulates else "note",
         "the loss ignores the number of labels in the step"
         + (": its gradients grow with the micro-batches" if accumulates else ""),
-        cause="num_items_in_batch is given, and twice as many change no digit of the loss",
+        cause="the loss is the same, to the last digit, with twice the num_items_in_batch",
         notes=(measured_on(reach),),
         fixes=(advice("num_items_in_batch", how),),
     )

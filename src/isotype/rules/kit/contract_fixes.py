@@ -16,12 +16,12 @@ from isotype.rules.kit.weight_sets import trained
 from isotype.rules.kit.words import fix
 
 
-def candidates(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
+def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     """Yield the possible fixes of a group; a second trace decides which of them are kept."""
     expected = dtype_name(_wanted(group))
     names = weights_meant(trace, (cause.name for cause in group.causes))
-    blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
-    yield from _adapter_fixes(trace, group, owners)
+    blamed = group.weights(trace)
+    yield from _adapter_fixes(trace, group)
     if group.cause.kind == "parameter" and blamed:
         yield from _parameter_fixes(trace, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):
@@ -83,7 +83,7 @@ def _written_into(group: Group) -> str | None:
 
 
 def _wanted(group: Group) -> torch.dtype:
-    """Return the dtype for the mismatched operand: its side's, or, if it has that already, another operand's."""
+    """Return the dtype that the mismatched operand gets: its side's, or another operand's if it has its side's."""
     if group.refused != "mixture":
         return group.expected
     if group.mismatched.dtype != group.side:
@@ -92,7 +92,7 @@ def _wanted(group: Group) -> torch.dtype:
     return next(others, group.side)
 
 
-def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> Iterator[Fix]:
+def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     """Yield the fix that casts the few trained adapters in another dtype than most adapters."""
     adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
     counts: Counter[torch.dtype] = Counter()
@@ -102,8 +102,9 @@ def _adapter_fixes(trace: Trace, group: Group, owners: Mapping[str, Weight]) -> 
     if most is None or 2 * counts[most] <= counts.total():
         return
     steps = (step for call in group.calls for operand in call.operands for step in operand.origin.path())
-    used = {step.name for step in steps if step.kind == "parameter" and step.name in owners}
-    layers = {_adapted(owners[name].module, trace.modules) for name in used if owners[name].adapter}
+    used = {step.name for step in steps if step.kind == "parameter" and step.name in trace.owners}
+    sources = (trace.owners[name] for name in used)
+    layers = {_adapted(weight.module, trace.modules) for weight in sources if weight.adapter}
     others = (weight for weight in adapters if weight.dtype != most)
     in_layers = [weight for weight in others if _adapted(weight.module, trace.modules) in layers]
     # PEFT's cast to the dtype of an adapter hides the weight that caused it.
@@ -158,12 +159,11 @@ def _keeps_digits(weight: Weight, expected: str) -> bool:
 
 
 def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
-    owners = trace.owners
     steps = group.mismatched.origin.path()
     makers = [step.module for step in steps if step.module and step.kind != "conversion"]
     makers += [cause.module for cause in group.causes if cause.module]
     # A layer's output has the dtype of its weight; for norms see `_parameter_fixes`.
-    blamed = [owners[cause.name] for cause in group.causes if cause.name in owners]
+    blamed = group.weights(trace)
     meant = weights_meant(trace, (weight.name for weight in blamed))
     # If one layer of many has another dtype, the fixes name that layer alone.
     alone = len(meant) == 1 and "*" not in meant[0]

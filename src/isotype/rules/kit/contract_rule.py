@@ -10,7 +10,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
-from isotype.records.finding import Finding, Fix, places
+from isotype.records.finding import Finding, Fix, finding_at, places
 from isotype.records.trace import FLOATS, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, groups, sides_in
@@ -33,7 +33,7 @@ def contract_rule(
         """Yield this rule's broken contracts, by cause."""
         for group in groups(trace):
             if group.code == code:
-                finding = _finding(trace, group, headline, trace.owners)
+                finding = _finding(trace, group, headline)
                 yield replace(finding, fixes=(*finding.fixes, advise(finding))) if advise else finding
 
     return find
@@ -63,13 +63,13 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
         mismatched = [o for o in tensors if o.dtype != compute]
     if not mismatched:
         return None
-    owners, breach = trace.owners, Breach(failure.error, False, None)
+    breach = Breach(failure.error, False, None)
     call = Call("", failure.phase, failure.module, failure.source, failure.operands, (), breach=breach)
     narrowest = min(accepted, key=lambda dtype: (dtype.itemsize, str(dtype)), default=compute)
     expected = compute if compute in accepted else narrowest
-    causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, owners))
+    causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, trace.owners))
     group = Group(code, (call,), mismatched[0], causes, expected, compute, "by the model")
-    return _finding(trace, group, "the model's own code refuses {given}", owners)
+    return _finding(trace, group, "the model's own code refuses {given}")
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
@@ -108,7 +108,7 @@ def _dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
     )
 
 
-def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Weight]) -> Finding:
+def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     first = group.calls[0]
     assert first.breach is not None
     others = [
@@ -116,24 +116,17 @@ def _finding(trace: Trace, group: Group, headline: str, owners: Mapping[str, Wei
     ]
     # The attention kernel of fake tensors is not the kernel of the simulated device.
     op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
-    return Finding(
-        code=group.code,
-        severity="error",
-        message=headline.format(
-            given=dtype_name(group.mismatched.dtype),
-            expected=(others or [dtype_name(group.expected)])[0],
-            op=op,
-        ),
-        module=first.module,
-        op=op,
-        phase=first.phase,
-        source=first.source,
-        cause=cause_text(group.cause, owners),
+    dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
+    return finding_at(
+        group.code,
+        "error",
+        headline.format(given=dtype, expected=expected, op=op),
+        replace(first, op=op),
+        group.calls,
+        cause=cause_text(group.cause, trace.owners),
         evidence=evidence(group.mismatched.origin),
         notes=_notes(group, trace.setup.profile.unlike),
-        fixes=tuple(candidates(trace, group, owners)),
-        operands=first.operands,
-        places=places(group.calls),
+        fixes=tuple(candidates(trace, group)),
     )
 
 

@@ -163,6 +163,10 @@ class Group:
         """Origin of the dtype of the first mismatched operand."""
         return self.causes[0]
 
+    def weights(self, trace: Trace) -> list[Weight]:
+        """Return the weights among the causes."""
+        return [trace.owners[cause.name] for cause in self.causes if cause.name in trace.owners]
+
 
 @per_trace
 def groups(trace: Trace) -> tuple[Group, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, starred
-from isotype.records.finding import Action, Cost, Finding, Fix, places
+from isotype.records.finding import Action, Cost, Finding, Fix, Severity, finding_at
 from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import quantized
@@ -29,24 +30,18 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         return
     share = costs.flops_share(trace, calls)
     cost = Cost(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
-    first = calls[0] if calls else None
-    name = dtype_name(dtype)
-    yield Finding(
-        code=code,
-        severity="error" if support == "refused" else "warning",
-        message=f"{name} matmuls {_how_they_run(trace, dtype, other)} on {profile.title}"
-        + (f": {share:.0%} of the FLOPs" if calls else ""),
-        module=first.module if first else "",
-        op=first.op if first else "",
-        phase=first.phase if first else "forward",
-        source=first.source if first else "",
-        cause=_cause(trace, dtype),
-        notes=(profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace)),
-        fixes=fixes(trace, dtype, other),
-        operands=first.operands if first else (),
-        cost=cost,
-        places=places(calls),
-    )
+    message = f"{dtype_name(dtype)} matmuls {_how_they_run(trace, dtype, other)} on {profile.title}"
+    severity: Severity = "error" if support == "refused" else "warning"
+    facts: dict[str, Any] = {
+        "cause": _cause(trace, dtype),
+        "notes": (profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace)),
+        "fixes": fixes(trace, dtype, other),
+        "cost": cost,
+    }
+    if calls:
+        yield finding_at(code, severity, f"{message}: {share:.0%} of the FLOPs", calls[0], calls, **facts)
+    else:
+        yield Finding(code, severity, message, **facts)
 
 
 def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
