@@ -46,7 +46,7 @@ def code_refused() -> Iterator[None]:
 class _Finder:
     """Finder that lets the other finders find one module, and calls `act` after the module's first successful import.
 
-    The finder stays in `sys.meta_path` until that import: a lookup by `importlib.util.find_spec` imports nothing, and a
+    The finder stays in `sys.meta_path` until the import has succeeded: a lookup by `importlib.util.find_spec` imports nothing, and a
     failed import may be repeated.
     """
 

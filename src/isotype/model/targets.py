@@ -249,7 +249,7 @@ class _Weight:
 
 
 ADAPTED = "adapters are on "
-"""Start of the sentence about adapted weights."""
+"""First words of the sentence in `adapter_notes` about weights with adapters."""
 _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 

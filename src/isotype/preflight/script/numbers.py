@@ -175,7 +175,7 @@ class Numbers:
         model, forwards = self._model, tuple(self._forwards)
         self._stop()
         if model is None or not forwards:
-            self._say("the forward that led there was not seen")
+            self._say("the forward of this step was not recorded: the step cannot be run again")
         else:
             self._explain(model, forwards, scale)
         raise SystemExit(STOPPED)
