@@ -125,7 +125,7 @@ def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("no room")
 
     choice = choose(weight(), None, SHAPE, timer=full, card=CARD)
-    assert choice == HeadChoice(False, "TRL's: no room to measure isotype's beside it")
+    assert choice == HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
 
     class Sharded(torch.Tensor):
         pass

@@ -169,11 +169,11 @@ _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 
 class _Parts(NamedTuple):
-    """The `__dict__`s of a PEFT layer's modules with the active adapters.
+    """The modules of a PEFT layer with the active adapters.
 
     Attributes:
-        all: those of all modules whose children are compared, the layer first.
-        called: those of the modules that PEFT's forward calls: the base and the parts of active adapters.
+        all: `__dict__`s of all modules whose children are compared, the layer first.
+        called: `__dict__`s of the modules that PEFT's forward calls: the base and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """
 

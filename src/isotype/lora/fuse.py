@@ -197,7 +197,7 @@ class FusionReport:
             lines.append(f"gated: {mlps}, whose product the backward computes again")
         if self.experts:
             layers = plural(len(self.experts), "layer")
-            lines.append(f"experts: those of {layers} in one function a layer, adapters on activations")
+            lines.append(f"experts: those of {layers} in one function per layer, adapters on activations")
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')} in one function each")
         if self.rotary:

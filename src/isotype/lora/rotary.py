@@ -30,7 +30,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 _looked_at: dict[FunctionType, FunctionType] = {}
-"""Forward -> its module's function when `rotates` was called."""
+"""Forward of a class -> rotation of the Python module at the call of `rotates`."""
 
 
 def rotates(forward: Any) -> bool:

@@ -105,7 +105,7 @@ class Mixture:
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
     """Return the request with all layers in nf4, from which everything but the layers' formats is decided.
 
-    If the request leaves it open, the quantization constants are quantized too: that costs little.
+    If the request does not decide `double_quant`, the quantization constants are quantized, which costs little.
     """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)

@@ -67,7 +67,7 @@ def decide(
         ranges: measured magnitudes of this model's values; None if they were not measured.
 
     Raises:
-        PrecisionError: the request has conflicts. The error lists each with its fix, and the nearest policy that works.
+        PrecisionError: the request has conflicts. The error lists every conflict with its fix, and the nearest policy that works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()

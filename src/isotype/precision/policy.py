@@ -253,7 +253,7 @@ class PrecisionPolicy:
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON values of all fields for display, without moments: they are as long as the layers are wide."""
+        """Return JSON values of all fields for display, without moments, which are as long as the layers are wide."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
         return {
@@ -273,7 +273,7 @@ class PrecisionPolicy:
         """Return the policy from the values of `to_dict`.
 
         Raises:
-            FormatVersionError: the format version is another one. Files of isotype 0.1.0 lack it and count as version 1.
+            FormatVersionError: the format version is another one. Files of isotype 0.1.0 count as version 1.
         """
         require_version(values.get("format_version", 1), FORMAT_VERSION)
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}

@@ -87,7 +87,7 @@ def installed() -> dict[str, str | None]:
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return package -> requirement strings, from the metadata of the installed packages.
 
-    The packages are isotype and those in `versions` with the installed version: only its metadata is at hand.
+    The packages are isotype, and those in `versions` with the installed version: other versions have no metadata here.
     """
     packages = {**versions, "isotype": _version("isotype")}
     matching = [package for package, version in packages.items() if version and version == _version(package)]

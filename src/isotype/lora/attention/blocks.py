@@ -23,8 +23,8 @@ def recomputed(
 ) -> torch.Tensor:
     """Return `compute(q, k, v)`; only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` is called before `compute`, and before the backward, with the tensors that are read and written. What it
-    returns stays alive until the results exist: a trace so counts the copies that a kernel works on.
+    `beside` is called before `compute`, and before the backward, with the tensors that are read and written. The result
+    of `beside` stays alive until they are computed, so that a trace counts the copies that a kernel works on.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out

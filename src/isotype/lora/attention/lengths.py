@@ -22,7 +22,7 @@ from isotype.precision.devices.profile import DeviceProfile
 DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD = 256
 _ALIGNED = 8
-"""Head sizes are multiples of this."""
+"""Head sizes must be multiples of this number."""
 _SINCE = "2.11"
 CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask")
 """Keyword arguments of layers that change the result, and that isotype's kernels and `varlen_attn` do not support."""

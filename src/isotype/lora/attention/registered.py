@@ -68,7 +68,7 @@ class AttentionReport:
 
     Attributes:
         taken: whether the model's attention is one of isotype's functions.
-        reason: why it is not, as a clause; None if it is.
+        reason: why the model keeps another attention, as a clause; None if `taken`.
         repeated: title of the device on which keys and values are repeated for torch's kernel; None if they are not.
         slow: why attention materializes all scores on this device, as a clause; None if it does not.
         choices: class of shapes -> chosen kernel and measured times.

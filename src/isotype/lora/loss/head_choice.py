@@ -154,7 +154,7 @@ def choose(
     try:
         times, not_stored = TIMES.of(file, name, lambda: measure(weight, bias, shape, timer))
     except torch.OutOfMemoryError:
-        return HeadChoice(False, "TRL's: no room to measure isotype's beside it")
+        return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
     except TheirsFailedError as failure:
         return HeadChoice(True, f"isotype's: TRL's cannot run here: {failure}")
     if not_stored is not None:

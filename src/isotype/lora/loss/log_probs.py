@@ -8,7 +8,7 @@ softcap):
 
 The log-probability of a token depends only on the token's hidden state, so the forward computes the gradient from the
 logits, and the backward only multiplies each row by the incoming gradient of the loss. The hidden states are projected
-once, and the logits of one chunk exist at a time. A chunk covers the whole vocabulary: each product is summed in
+once, and only the logits of one chunk exist at a time. A chunk covers the whole vocabulary: each product is summed in
 float32 and rounded once. If more is differentiated (entropy, a trained head), the backward recomputes the logits, chunk
 by chunk.
 

@@ -50,9 +50,9 @@ def softmax(
 ) -> torch.Tensor | None:
     """Write the results of a block of tokens into `outputs`; with `ahead`, also overwrite the logits with their gradients.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. So it is -1 at the target, and the share of the other
-    probabilities elsewhere, without underflow or cancellation however confident the model is. The returned factors undo
-    the division.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The quotient is -1 at the target, and elsewhere the share of the
+    other probabilities, without underflow or cancellation however confident the model is. The returned factors undo the
+    division.
 
     Args:
         logits: `[n, V]`.

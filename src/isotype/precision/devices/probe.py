@@ -62,8 +62,8 @@ class MatmulRate:
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
     """Return the side of the next matrices, at most twice `side`; `side` if larger matrices may exceed the budget.
 
-    A call with matrices of `side` took `call_seconds`; its time grows with side^3. The predicted time of a larger call
-    may be a quarter of the remaining seconds: if the matrices exceed a cache, the call takes longer than predicted.
+    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. The predicted time of a
+    larger call may be a quarter of the remaining seconds: if the matrices exceed a cache, the call takes longer.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3
@@ -189,7 +189,8 @@ def measure_all(
         device: a torch device or device name.
         seconds_total: time budget of all dtypes, in equal shares; a few calls of a slow dtype may exceed a share.
         dtypes: dtypes of the operands.
-        size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. A slow dtype is measured on smaller matrices.
+        size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. Matrices of a slow dtype are
+            smaller.
 
     Raises:
         PrecisionError: the device is not in this machine.
