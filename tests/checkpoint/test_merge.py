@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -25,6 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.merge import write
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.report import (
     Form,
@@ -549,6 +552,14 @@ def test_a_full_disk_is_found_before_the_first_byte(
         "  = the adapter and its base are unchanged, and no partial file is left: run the same command again"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_disk_without_room_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.strerror(errno.ENOSPC)
+    monkeypatch.setattr(write, "why_unusable", lambda folder: full)
+    with pytest.raises(SaveError, match="the merged model cannot be written") as caught:
+        merge_adapter(tmp_path / "no adapter", tmp_path / "merged")
+    assert caught.value.problems[0].given == f"{tmp_path / 'merged'}: {full}"
 
 
 def test_what_a_killed_merge_left_is_removed_and_what_a_living_one_builds_is_not(

@@ -314,7 +314,7 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
 
 
 def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
-    """Quantize a dense GGUF file with `llama-quantize`; return a note with the types, or raise SaveError."""
+    """Quantize a dense GGUF file with `llama-quantize`; return a note with the tensors' types, or raise SaveError."""
     command = [shutil.which(PROGRAM) or PROGRAM, str(dense), str(output), kind.upper()]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode or not output.is_file():

@@ -87,7 +87,7 @@ def fill(
     shown: bool = True,
     staging: int | None = None,
 ) -> tuple[set[str], dict[str, str]]:
-    """Fill the tensors of a model that the checkpoint has.
+    """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
     Peak memory is the filled model and the largest tensor (for quantized stacks of experts, one expert). A tensor that
     is used as stored stays mapped. For weights on a GPU, a thread reads ahead into two additional pinned buffers.

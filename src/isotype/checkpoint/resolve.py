@@ -98,7 +98,7 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy for a `PrecisionRequest`, and the value ranges that decided it, or None.
+    """Return the policy for a `PrecisionRequest`, and the value ranges from which it was decided, or None.
 
     Args:
         device, ranges, damages: as for `resolve_precision`.

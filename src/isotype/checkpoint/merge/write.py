@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,9 +46,11 @@ FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 
 
 def check_output(output: Path) -> None:
-    """Raise UsageError if something would be overwritten, or the directory cannot be created."""
+    """Raise UsageError if a file would be overwritten or no directory can be created, SaveError if the disk is full."""
     file = is_file(output)
     if why := why_unusable(output.parent):
+        if why in map(os.strerror, NO_ROOM):
+            raise _no_room(output, why, "a directory with room that can be written")
         what, expected = f"--output {output}: {why}", "a directory that can be created"
         raise UsageError.of("cannot write to the output directory", what, expected, "give another one")
     if output.is_dir() and not file and not any(output.iterdir()):
