@@ -31,6 +31,10 @@ print("one two three four five six")
 
 - The key of the room
   is under the mat.
+
+  ```python
+  print("seven eight nine ten eleven twelve")
+  ```
 """
 
 

@@ -22,11 +22,11 @@ PAGE = ROOT / "docs" / "combinations.md"
 
 _HEAD = """# What combines
 
-Options of a training in pairs, written by `python -m tools.combinations` from `tests/combinations.json`. **✓**: `tests/test_combinations.py` trains a step of a tiny
-model with both, on a CPU, everything else as by default (`sft`, LoRA, no quantization, one process, no checkpointing, no packing, a dense model of text, no
-compiler). **✗**: refused before weights are loaded, with the message of that number below. `make test-all` runs every pair, `make test` a few. FSDP2 and DDP run in
-two processes, `compile` with torch's backend `eager`. Not tested here: three options at once, and GPUs. Where a cell has ✓, the step runs; other
-tests compare its numbers.
+This page shows which options of a training combine in pairs; `python -m tools.combinations` writes the page from `tests/combinations.json`. **✓** means that a step
+with both options runs: `tests/test_combinations.py` trains a tiny model on a CPU, with the defaults for all other options (`sft`, LoRA, no quantization, one process,
+no checkpointing, no packing, a dense model of text, no compiler); other tests compare the numbers of such steps. **✗** means that the pair is refused before weights
+are loaded, with the message of that number below. `make test-all` runs every pair, `make test` a few. FSDP2 and DDP run in two processes, `compile` with torch's
+backend `eager`. Three options at once, and GPUs, are not tested here.
 
 """
 

@@ -21,7 +21,7 @@ from tools.sources import ROOT, Module, Sources, read_sources
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*])")
 _PART = re.compile(r"\n\s*\n|^\s*(?:(?:[-*]|\d+\.)\s+|(?=\**\w+: ))", re.MULTILINE)
 _PATTERN = re.compile(r"\\|\(\?")
-_CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _SKIPPED = ("|", "#", "<")
 _LEAST_WORDS = 5
 

@@ -1,4 +1,4 @@
-"""A small config, and steps that take what a formula says in the place of traces."""
+"""A small config, and steps whose memory follows a formula instead of a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step_of(request: StepRequest) -> Trace:
-    """Weights of 1 MiB in 4 bits, 4 MiB otherwise, and 4 KiB a token, of which checkpointing saves three quarters, of the layers that have it."""
+    """Weights take 1 MiB in 4 bits, else 4 MiB; a token takes 4 KiB, and a quarter of this in recomputed layers."""
     setup = setup_of(request)
     rows, tokens = setup.batch["input_ids"]
     policy = setup.policy
@@ -57,7 +57,7 @@ def noted(shapes: list[tuple[int, ...]], request: StepRequest) -> Trace:
 
 @pytest.fixture
 def formula(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes that were traced."""
+    """Return the list of traced shapes."""
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr("isotype.train.preflight.step.trace_of", partial(noted, shapes))
     return shapes

@@ -1,4 +1,4 @@
-"""A row of a plan, by hand."""
+"""Rows of a plan, built by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from isotype.train.command.command import Command
 
 
 def row(**values: Any) -> Row:
-    """A row that fits, with these values in the place of its own."""
-    known: dict[str, Any] = {
+    """Return a row that fits, with `values` in place of the defaults."""
+    defaults: dict[str, Any] = {
         "device": "t4",
         "devices": 1,
         "storage": "nf4",
@@ -32,4 +32,4 @@ def row(**values: Any) -> Row:
         "policy": PrecisionPolicy(torch.float16, "nf4"),
         "command": Command("sft", {}),
     }
-    return Row(**{**known, **values})
+    return Row(**{**defaults, **values})

@@ -1,4 +1,4 @@
-"""`auto` in a training command, and what fits instead of what does not."""
+"""`auto` in a training command, and settings that fit instead of settings that do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FINDING = Finding("IST605", "error", "the step does not fit", kind="memory")
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch, formula: object) -> None:
-    """Every device leaves 6 MiB to a step; none is measured."""
+    """A step may take 6 MiB on every device; no rates are measured."""
     monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
     monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(6 * 2**20, "6 MiB"))
 
@@ -39,7 +39,7 @@ def command(argv: list[str]) -> Command:
 
 
 def filled(argv: list[str]) -> tuple[tuple[str, ...], Row]:
-    """The command line with the plan's values, and their row."""
+    """Return the command line with the plan's values, and the chosen row."""
     resolved, row = resolve_auto(command(argv))
     return resolved.tokens(), row
 
@@ -60,7 +60,7 @@ def test_what_asks_for_a_plan(text: str, answer: bool) -> None:
 
 
 def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> None:
-    """4 MiB of weights and 4 KiB a token: two rows of 256 tokens, or, computed again, all eight."""
+    """With 4 MiB of weights and 4 KiB per token, two rows of 256 tokens fit, or all eight with recomputation."""
     argv = arguments(
         config, "--max_length 256 --per_device_train_batch_size auto --gradient_checkpointing False"
     )
@@ -83,7 +83,7 @@ def test_a_step_of_so_many_tokens(config: Path, room: None) -> None:
 
 def test_the_length_and_the_storage(config: Path, room: None) -> None:
     tokens, row = filled(arguments(config, "--max_length auto --quantization auto"))
-    assert row.length == 512  # the model's positions: there is no data
+    assert row.length == 512  # the model's positions, because there is no data
     assert tokens[tokens.index("--max_length") + 1] == "512"
     assert ("--quantization" in tokens) is row.policy.quantized
     assert "auto" not in tokens
@@ -112,16 +112,16 @@ def test_processes_that_are_launched_together_do_not_plan(
 def test_a_training_takes_the_plans_values_and_says_so(
     config: Path, room: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[object] = []
+    requests: list[object] = []
 
     def run(settings: object, console: Console) -> None:
-        seen.append(settings)
+        requests.append(settings)
         raise UsageError("that is enough", [])
 
     monkeypatch.setattr("isotype.train.training.run", run)
     text = "--max_length 256 --per_device_train_batch_size auto --quantization auto --dataset_name embedded:precision_qa"
     assert main(["sft", *arguments(config, text)]) == 2
-    settings: object = seen[0]
+    settings: object = requests[0]
     assert settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps == 8  # type: ignore[attr-defined]
     assert "planned: " in capsys.readouterr().out
 
@@ -165,7 +165,7 @@ def test_where_nothing_smaller_fits(config: Path, room: None, monkeypatch: pytes
 
 
 def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) -> None:
-    """Of a model whose weights alone are too large, which no smaller batch brings in."""
+    """The weights alone are too large, so no smaller batch fits."""
     options, command = parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
     step = plan_of(options, command)
     findings = with_nearest((FINDING,), step, command)
@@ -176,6 +176,6 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
         "--per_device_train_batch_size 1 --dataset_name embedded:precision_qa --gradient_checkpointing True "
         "--gradient_accumulation_steps 1"
     )
-    assert with_nearest(findings, step, command) is findings  # it names one already
+    assert with_nearest(findings, step, command) is findings  # a finding already has a verified fix
     other = (Finding("IST201", "warning", "a cast"),)
     assert with_nearest(other, step, command) is other

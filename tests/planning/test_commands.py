@@ -1,4 +1,4 @@
-"""Every command that a plan or a check prints is accepted by the command that it names, and trains what was asked for."""
+"""Commands that a plan or a check prints are accepted, and train with the requested settings."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FREE = {
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
 }
-"""What a plan chooses, its product of rows kept."""
+"""Arguments that a plan chooses, with a fixed number of rows per step."""
 NAMED = {"quantization", "base_memory", "dataset_name", "model_name_or_path", "fsdp", "device"}
-"""What a plan's line or note names."""
+"""Arguments that a line or note of the plan names."""
 
 POOL: tuple[tuple[str, Any], ...] = (
     ("bf16", True), ("fp16", True), ("dtype", "bfloat16"), ("dtype", "auto"), ("quantization", "nf4"), ("quantization", "int8"),
@@ -47,7 +47,7 @@ POOL: tuple[tuple[str, Any], ...] = (
 
 
 def drawn(seed: int, config: Path, folder: Path) -> tuple[str, list[str]]:
-    """(method, a training command's arguments): some flags in every spelling, some in a file."""
+    """Draw (method, arguments of a training command), with flags in all spellings and in a file."""
     draw = random.Random(seed)
     method = draw.choice(("sft", "sft", "sft", "dpo", "reward"))
     values = dict(draw.sample(POOL, draw.randint(0, 6)))
@@ -79,7 +79,7 @@ def drawn(seed: int, config: Path, folder: Path) -> tuple[str, list[str]]:
 
 
 def accepted(tokens: tuple[str, ...]) -> Command:
-    """The command that is read from a printed one, judged as the training judges it."""
+    """Return the command parsed from a printed command, with the training's checks."""
     words = shlex.split(shlex.join(tokens))
     words = words[words.index("isotype") + 1 :]
     command = parse_command(words[0], words[1:])[0]
@@ -105,13 +105,13 @@ def test_a_plans_command_trains_what_was_asked_for(
     monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
     draw, (method, argv) = random.Random(seed), drawn(seed, config, tmp_path)
     count = draw.choice((1, 1, 1, 2))
-    own = ["--device", draw.choice(("t4", "rtx4090", "h100")), "--devices", str(count)]
-    own += ["--max-memory", f"{draw.choice((3, 5, 6, 9, 40))}MiB"]
+    flags = ["--device", draw.choice(("t4", "rtx4090", "h100")), "--devices", str(count)]
+    flags += ["--max-memory", f"{draw.choice((3, 5, 6, 9, 40))}MiB"]
     asked = parse_command(method, argv)[0]
     try:
-        plan = plan_of_request(parse_request([method, *argv, *own])[0])
+        plan = plan_of_request(parse_request([method, *argv, *flags])[0])
     except (UsageError, PrecisionError):
-        return  # the training is refused as well, or the device is
+        return  # the training or the device is refused, too
     for row in plan.rows:
         printed = accepted(row.command.tokens())
         limit = {"max_length"} if row.length < 128 or "max_length" not in asked else set()
@@ -125,7 +125,7 @@ def test_a_plans_command_trains_what_was_asked_for(
 def test_a_checks_commands_train_what_was_asked_for(
     seed: int, config: Path, formula: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of `--fix`, and of what fits in the place of what does not."""
+    """Commands of `--fix`, and of settings that fit instead of settings that do not."""
     method, argv = drawn(seed, config, tmp_path)
     device = random.Random(seed).choice(("t4", "v100", "rtx4090"))
     asked = parse_command(method, argv)[0]

@@ -1,4 +1,4 @@
-"""A plan knows what `isotype quality` has measured."""
+"""A plan uses the cached result of `isotype quality`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of a small model: what they foresee, choose and print."""
+"""Plans of a small model: foreseen memory, choices and text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def planned(config: Path, memory: str, device: str = "rtx4090", **more: object) 
     return isotype.plan(config, device=device, max_memory=memory, length=256, lora_r=4, **more)
 
 
-# What is foreseen is what a check foresees
+# A plan foresees the memory that a check foresees
 
 
 def same_as_a_check(row: Row) -> None:
@@ -64,7 +64,7 @@ def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_w
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_check_and_plan_have_one_peak_and_one_room(config: Path, accumulation: int) -> None:
-    """Of full training, whose optimizer's states are the larger part from the second step on."""
+    """Full training: from the second step on, the optimizer's states are the larger part."""
     words = f"--use_peft False --dtype bfloat16 --gradient_checkpointing False --gradient_accumulation_steps {accumulation}"
     words += " --per_device_train_batch_size 4 --max_length 64 --device rtx4090"
     step = plan_of(*parse_options([str(config), *words.split()]))
@@ -93,7 +93,7 @@ def test_every_row_is_what_a_check_of_its_command_foresees(config: Path) -> None
         same_as_a_check(row)
 
 
-# The search, over steps that take what a formula says
+# The search, over steps whose memory follows a formula
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_as_few_micro_batches_as_fit_each_as_large_as_the_others(plan: Plan) -> 
     assert sizes == {
         ("bfloat16", "off"): (2, 4, True),
         ("bfloat16", "every layer"): (8, 1, True),
-        ("int8", "off"): (4, 2, True),  # 5 fit, and 3 with 5 in two micro-batches are no better than 4 with 4
+        ("int8", "off"): (4, 2, True),  # 5 rows fit, but two micro-batches of 4 are as good as 5 and 3
         ("int8", "every layer"): (8, 1, True),
         ("nf4", "off"): (4, 2, True),
         ("nf4", "every layer"): (8, 1, True),
@@ -159,7 +159,7 @@ def test_nothing_fits(config: Path, formula: object) -> None:
     title, least, fix = str(plan).splitlines()[3:6]
     assert title == "NVIDIA GeForce RTX 4090: nothing fits"
     assert re.fullmatch(r"   a step needs at least \d.* MiB \(nf4\) and may use 100 KiB", least)
-    assert fix == "   try a smaller model or a larger device"  # nor do 64 of them hold it
+    assert fix == "   try a smaller model or a larger device"  # 64 devices are not enough either
     arguments = ["plan", str(config), "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]
     assert main(arguments) == 1
 
@@ -173,7 +173,7 @@ def test_the_text_begins_with_what_fits_and_its_command(plan: Plan) -> None:
     assert answer == f"NVIDIA GeForce RTX 4090: {fits}"
     assert command == plan.command
     assert plan.command is not None
-    assert not shlex.split(plan.command)[3].endswith("config.json")  # the folder, where weights are
+    assert not shlex.split(plan.command)[3].endswith("config.json")  # the folder of the weights
     assert max(len(line) for line in text.splitlines() if "GiB" in line or "MiB" in line) <= 100
     assert re.search(r"memory     peak in \w+: ", text)
 
@@ -206,7 +206,7 @@ def test_several_devices_have_a_row_and_a_command_each(config: Path, formula: ob
     rows = {device.name: device.chosen for device in plan.devices}
     assert rows["rtx4090"] is not None
     assert rows["l4"] is not None
-    # The same operators at other rates.
+    # Both devices run the same operators at different rates.
     assert rows["rtx4090"].peak == rows["l4"].peak
     assert rows["rtx4090"].time != rows["l4"].time
     assert rows["t4"] is not None
@@ -264,11 +264,11 @@ def test_so_many_of_a_device_are_enough_as_a_plan_for_them_says(tmp_path: Path) 
     config.num_hidden_layers, config.intermediate_size = 16, 2048
     config.save_pretrained(tmp_path)
     int8 = {"quantization": "int8", "gradient_checkpointing": True, "per_device_train_batch_size": 1}
-    one = isotype.plan(tmp_path, device="rtx4090", max_memory="20MiB", **int8)
-    enough = one.devices[0].enough
-    assert one.chosen is None
+    plan = isotype.plan(tmp_path, device="rtx4090", max_memory="20MiB", **int8)
+    enough = plan.devices[0].enough
+    assert plan.chosen is None
     assert enough is not None
-    assert f"a larger device, or {enough} of this one (--devices {enough})" in str(one)
+    assert f"a larger device, or {enough} of this one (--devices {enough})" in str(plan)
     many = isotype.plan(tmp_path, device="rtx4090", max_memory="20MiB", devices=enough, **int8)
     assert many.chosen is not None
     none = isotype.plan(tmp_path, device="rtx4090", max_memory="1KiB", **int8)
@@ -277,7 +277,7 @@ def test_so_many_of_a_device_are_enough_as_a_plan_for_them_says(tmp_path: Path) 
 
 
 def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None:
-    """Nobody has named a length: rows of 64 tokens were tried, which was refused as if somebody had."""
+    """Without a requested length, rows of 64 tokens were tried and refused like a requested length."""
     config = CONFIGS["gemma3-vision"]()
     config.mm_tokens_per_image = 100
     config.vision_config.image_size = 160

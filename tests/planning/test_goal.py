@@ -1,4 +1,4 @@
-"""Which row a goal picks, and the front."""
+"""The row that a goal picks, and the Pareto front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where nothing fits with adapters on experts, a plan says what fits with less, and what is given up."""
+"""If nothing fits with adapters on experts, a plan gives up settings and names them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models import CONFIGS
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a model most of whose adapters would be those of experts."""
+    """Write the config of a model with large adapters on experts."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=128,
         hidden_size=128,
@@ -55,7 +55,7 @@ def _plan(experts: Path, memory: int, **arguments: object) -> isotype.Plan:
 
 
 def _peak(experts: Path, **arguments: object) -> int:
-    """The bytes of a step; longer rows are not tried."""
+    """Return the bytes of a step; longer rows are not tried."""
     asked = [str(experts), "--device", "a100-80g", "--rows", "1", "--length", "64"]
     request, _ = parse_request(asked, {**SETTINGS, **arguments})
     (row,) = plan_of_request(replace(request, longest=False)).devices[0].rows
@@ -97,7 +97,7 @@ def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path) -> No
         "optimizer states in 32 bits, 4-bit constants in 32 bits (--use_bnb_nested_quant)"
     )
     assert shortest[0] == f"{nested[0]}, rows of more than 256 tokens"
-    plans = [plan_of_request(replace(each, longest=False)) for _, each in (nested, shorter, shortest)]
+    plans = [plan_of_request(replace(request, longest=False)) for _, request in (nested, shorter, shortest)]
     lengths = [plan.chosen.length for plan in plans if plan.chosen is not None]
     assert lengths == [1024, 512, 256]
     for plan in plans:

@@ -1,4 +1,4 @@
-"""Mixed storage in a plan: the memory that is left beside 4 bits is spent where they cost most."""
+"""Mixed storage in a plan: memory that nf4 leaves goes to the layers that 4 bits damage most."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         for at, (name, module) in enumerate(linear(model).items())
     )
     save_measurement(Damages("llama", open_checkpoint(path).fingerprint or "", "", "float32", "", 1, layers))
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def trace_of(request: StepRequest) -> Trace:
-        """Weights as they are stored, a hundred bytes more for each layer in another format, and activations."""
+        """Return the bytes of stored weights, a hundred bytes per layer in another format, and activations."""
         assert request.policy is not None
         damages = Damages("", "", "", "", "", 1, layers)
         stored = base_bytes(damages, request.policy, parameters) + 100 * len(request.policy.layers)
@@ -65,7 +65,7 @@ def planned(path: str, memory: int, **more: object) -> Plan:
 
 def test_what_is_left_goes_to_the_layers_that_4_bits_cost_most(path: str) -> None:
     rows = {row.storage: row for row in planned(path, 2**30).rows}
-    assert set(rows) == {"bfloat16", "int8", "nf4"}  # in a gigabyte all layers are left as they are
+    assert set(rows) == {"bfloat16", "int8", "nf4"}  # in a gigabyte no layer is quantized
     room = (rows["nf4"].peak + rows["int8"].peak) // 2
     rows = {row.storage: row for row in planned(path, room).rows}
     mixed = rows["mixed"]

@@ -1,4 +1,4 @@
-"""What published runs on GPUs reached, as docs/plan.md has it beside what a plan foresees."""
+"""Published runs on GPUs, which docs/plan.md compares with foreseen speed and memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def test_the_page_has_the_table_that_the_benchmark_writes() -> None:
 
 
 def test_every_run_has_a_source_a_model_and_a_traced_step() -> None:
-    found = rates.published()
-    assert len(rates.runs()) == len(found["runs"]) >= 40
-    assert {run["source"] for run in found["runs"]} == found["sources"].keys()
-    assert all(source["url"].startswith("https://") for source in found["sources"].values())
+    published = rates.published()
+    assert len(rates.runs()) == len(published["runs"]) >= 40
+    assert {run["source"] for run in published["runs"]} == published["sources"].keys()
+    assert all(source["url"].startswith("https://") for source in published["sources"].values())
 
 
 def test_what_is_off_has_a_reason() -> None:
@@ -41,7 +41,7 @@ def test_the_spread_covers_four_of_five_runs_that_were_held_back() -> None:
 
 
 def test_no_number_of_the_model_fits_better_when_it_is_changed() -> None:
-    """Each of those that are fitted, by a tenth up or down."""
+    """Each fitted number, changed by a tenth up or down."""
     some = rates.loss_of(REACHED)
     for name in rates.FITTED:
         for factor in (0.9, 1.1):
@@ -51,7 +51,7 @@ def test_no_number_of_the_model_fits_better_when_it_is_changed() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("rtx4090", marks=pytest.mark.slow), "h100"])
 def test_the_step_of_a_run_is_traced_again(device: str) -> None:
-    """One run of a card: the peak and what decides the time are those in the file."""
+    """A run of a card has the peak and the terms of the time that the file has."""
     run = next(run for run in rates.runs() if run.published["device"] == device)
     model = rates.published()["models"][run.published["model"]]
     assert {"run": rates.name_of(run.published), **rates.step_of(run.published, model)} == run.step

@@ -1,4 +1,4 @@
-"""Rates that are measured on a device: of its kernels, and not of what it takes to launch and wait for one."""
+"""Measured rates of a device's kernels, without the time to launch a kernel and to wait for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITED, LAUNCHED, RAN = 15e-6, 5e-6, 160e-6
 
 
 def test_a_gpu_is_waited_for_once_in_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels run behind one another while the host launches the next."""
+    """A device whose kernels run one after another while the host launches the next kernels."""
     now = 0.0
 
     def wait(_: torch.device) -> None:
@@ -46,7 +46,7 @@ def test_rates_of_this_cpu() -> None:
 
 
 def test_a_card_elsewhere_reaches_less_than_its_data_sheet() -> None:
-    """A larger share on a card with fewer units, or with units that sum in float32 at half their rate."""
+    """A card with a lower rate, or with units that sum in float32 at half their rate, reaches a larger share."""
     shares = {}
     for name in ("t4", "a100-80g", "h100", "rtx4090", "a10g"):
         sheet, (rated, source) = device_profile(name), with_rates(device_profile(name))
@@ -78,7 +78,7 @@ def test_a_measured_card_fuses_and_launches_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chains_are_fused_and_many_launches_bound_a_step() -> None:
-    """By hand: one large product, 1,000 small operators after it, an update, an operator of another library."""
+    """A step has a large product, 1,000 small operators, an update, and another library's operator."""
     rated, _ = with_rates(device_profile("a100"))
     assert rated.memory_bandwidth is not None
     size, n = 2 * 2 * 1024**2, 4096
@@ -123,7 +123,7 @@ def test_a_plan_prints_a_range_and_one_number_of_what_was_measured() -> None:
 
 
 def test_an_optimizer_updates_the_layers_that_a_folded_one_stands_for() -> None:
-    """Four layers, folded into one, beside a head of the same size: five times what its call has of two."""
+    """The update's call has two weights, a folded layer and the head, which stand for five weights of a step."""
     update = call("aten._fused_adamw_.default", operand(torch.float32, shape=(1024, 2048)), phase="optimizer")
     product = call("aten.mm.default", operand(torch.float16), flops=8, result=torch.float16)
     weights = [

@@ -1,4 +1,4 @@
-"""Which model fits, of several sizes."""
+"""The largest of several models that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isotype.planning.shelf import SHELF, names_a_model, plans
 
 @pytest.fixture
 def sizes(config: Path, formula: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large model and a small one, and weights that the formula counts by their layers."""
+    """Use a large and a small model, whose weights a formula counts by the number of layers."""
     small = json.loads(config.read_text(encoding="utf-8"))
     monkeypatch.setattr(shelf, "SHELF", {"big/Model-9B": small, "big/Model-1B": small})
 

@@ -1,4 +1,4 @@
-"""Steps, padding and hours of a data set, against draws that are counted one by one."""
+"""Steps, padding and hours of a data set, compared with an enumeration of all draws."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_a_data_set_takes() -> None:
     some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
     work = work_of(request, some, lambda rows, tokens: rows * tokens / 100)
     assert work is not None
-    # 17 steps of 6 rows an epoch; 10, 20, 30 and, cut, 100 tokens: 40 a row, and 63.3 the longer of two.
+    # An epoch has 17 steps of 6 rows. Rows have 10, 20, 30 and (cut) 100 tokens: 40 on average, 63.3 the longer of two.
     assert (work.rows, work.steps, work.tokens, work.longest, work.cut) == (100, 34, 4000, 200, 0.25)
     assert work.seconds == pytest.approx(34 * 3 * 2 * 63 / 100)
     assert work.padding == pytest.approx(1 - 40 / (380 / 6))
@@ -43,7 +43,7 @@ def test_packed_rows_are_counted_as_rows_and_packs() -> None:
     some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
     work = work_of(request, some, lambda rows, tokens: None)
     assert work is not None
-    # 4,000 tokens are 40 packs, 6 of which are a step.
+    # 4,000 tokens are 40 packs; a step has 6 packs.
     assert (work.rows, work.packs, work.steps, work.seconds) == (100, 40, 14, 14 * 6.0)
     assert (work.tokens, work.cut, work.padding, work.packed_seconds) == (4000, 0.25, 0, None)
     device = Device("t4", "NVIDIA T4", None, "", "", (), replace(some, work=work))

@@ -23,7 +23,7 @@ from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import image_size, plan_of
 
 _DESCRIPTION = """\
-List the settings with which a model can be trained on a device, how fast, and print the command of the best settings.
+List the settings with which a model can be trained on a device, their speed, and the command of the best settings.
 The plan needs only the model's config: no weights, no GPU and no data set.
 
   isotype plan MODEL --device rtx4090 [--data my.jsonl] [flags]

@@ -95,7 +95,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
 
 
 _SECANTS, _ATTEMPTS = 5, 14
-"""Most secant steps before bisection, and most measurements."""
+"""Largest number of secant steps before bisection, and of all measurements."""
 
 
 def largest(
