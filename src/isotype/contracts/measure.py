@@ -13,11 +13,12 @@ bfloat16 and float16 over the float operands (also float64 if an example has it)
 - 5 or 6 float operands: all combinations of at most two dtypes;
 - more: all operands in one dtype, all but one in one dtype, and the combination that was recorded.
 
-A call that raises is rejected, with its message. All other results are compared with the results of the same values in
-float64 on the CPU, and in the recorded dtypes. Results that are far from both are wrong values without an error: the
-call is rejected, too. All other calls are accepted, with the dtypes of their results. If examples of an operator with
-the same pattern have results of different dtypes (a scalar, a `dtype=` argument), the result is unspecified (`?`). If
-one example of a pattern is accepted and another is rejected, the pattern is left out: an entry of a table always holds.
+A call that raises is rejected, and the table records the message. All other results are compared with the results of the
+same values in float64 on the CPU, and in the recorded dtypes. Results that are far from both are wrong values without an
+error: the call is rejected, too. All other calls are accepted, and the table records the dtypes of the results. If
+examples of an operator with the same pattern have results of different dtypes (a scalar, a `dtype=` argument), the
+result is unspecified (`?`). If one example of a pattern is accepted and another is rejected, the pattern is left out: an
+entry of a table always holds.
 
 Calls run in a child process. If a call ends the process (or the device fails), the operator is listed under `died`, and
 the measurement continues.

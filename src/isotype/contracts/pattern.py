@@ -143,7 +143,7 @@ def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the patterns of each way to split a flat list of operands into equally long lists and single tensors.
 
     Optional arguments allow several ways. The right one has the fewest patterns, because optimizers group their tensors
-    by dtype. Of ways with equally many, the first one has the fewest lists.
+    by dtype. If several ways have equally few patterns, the first of these ways has the fewest lists.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

@@ -1,1 +1,1 @@
-"""Traces of one training step."""
+"""The recording of one training step as data: a trace."""

@@ -62,7 +62,7 @@ class StepCode:
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:
-        """The inputs by name; empty if `inputs` is a callable that brings its own."""
+        """The inputs by name; empty if `inputs` is a callable that creates its inputs itself."""
         return named_inputs(self.inputs)
 
     @property

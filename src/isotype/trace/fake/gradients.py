@@ -46,7 +46,7 @@ class Gradients:
         names: Mapping[int, Origin],
         place: Place,
     ) -> None:
-        """Record the parameters among the operands `tensors` of a forward operator; `names` are origins by tensor id."""
+        """Record the parameters among the operands `tensors` of a forward operator; `names` maps tensor ids to origins."""
         if func in _CUTS:
             return
         for _, tensor in tensors:

@@ -186,8 +186,8 @@ def _is_steady(func: Any) -> bool:
 def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
     """Return this machine's error for a call with mixed dtypes; None if the error does not depend on shapes.
 
-    The call is real, with uninitialized tensors: a kernel raises before it reads values. None also if an operand has
-    more than `_LARGEST` elements.
+    The call is real, with uninitialized tensors: a kernel raises before it reads values. A call with an operand of more
+    than `_LARGEST` elements is not made.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     large = any(tensor.numel() > _LARGEST for tensor in tensors)

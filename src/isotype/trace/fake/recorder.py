@@ -239,7 +239,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _edited(self, place: Place) -> torch.dtype | None:
-        """Return the dtype of an edited line; None if the code is unchanged."""
+        """Return the dtype that the code change to try sets in the line of `place`; None if it does not change the line."""
         return self.lines.get(shown(place.source)) if self.lines else None
 
     def _judged(

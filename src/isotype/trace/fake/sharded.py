@@ -47,10 +47,10 @@ class _Gathering:
         group: module and parameters of the group.
         repeats: number of groups of the whole model that the group represents.
         whole: bytes of its gathered parameters.
-        reduced: bytes of the buffer in which its gradients are reduced.
-        is_gathered: True while its parameters are gathered.
-        is_prefetched: True while its parameters are gathered in the flat buffer and not yet copied out of it.
-        is_reduced: True after its backward.
+        reduced: bytes of the buffer in which the group's gradients are reduced.
+        is_gathered: True while the group's parameters are gathered.
+        is_prefetched: True while the group's parameters are in the flat buffer and not yet copied out of it.
+        is_reduced: True after the group's backward.
         followers: groups whose forward took the tensor that the forward of this group returned.
     """
 

@@ -322,7 +322,7 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
     """Return a mask with every second element True, so that both the mask and its inverse select elements.
 
-    None for a vector, which may select the experts that get tokens, and for operands that are no floats.
+    The result is None for a vector, which may select the experts that get tokens, and for operands that are no floats.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None
@@ -338,7 +338,7 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return the random number that an operator might draw: 0.5, the integer 1 if allowed, or an unchanged order.
 
-    Models skip layers and choose indices by such draws. None for several numbers and for a long permutation.
+    Models skip layers and choose indices by such numbers. Several numbers and long permutations stay unknown: None.
     """
     dtype = kwargs.get("dtype")
     if packet is aten.randperm:

@@ -1,9 +1,9 @@
 """Recording of the first steps of an unchanged script: global hooks start and end a record, and remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. At the first training forward, they call `before` (which
-may trace the step ahead), and put the live recorder under the script's modes. A few forwards of evaluation or
-generation before it are recorded, too. After the requested number of optimizer steps, hooks, modes and references to
-the script's tensors are removed, and modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. At the first training forward, the hooks call `before`
+(which may trace the step ahead), and put the live recorder under the script's modes. A few earlier forwards of
+evaluation or generation are recorded, too. After the requested number of optimizer steps, hooks, modes and references
+to the script's tensors are removed, and modules are as fast as before.
 """
 
 from __future__ import annotations

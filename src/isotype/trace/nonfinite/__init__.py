@@ -1,1 +1,1 @@
-"""The first operator of a step with a non-finite result, found by running the step again."""
+"""The search for the first operator of a step with a non-finite result: the step is run again."""

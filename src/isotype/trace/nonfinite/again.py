@@ -97,7 +97,7 @@ class Verdict:
         """Return the reason why the training has to end; None if it may continue.
 
         A non-finite loss always ends the training. A non-finite gradient is normal under a GradScaler, which then skips
-        the step and lowers the loss scale. `scale` returns that loss scale; it is None without a GradScaler.
+        the step and lowers the loss scale. `scale` is a function that returns the loss scale, or None without a GradScaler.
         """
         if not math.isfinite(loss):
             return "the loss is not finite"

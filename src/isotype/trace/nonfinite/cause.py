@@ -142,7 +142,7 @@ def _masked_row(operand: Operand) -> bool:
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor's dense float values, float8 as float32; None if it has no such values.
 
-    For a sharded tensor, the values of this process. None for other tensor subclasses.
+    The values of a sharded tensor are those of this process. Other tensor subclasses cannot be read.
     """
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not local.is_floating_point() or local.is_meta or local.layout is not torch.strided:

@@ -65,8 +65,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed. It is the cause if the loss is not
-            finite and there is no finding.
+        suspect: the first use of a non-finite value that no operator has computed: the cause of a loss that is not finite
+            without a finding.
     """
 
     supports_higher_order_operators = True
