@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -129,25 +129,21 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks; its operators belong to the caller
             kind = {"linear4bit": "linear", "linear8bit": "linear"}.get(kind_of(module), kind_of(module))
-            module.register_forward_pre_hook(
-                self._entering(names[id(module)], kind), with_kwargs=True, prepend=True
-            )
+            entering = partial(self._entering, names[id(module)], kind)
+            module.register_forward_pre_hook(entering, with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leaving, always_call=True)
             if kind == "embedding" and id(module) not in inside:
                 module.register_forward_hook(give_gradient, prepend=True)
 
-    def _entering(self, name: str, kind: str) -> Callable[..., None]:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._frames.append(name)
-            if self._paused:
-                return
-            sizes = self._modules.setdefault(name, _Module(kind))
-            if sizes.kind == "other":
-                sizes.kind = kind  # PEFT's wrapper ran first, and the layer in it has the same name
-            for tensor in _floats((args, kwargs)):
-                sizes.input = _larger(sizes.input, _undispatched(tensor))
-
-        return enter
+    def _entering(self, name: str, kind: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._frames.append(name)
+        if self._paused:
+            return
+        sizes = self._modules.setdefault(name, _Module(kind))
+        if sizes.kind == "other":
+            sizes.kind = kind  # PEFT's wrapper ran first, and the layer in it has the same name
+        for tensor in _floats((args, kwargs)):
+            sizes.input = _larger(sizes.input, _undispatched(tensor))
 
     def _leaving(self, _: nn.Module, __: Any, output: Any) -> None:
         name = self._frames.pop()

@@ -1,6 +1,6 @@
 """
-**What it means.** A matmul, or another operator that needs operands of one dtype, gets two. PyTorch
-promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
+**What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes.
+PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
 
 **Why it happens.** Something before the operator changed the dtype: a norm whose weight was kept or cast in
 float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, a

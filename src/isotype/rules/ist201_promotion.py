@@ -6,8 +6,8 @@ the same wide dtype, because they were promoted, cast or stored in it, and the m
 aside), and attention in float32 has no flash kernel. Every operand takes twice the memory.
 
 **Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or a
-`.float()` of a custom layer makes the hidden states float32; layers that cast to their own dtype and back, as
-quantized ones do, hand float32 on.
+`.float()` of a custom layer makes the hidden states float32. Layers that cast to their own dtype and back, as
+quantized layers do, return float32 again.
 
 **An example that costs**
 

@@ -1,10 +1,10 @@
 """
-**What it means.** A GradScaler runs without float16. Loss scaling lifts gradients into float16's narrow
-range; bfloat16 and float32 have the same wide range and need none. CUDA's unscale kernel does not support
+**What it means.** A GradScaler runs in a step without float16. Loss scaling lifts gradients into float16's narrow
+range; bfloat16 and float32 have the same wide range and need no scaling. CUDA's unscale kernel does not support
 bfloat16 gradients, so a bfloat16 trainable parameter stops the run.
 
 **Why it is bad.** On CUDA: `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`.
-On other devices the scale only skips steps.
+On other devices the only effect of a GradScaler is that it skips steps.
 
 **An example that fails**
 

@@ -13,7 +13,7 @@ bfloat16 in place of float16 is emulated in software on devices without bfloat16
 
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
-**How safe is the fix?** It follows the policy; the numbers differ by the rounding of the two dtypes.
+**How safe is the fix?** The step then follows the policy; the numbers differ by the rounding of the two dtypes.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598.
 """

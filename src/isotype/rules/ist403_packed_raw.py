@@ -17,8 +17,7 @@ dtypes`; or it runs on codes that a cast has changed, or on activations rounded 
     layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
     BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose parent reads its weight
 
-**How safe is the fix?** It is a change of code (or of the option that selects it), which only its author can
-make.
+**How safe is the fix?** Only the author of the code can change it, or choose the option that selects it.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
 unslothai/unsloth-zoo #1132; huggingface/peft #929, #1999; MNoorFawi/curlora #5;

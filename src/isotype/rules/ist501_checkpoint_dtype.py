@@ -7,8 +7,9 @@ without a single digit more. A bfloat16 checkpoint in float16 may overflow (larg
 3.4e38) and rounds small weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each
 weight.
 
-**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5), `.float()`
-or `.half()` on a finished model, a loader with a fixed dtype, a config with another dtype than the file.
+**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader with a
+fixed dtype has cast the weights, or `.float()` or `.half()` did after loading. Or the config names another dtype than
+the file has.
 
 **An example that costs**
 

@@ -6,8 +6,8 @@ or in the base model's dtype, so that a resumed run does not continue with the t
 flatten parameters of several dtypes together. Adapters in a narrow dtype lose small updates, the others do not.
 
 **Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized
-model to bfloat16, DoRA's magnitudes excepted), an adapter is loaded from a float16 file beside a new one, a
-copy of a module to save keeps the base's dtype.
+model to bfloat16, except DoRA's magnitudes), an adapter from a float16 file is loaded beside a new adapter, or the
+copy of a module to save keeps the base model's dtype.
 
 **An example**
 

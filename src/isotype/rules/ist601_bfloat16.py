@@ -6,8 +6,8 @@ without tensor cores, at the float32 rate at best, where float16 would run sever
 (flash attention, Triton's `tl.dot`) refuse it there. If a device refuses the dtype altogether, the step
 crashes.
 
-**Why it happens.** `bf16=True`, a checkpoint in bfloat16 loaded as it is, a quantization config with
-`bnb_4bit_compute_dtype=torch.bfloat16`, copied from a script for newer hardware.
+**Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint as it is, or has a
+quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
 **An example that costs**
 
@@ -17,11 +17,11 @@ crashes.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**The estimate.** Step time by the roofline with float32's rate for bfloat16, over the same step in the dtype
-of the fix; a lower bound, since software conversion comes on top.
+**The estimate.** The step time by the roofline with float32's rate for bfloat16, divided by the time of the same step
+in the dtype of the fix. It is a lower bound, since the conversion in software takes more time.
 
-**How safe is the fix?** To float32: safe. Weights from bfloat16 to float16: unsafe, since float16 ends at
-65,504 and models trained in bfloat16 (Gemma, T5) may exceed it; watch the loss.
+**How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, since
+float16 ends at 65,504 and models trained in bfloat16 (Gemma, T5) may exceed this limit: watch the loss.
 
 **Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory
 #2090; Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.

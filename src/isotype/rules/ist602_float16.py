@@ -7,7 +7,7 @@ AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AV
 than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. A CPU with AMX runs float16 in
 hardware, as fast as float32 and three times slower than bfloat16. float16 also needs loss scaling.
 
-**Why it happens.** `fp16=True` or a float16 checkpoint in a script for a GPU, run on a CPU for a test.
+**Why it happens.** A script for a GPU with `fp16=True` or a float16 checkpoint runs on a CPU for a test.
 
 **An example that costs**
 
@@ -21,7 +21,7 @@ hardware, as fast as float32 and three times slower than bfloat16. float16 also 
 roofline with float32's rate for float16. float16 matmuls are reported if they take 1 % of that time, even if they
 have fewer of the FLOPs.
 
-**How safe is the fix?** To float32: safe. Weights from float16 to bfloat16 lose three bits: unsafe.
+**How safe is the fix?** A cast to float32 is safe. A cast of weights from float16 to bfloat16 loses three bits: unsafe.
 
 **Seen in** LoRA runs on CPUs; pytorch/pytorch reports of slow half matmuls.
 """

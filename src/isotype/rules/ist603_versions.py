@@ -19,7 +19,7 @@ wheel was built for another CUDA version than torch's.
 The rule compares the requirements that packages declare, the minimum versions that some packages check only at run
 time, and known incompatible pairs with a public link. `isotype doctor` reports the same without a model.
 
-**How safe is the fix?** It changes the environment, so only you can do it.
+**How safe is the fix?** The fix changes the environment, so only you can apply it.
 
 **Seen in** huggingface/transformers #41889; bitsandbytes #1688.
 """

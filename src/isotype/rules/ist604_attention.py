@@ -7,8 +7,8 @@ and later and on AMD's CDNA. With float32 it raises "FlashAttention only support
 a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for CPUs.
 `sdpa` selects a slower kernel instead, which materializes all scores or runs in float32.
 
-**Why it happens.** `attn_implementation="flash_attention_2"` on older hardware, or on a float32 model without
-autocast; float32 norms (PEFT, `prepare_model_for_kbit_training`) that make queries float32.
+**Why it happens.** The script asks for `attn_implementation="flash_attention_2"` on older hardware, or for a float32
+model without autocast. Or float32 norms (PEFT, `prepare_model_for_kbit_training`) make the queries float32.
 
 **An example that fails**
 

@@ -1,11 +1,11 @@
 """
-**What it means.** The step computes in float64, and the device has none: Apple's GPUs.
+**What it means.** The step computes in float64 on a device without float64: an Apple GPU.
 
 **Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
 doesn't support float64. Please use float32 instead."
 
-**Why it happens.** Rotary angles or time steps in float64 for more digits, `.double()`, a tensor made from a
-NumPy array or from a list of NumPy numbers, which are float64 by default.
+**Why it happens.** The code computes rotary angles or time steps in float64 for more digits, calls `.double()`, or
+makes a tensor from a NumPy array or from a list of NumPy numbers, which are float64 by default.
 
 **An example that fails**
 
@@ -16,10 +16,10 @@ NumPy array or from a list of NumPy numbers, which are float64 by default.
     angles = torch.outer(positions, frequencies.float())
 
 **What is not reported.** Numbers (0-dim tensors), which stay on the CPU; the code of published transformers
-and diffusers models, which checks the device and uses float32 there.
+and diffusers models, which checks the device and uses float32 on it.
 
-**How safe is the fix?** float32 has 24 bits: integer positions up to 16 million are exact, angles are rounded
-at the 7th digit.
+**How safe is the fix?** float32 has 24 significant bits: integer positions up to 16 million are exact, and angles are
+rounded at the 7th digit.
 
 **Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3.
 """

@@ -2,7 +2,7 @@
 **What it means.** DeepSpeed's ZeRO-3 gathers small parameters of several dtypes after the optimizer's step: float32 adapters beside a bfloat16 base.
 
 **Why it happens.** DeepSpeed 0.19.2 allocates the results of this gather in the dtype of the first parameter. Earlier releases convert every parameter and
-buffer to one dtype first, rotary frequencies and adapters included; later ones gather each parameter in its own dtype.
+buffer to one dtype first, rotary frequencies and adapters included; later releases gather each parameter in its own dtype.
 
 **An example that fails**
 

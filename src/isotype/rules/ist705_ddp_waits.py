@@ -1,6 +1,6 @@
 """
-**What it means.** DDP averages the gradient of every trainable parameter over the processes. Some parameter gets no gradient from a batch: its part of the
-model does not run, or its result is not used.
+**What it means.** DDP averages the gradient of every trainable parameter over the processes. Some parameter gets no gradient from a batch, because the
+batch does not run its part of the model, or nothing uses the result.
 
 **Why it happens.** Rows of text alone do not run the vision tower, whose adapters are trained; a layer or a head is trained and never called. The next step
 raises `Expected to have finished reduction in the prior iteration before starting a new one`, or the processes hang.

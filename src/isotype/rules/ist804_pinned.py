@@ -3,8 +3,8 @@
 `wo`, routers, some norms) is in 16 bits. `from_pretrained(dtype=torch.float16)` honours the list, `.half()`
 and `.to(dtype)` do not.
 
-**Why it is bad.** It is pinned because the model fails otherwise: T5's `wo` overflows float16 and the loss is
-NaN.
+**Why it is bad.** The author pins a parameter because the model fails otherwise: T5's `wo` overflows float16 and the
+loss is NaN.
 
 **An example that fails**
 

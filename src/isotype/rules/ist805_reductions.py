@@ -13,7 +13,7 @@ RL, distillation losses and perplexities are differences of such numbers; a cumu
 
     logprobs = model(ids).logits.float().log_softmax(-1)     # in chunks of rows if memory is short
 
-**How safe is the fix?** It only adds digits, at the cost of one float32 copy of the logits.
+**How safe is the fix?** The cast only adds digits, at the cost of one float32 copy of the logits.
 
 **Seen in** huggingface/transformers #31267.
 """

@@ -16,9 +16,8 @@ changes. The balance loss and the routing weights use the same rounded numbers.
     scores = F.linear(hidden.float(), self.gate.weight.float())
     weights, chosen = scores.softmax(-1).topk(2)
 
-**How safe is the fix?** It only adds digits, and the product is small (tokens by experts). A model pretrained
-with a rounded router, as some were, chooses a few other experts than in its training: compare with its
-reference code.
+**How safe is the fix?** A float32 router only adds digits, and its product is small (tokens by experts). A model that
+was pretrained with a rounded router chooses a few other experts than in its training: compare with its reference code.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """

@@ -19,7 +19,7 @@ with the prediction at the same position instead of the prediction one token ear
 **What is not reported.** Models whose labels are not tokens of the input, and masked language models, whose
 target tokens are replaced in the input.
 
-**How safe is the fix?** It changes the training objective to the intended one.
+**How safe is the fix?** The fix changes the training objective to the intended one.
 
 **Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673
 (Gemma 2); tatp22/linformer-pytorch #25; keras-team/keras #23038.

@@ -15,7 +15,7 @@ model shifts them again: all models of transformers shift labels.
 
     labels = ids.masked_fill(attention_mask == 0, -100)        # the model shifts them
 
-**How safe is the fix?** It changes the training objective to the intended one.
+**How safe is the fix?** The fix changes the training objective to the intended one.
 
 **Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49;
 open-jarvis/OpenJarvis #521.

@@ -21,7 +21,7 @@ step decide: an input that no operator passes on to the loss cannot change the l
 **What is not reported.** A mask of ones, and a mask that hides only positions without effect (padding after the
 rows of a causal model).
 
-**How safe is the fix?** It changes the computation to use the whole batch.
+**How safe is the fix?** The fix changes the computation: the model then uses the whole batch.
 
 **Seen in** huggingface/transformers #808; TransformerLensOrg/TransformerLens #1607.
 """
