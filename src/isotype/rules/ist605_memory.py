@@ -40,7 +40,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
@@ -107,9 +106,7 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
     """Yield a sentence on each of the largest tensors and weights; equal ones of several layers share a sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
-        # The schema of this view does not declare that the result shares its operand's memory.
-        new = costs.allocates(call.op) and call.op != str(UNNAMED_VIEW)
-        if call.recomputed or call.phase not in ("forward", "backward") or not new:
+        if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
             continue
         for result_dtype, shape in call.results:
             size = math.prod(shape) * result_dtype.itemsize

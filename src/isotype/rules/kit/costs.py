@@ -109,7 +109,8 @@ def is_view(op: str) -> bool:
 @cache
 def allocates(op: str) -> bool:
     """Return whether an operator's results have their own memory, unlike those of views and in-place operators."""
-    return not is_view(op) and not any(value.alias_info for value in _returns(op))
+    # The schema of `UNNAMED_VIEW` does not declare that its result is a view.
+    return op != str(UNNAMED_VIEW) and not is_view(op) and not any(v.alias_info for v in _returns(op))
 
 
 def _returns(op: str) -> Sequence[Any]:
