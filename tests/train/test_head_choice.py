@@ -67,7 +67,7 @@ def test_the_faster_one_is_taken_and_kept(
     ours: float, theirs: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = choose(weight(), None, SHAPE, timer=clock(ours, theirs), card=CARD)
-    assert choice.own == (ours < theirs)
+    assert choice.isotype == (ours < theirs)
     first = "isotype's" if ours < theirs else "TRL's"
     assert choice.text == (
         f"{first}: isotype's {ours:.3g} ms, TRL's {theirs:.3g} ms (256 tokens, 50 words, width 16, float32, entropy, is_top1; "
@@ -76,14 +76,14 @@ def test_the_faster_one_is_taken_and_kept(
     assert TIMES.all(times_file(CARD)) == {str(SHAPE): HeadTimes(ours, theirs)}
     monkeypatch.setattr(TIMES, "known", {})  # another process
     again = choose(weight(), None, SHAPE, timer=never, card=CARD)
-    assert again == HeadChoice(choice.own, choice.text.replace("measured now", "as measured before"))
+    assert again == HeadChoice(choice.isotype, choice.text.replace("measured now", "as measured before"))
 
 
 def test_another_card_torch_or_shape_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(weight(), None, SHAPE, timer=clock(2, 3), card=CARD)
     other = replace(SHAPE, tokens=512)
-    assert not choose(weight(), None, other, timer=clock(3, 2), card=CARD).own
-    assert not choose(weight(), None, SHAPE, timer=clock(3, 2), card="Another").own
+    assert not choose(weight(), None, other, timer=clock(3, 2), card=CARD).isotype
+    assert not choose(weight(), None, SHAPE, timer=clock(3, 2), card="Another").isotype
     assert len(TIMES.all(times_file(CARD))) == 2
     monkeypatch.setattr(torch, "__version__", "99.0")
     assert TIMES.all(times_file(CARD)) == {}
@@ -116,7 +116,7 @@ def test_the_median_decides() -> None:
     def timed(call: Callable[[], object]) -> float:
         return next(times)
 
-    assert choose(weight(), None, SHAPE, timer=timed, card=CARD).own
+    assert choose(weight(), None, SHAPE, timer=timed, card=CARD).isotype
     assert TIMES.all(times_file(CARD))[str(SHAPE)] == HeadTimes(1.0, 2.0)
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
     sharded = weight().as_subclass(Sharded)
-    assert not choose(sharded, None, SHAPE, timer=never, card=CARD).own
+    assert not choose(sharded, None, SHAPE, timer=never, card=CARD).isotype
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("PTX was made for another card\nand more")

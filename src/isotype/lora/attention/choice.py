@@ -160,10 +160,10 @@ def measure(shape: Shape, threads: int) -> Choice:
 def decided(times: dict[Name, list[float]]) -> Choice:
     """Return the choice by the kernels' milliseconds in each turn."""
     medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
-    own = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
-    ratios = sorted(by_torch / by_own for by_torch, by_own in zip(times["sdpa"], times[own], strict=True))
+    fastest = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
+    ratios = sorted(by_torch / by_own for by_torch, by_own in zip(times["sdpa"], times[fastest], strict=True))
     faster = ratios[len(ratios) // 4]
-    return Choice(own if faster > MARGIN else "sdpa", own, medians, round(faster, 3))
+    return Choice(fastest if faster > MARGIN else "sdpa", fastest, medians, round(faster, 3))
 
 
 def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:

@@ -371,7 +371,7 @@ def lengths_attention_forward(
     mask = attention_mask
     if isinstance(mask, Sequences):
         if (kwargs.get("sliding_window") or None) != mask.window:
-            raise NotImplementedError("attention in parts that are no sliding window")
+            raise NotImplementedError("the layer attends in parts, not in a sliding window")
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         inputs = _under_autocast(query, key, value)
         reason = why_not_by_lengths(inputs, mask, causal, kwargs)

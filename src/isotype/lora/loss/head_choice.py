@@ -1,4 +1,4 @@
-"""Choice between isotype's and TRL's language-model head on a GPU, by their times, and the head of a model.
+"""Choice between the language-model heads of isotype and TRL on a GPU by measured times, and the weights of a model's head.
 
 TRL's Triton kernel reduces a tile of logits in one pass, but projects three times; `isotype.lora.loss.log_probs`
 projects twice. The card, the vocabulary and the width decide which head is faster.
@@ -105,9 +105,9 @@ _TURNS = 5
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A choice: `own` is True for isotype's head, and `text` is a line with the reason."""
+    """A choice: `isotype` is True for isotype's head, and `text` is a line with the reason."""
 
-    own: bool
+    isotype: bool
     text: str
 
 

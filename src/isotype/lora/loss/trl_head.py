@@ -94,7 +94,7 @@ def use_own_head(trainer: Any) -> None:
         choice = _choice(trainer, model, request)
         if choice is not None:
             trainer.__dict__[HEAD_CHOICE] = choice.text
-            request = replace(request, faster=choice.own)
+            request = replace(request, faster=choice.isotype)
         put_forward(model, _forward_of(type(model), request))
         if smoothing:
             trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
