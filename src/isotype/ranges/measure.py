@@ -227,7 +227,9 @@ def _add_pictures(
         drawn = value.is_floating_point()
         batch[name] = torch.randn(value.shape, generator=generator) if drawn else value
     batch |= pictures.marks(ids, 1, base)
-    return pictures.tokens, ("its images are drawn: normally distributed values with a fixed seed",)
+    return pictures.tokens, (
+        "the images of the batch are drawn: normally distributed values with a fixed seed",
+    )
 
 
 _ROOM = 1.5

@@ -1,8 +1,8 @@
 """
 **What it means.** The forward runs, the backward raises: an operator of the backward gets two dtypes.
 
-**Why it happens.** A custom `autograd.Function` computes its gradients by hand. It dequantizes a weight to the
-dtype of the quantization state (the checkpoint's dtype) and multiplies it with a gradient in the compute dtype, or it
+**Why it happens.** A custom `autograd.Function` computes its gradients by hand. Its backward dequantizes a weight to the
+dtype of the quantization state (the checkpoint's dtype) and multiplies it with a gradient in the compute dtype, or
 runs outside of the autocast region of its forward.
 
 **An example that fails**

@@ -2,8 +2,8 @@
 **What it means.** The check could not restore all state that the step's code assigned during the trace.
 
 **Why it happens.** A trace runs the loss and the model's code on fake tensors. Afterwards the check restores the
-state that this code assigned: attributes, globals, containers, memoized results. It cannot turn back a generator, nor
-restore state inside of another library's objects or beyond the number of objects that it examines.
+state that this code assigned: attributes, globals, containers, memoized results. The check cannot turn back a generator,
+nor restore state inside of another library's objects or beyond the number of objects that it examines.
 
 **An example**
 

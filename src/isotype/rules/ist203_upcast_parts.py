@@ -3,7 +3,7 @@
 while most of the model is in 16 bits or in a quantization format.
 
 **Why it is bad.** Float32 weights take twice the memory that they need: for a vocabulary of 128,256 and a hidden
-size of 4,096, embedding and head take 2.1 GB more. Their float32 results promote the residual stream, so that every
+size of 4,096, embedding and head take 2.1 GB more. Float32 results promote the residual stream, so that every
 layer casts its input, and attention runs in float32 unless autocast is on.
 
 **Why it happens.** `prepare_model_for_kbit_training` of PEFT, which trainers call for quantized models, casts
@@ -24,7 +24,7 @@ Trainable weights are float32 masters, which small updates need: they get a note
 the sum over these weights of elements x (4 - 2) bytes.
 
 **How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without loss.
-If they did not, or if their values are not available, the fix is offered as unsafe.
+For other weights, or without access to their values, the fix is offered as unsafe.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """

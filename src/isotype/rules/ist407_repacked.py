@@ -9,7 +9,7 @@ multiple of 32, or whose columns are not a multiple of the block size (64 × 96)
 evaluates between steps learns from wrong gradients.
 
 **Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no
-gradient. It does not happen on a GPU, or on a CPU without AVX512-BF16.
+gradient. GPUs and CPUs without AVX512-BF16 keep the layout.
 
 **An example that fails**
 

@@ -8,7 +8,7 @@ restore the base. RL trainers merge and unmerge before each rollout: the base dr
 after one round in bfloat16, by two thirds after a thousand). A moving average with decay 0.999 takes a thousandth of
 the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT adds its adapters of parameters
 (`target_parameters`: experts) to the weight in each forward, in the weight's dtype, although the first updates of a
-training are the smallest. It computes the delta of every expert and the gradient of this delta, even for experts
+training are the smallest. PEFT computes the delta of every expert and the gradient of this delta, even for experts
 without tokens.
 
 **Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a

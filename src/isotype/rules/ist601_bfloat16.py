@@ -18,7 +18,7 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
 **The estimate.** The step time by the roofline with float32's rate for bfloat16, divided by the time of the same step
-in the dtype of the fix. It is a lower bound, since the conversion in software takes more time.
+in the dtype of the fix. The estimate is a lower bound, since the conversion in software takes more time.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, since
 float16 ends at 65,504 and models trained in bfloat16 (Gemma, T5) may exceed this limit: watch the loss.

@@ -14,7 +14,7 @@ collective, while the other processes gather the tower's weights: the sizes diff
 
     batch = collate([*rows, row_with_a_picture])               # for a batch without pictures: one more row, its labels -100
 
-`isotype sft` adds such a row itself.
+`isotype sft` adds such a row without labels to a batch by itself.
 
 The preflight runs two processes' batches under FSDP2 with torch's fake process group and compares every collective of their steps.
 

@@ -16,7 +16,7 @@ raises `Expected to have finished reduction in the prior iteration before starti
 
 **What is not reported.** Trainings with `find_unused_parameters=True`: TrainingArguments' default without gradient checkpointing.
 
-**How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. It costs one more walk through the graph a step.
+**How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. The search for such parameters costs one more walk through the graph per step.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

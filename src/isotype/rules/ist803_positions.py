@@ -86,7 +86,7 @@ def _angles(trace: Trace) -> Iterator[Finding]:
             keep = fix(f"keep it in float32 at {short(at)}", "line", (at,), "float32")
         else:
             cause = f"the input {at} is given in 16 bit"
-            keep = advice(at, "give it as an integer or in float32, and cast what the sines make of it")
+            keep = advice(at, f"give {at} as an integer or in float32, and cast the sines and cosines")
         yield finding_at(
             "IST803",
             "warning",

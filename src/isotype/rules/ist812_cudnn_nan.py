@@ -1,6 +1,6 @@
 """
 **What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. The backward of the cuDNN in
-torch 2.11 to 2.14 may return NaN as the gradient of the queries. This happens at lengths that are 64 more than a
+torch 2.11 to 2.14 may return NaN as the gradient of the queries. NaN occurs at lengths that are 64 more than a
 multiple of 128, if all scores of a row are below -88, as in heads of Qwen2.5 that attend to one token only.
 
 **Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next

@@ -20,7 +20,7 @@ layers need `seq_idx`, and many ignore it.
 **What is not reported.** Rows without sequence boundaries: training on concatenated text with end-of-text
 tokens between is common.
 
-**How safe is the fix?** Safe: the step then computes the same as one row per sequence. It is verified on the
+**How safe is the fix?** Safe: the step then computes the same as one row per sequence. The fix is verified on the
 copy on which the finding was measured.
 
 **Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;

@@ -93,5 +93,5 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
                 "under DDP without find_unused_parameters a step with them does not end (IST705)",
                 measured_on(reach),
             ),
-            fixes=(advice(names[0], "freeze them (requires_grad_(False)) if no batch uses them"),),
+            fixes=(advice(names[0], "freeze these weights (requires_grad_(False)) if no batch uses them"),),
         )

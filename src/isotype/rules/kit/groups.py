@@ -164,7 +164,7 @@ class Group:
         return self.causes[0]
 
     def weights(self, trace: Trace) -> list[Weight]:
-        """Return the weights among the causes."""
+        """Return the model's weights among the causes of the group."""
         return [trace.owners[cause.name] for cause in self.causes if cause.name in trace.owners]
 
 
