@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Fixtures of all tests of training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from isotype.train.run import Choice, Run
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs without the check before their first step, for tests of what comes before and after it.
+    """Run trainings without the check before their first step, for tests of other parts.
 
-    The check costs as much as ten steps of a tiny model. Runs with it are those of test_methods.py (each method in each
-    dtype), test_callback.py, tests/preflight/test_from_trainer.py and tests/cli/test_main.py.
+    The check costs as much as ten steps of a tiny model. Runs with the check are those of test_methods.py (each
+    method in each dtype), test_callback.py, tests/preflight/test_from_trainer.py and tests/cli/test_main.py.
     """
     monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
     # Neither is the step traced to choose which layers are computed again: all are, as TRL has it.

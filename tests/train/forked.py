@@ -31,7 +31,7 @@ METHODS["sft"].trainer_class()
 
 
 def start(argv: Sequence[str], log: Path) -> int:
-    """Start `isotype ARGV` in a process group of its own, which appends what it prints to `log`; returns its id."""
+    """Start `isotype ARGV` in a new process group, append its output to `log`, and return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -51,7 +51,7 @@ def start(argv: Sequence[str], log: Path) -> int:
 
 
 def wait_for(pid: int, condition: Callable[[], bool], ended: list[int]) -> bool:
-    """Wait until `condition()` holds; where the process ends before, its status goes to `ended`: False."""
+    """Wait until `condition()` is true; if the process ends before, return False with its status in `ended`."""
     while not condition():
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

@@ -44,7 +44,7 @@ def chat(root: Path) -> list[str]:
 
 
 def save_model(root: Path) -> None:
-    """A model with a tokenizer that GGUF takes, and its GGUF file."""
+    """Save a model with a tokenizer that GGUF supports, and its GGUF file."""
     model, tokenizer = tiny("llama", max_position_embeddings=512), byte_level("smollm")
     tokenizer.chat_template = TEMPLATE
     for each in (model, tokenizer):
@@ -53,7 +53,7 @@ def save_model(root: Path) -> None:
 
 
 def run(argv: Sequence[str], log: Path, allowed: int = -1, calls: Path | None = None) -> int:
-    """Exit status of a command on a disk that is full after `allowed` calls; -1: never."""
+    """Return the exit status of a command on a disk that is full after `allowed` calls; -1 for a disk that is never full."""
     disk.disk_arm(ctypes.c_long(allowed), None if calls is None else str(calls).encode())
     pid = start(argv, log)
     disk.disk_arm(ctypes.c_long(-1), None)
@@ -61,12 +61,12 @@ def run(argv: Sequence[str], log: Path, allowed: int = -1, calls: Path | None = 
 
 
 def hidden(*folders: Path) -> list[str]:
-    """What is half done: staging folders, temporary files, locks."""
+    """Return unfinished files: staging folders, temporary files, locks."""
     return sorted(str(path) for folder in folders for path in folder.rglob(".*"))
 
 
 def chosen(calls: Path, number: int) -> list[tuple[int, str]]:
-    """(call, what it is) of the calls to try."""
+    """Return (call, its kind) for each call at which the disk becomes full."""
     lines = [line.split("\t") for line in calls.read_text().splitlines()]
     draw, kinds = random.Random(0), {}
     for at, what, path in lines:
@@ -78,14 +78,14 @@ def chosen(calls: Path, number: int) -> list[tuple[int, str]]:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """Of what a finished run leaves."""
+    """Return checksums of the result of a finished run."""
     paths = [out / "adapter_model.safetensors", *(out / "checkpoint-4").glob("*.safetensors")]
     paths += (out / "checkpoint-4").glob("*.pt")
     return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def tried(root: Path, argv: Sequence[str], again: Sequence[str], at: int, what: str) -> dict[str, Any]:
-    """What came of a command on a disk that became full at call `at`, and of the one that goes on."""
+    """Run a command on a disk that becomes full at call `at`, and the command that resumes it; return both results."""
     from isotype.train.output.checkpoints import all_checkpoints, damage
 
     out, cache, log = root / "out", root / "cache", root / "log"
@@ -119,7 +119,7 @@ def clear(*folders: Path) -> None:
 
 
 def points(root: Path, argv: Sequence[str], number: int) -> list[tuple[int, str]]:
-    """The calls of a command that are to be tried."""
+    """Return the calls of a command at which the disk becomes full."""
     calls = root / "calls"
     clear(root / "out", root / "cache")
     calls.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from tests.train.tiny import arguments, rows, save_rows
 
 
 class Run:
-    """One command under way, what it printed, and where its checkpoints go."""
+    """A running command, its output, and the folder of its checkpoints."""
 
     def __init__(self, root: Path, name: str, argv: Sequence[str], log: Path | None = None) -> None:
         self.log, self.out = log or root / f"{name}.log", root / name

@@ -67,7 +67,7 @@ def kill_in_a_save(pid: int, out: Path, saves: int, files: int | None, delay: fl
 
 
 def outcome(out: Path, steps: int) -> dict[str, object]:
-    """What the last checkpoint says of every step, the digits of what was saved, and what else lies there."""
+    """Return the steps in the last checkpoint and in the report, checksums of saved files, and the folder's entries."""
     last = out / f"checkpoint-{steps}"
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     wanted = ("step", "loss", "grad_norm", "learning_rate")

@@ -27,7 +27,7 @@ NAME, OLD, NEW = "owner/tiny", "a" * 40, "b" * 40
 
 
 def put_into_cache(root: Path) -> None:
-    """Two commits of a model: `main` with three layers, the tag `v2` with two."""
+    """Put two commits of a model into the hub cache: `main` with three layers, the tag `v2` with two."""
     repository = root / "hub" / "hub" / "models--owner--tiny"
     for commit, layers in ((OLD, 3), (NEW, 2)):
         save_chat_model(repository / "snapshots" / commit, layers=layers)
@@ -37,7 +37,7 @@ def put_into_cache(root: Path) -> None:
 
 
 def command(*argv: object) -> tuple[int, str]:
-    """Exit status, and what `isotype ARGV` prints."""
+    """Return the exit status of `isotype ARGV`, and its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = main([str(each) for each in argv])
@@ -45,7 +45,7 @@ def command(*argv: object) -> tuple[int, str]:
 
 
 def layers(directory: Path) -> int:
-    """Layers that the weights in a directory are of."""
+    """Return the number of layers of the weights in a directory."""
     names = load_file(next(directory.glob("*model.safetensors")))
     return len({found[1] for name in names if (found := re.search(r"layers\.(\d+)\.", name))})
 

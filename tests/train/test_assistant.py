@@ -1,4 +1,4 @@
-"""The assistant's tokens by any chat template, against the marked templates that TRL has of the same models."""
+"""Labels of the assistant's tokens with any chat template, compared with the marked templates that TRL has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHATML = (
 
 
 def tokenizer_of(template: str) -> Any:
-    """Bytes as tokens: every character boundary is one of tokens, so that the reference is exact."""
+    """Return a tokenizer of bytes: each character boundary is a token boundary, so the reference is exact."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""State files that cannot be gone on from are refused by name, before weights are read, and nothing in them runs."""
+"""Damaged state files are refused by name before weights are read, and no code in them runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""isotype chat: what is asked, what is kept, what is shown, and how it is stopped."""
+"""`isotype chat`: questions, the turns that stay in the context, output, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespace:
-    """The command's options, with answers of at most 8 tokens."""
+    """Return the command's options, with answers of at most 8 tokens."""
     words = [str(model), "--device", "cpu", *(f"--ask={question}" for question in questions)]
     parsed = vars(chat_parser().parse_args(words)) | {"max_new_tokens": 8}
     assert more.keys() <= parsed.keys()
@@ -85,7 +85,7 @@ def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespa
 
 
 def talk(*args: Any, **kwargs: Any) -> list[str]:
-    """The lines that a chat writes."""
+    """Return the lines that a chat prints."""
     file = io.StringIO()
     assert chat(options(*args, **kwargs), Console(file=file, width=200)) == 0
     return [line.strip() for line in file.getvalue().splitlines()]
@@ -210,7 +210,7 @@ def test_a_question_that_does_not_fit_is_refused(
 
 
 def test_an_answer_ends_where_learned_positions_do(tmp_path: Path) -> None:
-    """GPT-2 has no embedding of a position behind its context."""
+    """GPT-2 has no embedding of a position beyond its context."""
     base = save_model(tmp_path / "gpt2")
     config = transformers.GPT2Config(
         vocab_size=len(WORDS), n_positions=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=2, eos_token_id=2
@@ -274,7 +274,7 @@ def test_the_keyboard(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Interrupting(io.StringIO):
-    """A terminal on which someone presses Ctrl-C when `words` words of the first answer have been written."""
+    """A terminal in which Ctrl-C is pressed after `words` words of the first answer."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each question's picture inputs are."""
+    """Return the picture inputs of each question."""
     found: list[Any] = []
     generate = transformers.Gemma3ForConditionalGeneration.generate
 

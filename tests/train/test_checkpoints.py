@@ -1,4 +1,4 @@
-"""Which checkpoints count as whole, and which one is the last."""
+"""Which checkpoints are complete, and which of them is the last."""
 
 from __future__ import annotations
 

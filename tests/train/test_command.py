@@ -1,4 +1,4 @@
-"""A training command as a value: every way to write it, read, changed and written again."""
+"""A training command as a value: parsed from every notation, changed, and written again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _JSON = ('{"a": 1}', '{"a b": [1, "x"], "c": {"d": null}}')
 
 
 def values_of(spec: Spec, draw: random.Random) -> list[str]:
-    """Words that an argument takes."""
+    """Return words that an argument accepts."""
     if spec.name in (*PLANNED, *RECOMPUTE) and draw.random() < 0.3:
         return ["auto"]
     if spec.choices:
@@ -69,7 +69,7 @@ def values_of(spec: Spec, draw: random.Random) -> list[str]:
 
 
 def written(spec: Spec, words: list[str], draw: random.Random) -> list[str]:
-    """An argument as somebody might type it."""
+    """Return an argument as a user might type it."""
     name = draw.choice(spec.flags)
     if spec.kind == "bool" and spec.bare and draw.random() < 0.4:
         return [name]
@@ -82,7 +82,7 @@ def written(spec: Spec, words: list[str], draw: random.Random) -> list[str]:
 
 
 def in_yaml(spec: Spec, words: list[str]) -> Any:
-    """A value as a file has it: read by YAML where that gives the argument's kind."""
+    """Return a value as a YAML file has it, read by YAML if that gives the argument's type."""
     if spec.many:
         return words
     read = yaml.safe_load(words[0]) if spec.kind in ("int", "float", "bool") else words[0]
@@ -90,7 +90,7 @@ def in_yaml(spec: Spec, words: list[str]) -> Any:
 
 
 def typed(seed: int, folder: Path) -> tuple[str, list[str]]:
-    """(method, a command line) drawn at random: flags, a file of others, or both."""
+    """Return (method, a random command line) with flags, a file of other arguments, or both."""
     draw = random.Random(seed)
     method = draw.choice(tuple(METHODS))
     known = [spec for spec in specs(method).values() if spec.name != "datasets"]
@@ -110,7 +110,7 @@ def typed(seed: int, folder: Path) -> tuple[str, list[str]]:
 
 
 def changed(command: Command, draw: random.Random) -> Command:
-    """The command with changes such as a fix or a plan makes."""
+    """Return the command with changes such as a fix or a plan makes."""
     for _ in range(draw.randint(1, 3)):
         command = draw.choice(
             (
@@ -129,7 +129,7 @@ def changed(command: Command, draw: random.Random) -> Command:
 
 
 def round_trip(command: Command) -> Command:
-    """The command that is read from what another one prints in a terminal."""
+    """Return the command that is parsed from the printed command line of another."""
     printed = printed_command(command.tokens(), width=60)
     tokens = shlex.split(printed.replace("\\\n", " "))
     assert tuple(tokens) == command.tokens()
@@ -138,7 +138,7 @@ def round_trip(command: Command) -> Command:
 
 @pytest.mark.parametrize("first", [0, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_a_command_that_is_printed_says_what_was_meant(first: int, tmp_path: Path) -> None:
-    """Random commands in every spelling, as they are and changed: parsed, printed, pasted, parsed again."""
+    """Random commands in every notation, changed or not, are parsed, printed, pasted and parsed again."""
     for seed in range(first, first + (300 if first == 0 else 20_000)):
         method, argv = typed(seed, tmp_path)
         command = parse_command(method, argv)[0]

@@ -1,4 +1,4 @@
-"""`--torch_compile`: blocks are compiled, nothing of isotype's is; few graphs, no breaks, the losses of a run without."""
+"""`--torch_compile`: only blocks are compiled, into few graphs without breaks, with the losses of an eager run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Any:
-    """Graphs of other tests count for nothing, and these for none of theirs."""
+    """Reset torch's compiler, so that graphs of other tests are not counted."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -152,7 +152,7 @@ def test_what_accelerate_launch_asks_for_is_taken_over(
 def test_a_script_that_compiles_the_whole_model_is_checked_outside_of_the_graph(
     path: Path, tmp_path: Path, caplog: Any
 ) -> None:
-    """As transformers' Trainer compiles: the check's own frames are in no graph."""
+    """transformers' Trainer compiles the whole model; no graph contains frames of the check."""
     checked: list[Any] = []
     callback = isotype.PrecisionCallback()
     callback._report = lambda report, **_: checked.append(report)  # type: ignore[method-assign]

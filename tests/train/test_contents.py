@@ -1,4 +1,4 @@
-"""Content in parts, pictures and `max_length`, as far as they are known before a model is loaded."""
+"""Checks of contents in parts, pictures and `max_length` before a model is loaded."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_pictures_are_refused_by_a_model_of_text(tokenizer):
 
 @pytest.mark.newest  # LLaVA's processor of transformers 5.20 refuses no row
 def test_a_row_that_the_processor_refuses_is_named():
-    """A text with a picture's token, and no picture for it."""
+    """The row has a text with a picture token and no picture."""
     row = {"messages": [{"role": "user", "content": "w1 <image>"}, ANSWER], "images": []}
     data = DatasetDict({"train": Dataset.from_list([row])})
     assert "  - train, row 1: Found 1 <image> tokens in the text but no images were passed." in refused(
@@ -117,7 +117,7 @@ def test_a_row_that_the_processor_refuses_is_named():
 @needs_pillow
 @pytest.mark.parametrize("size", [20, 400])
 def test_a_late_row_with_a_broken_picture_is_named(size):
-    """By its header before the training; one that is cut short where the trainer meets it."""
+    """A broken header is found before the training; a truncated picture when the trainer decodes it."""
     from PIL import Image
 
     sound = io.BytesIO()

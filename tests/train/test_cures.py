@@ -1,4 +1,4 @@
-"""What is said to do about arguments that TRL refuses."""
+"""Fixes for arguments that TRL refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of layers that are not fused, or not together."""
+"""Messages of a run on layers that are not fused, or not fused together."""
 
 from __future__ import annotations
 

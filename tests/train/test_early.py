@@ -1,4 +1,4 @@
-"""`--early_stopping_patience`: stops when the held-back loss gets no better, says so, and counts on after a resume."""
+"""`--early_stopping_patience` ends a run whose loss no longer improves, prints it, and counts on after a resume."""
 
 from __future__ import annotations
 

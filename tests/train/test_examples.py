@@ -1,4 +1,4 @@
-"""What a run trains on: column names, rows held back, lengths, cuts, padding, the example; starting from an adapter."""
+"""The data of a run: column names, held-back rows, lengths, cuts, padding, the example; and a start from an adapter."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_run_starts_from_an_adapter(model, tmp_path):
 def test_epochs_that_are_planned_are_those_that_the_trainer_counts(
     tmp_path, rows: int, batch: int, accumulated: int, steps: int, drop: bool
 ):
-    """What the console says before a run is what the report says after it."""
+    """The console shows the same number of epochs before a run as the report after it."""
     arguments = transformers.TrainingArguments(
         str(tmp_path),
         max_steps=steps,

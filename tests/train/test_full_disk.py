@@ -1,4 +1,4 @@
-"""A disk that becomes full at any call of a run or a merge: one message, whole checkpoints, and a run that goes on."""
+"""A disk that becomes full at any call of a run or a merge: one message, whole checkpoints, and a resumed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that refuses writes: compiled here, for it stands between the C library and every other one."""
+    """Compile the library that refuses writes, which must be loaded between the C library and all others."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("no C compiler, or no Linux: writes cannot be refused here")

@@ -1,4 +1,4 @@
-"""Which language-model head a GPU gets: measured by a clock that the test holds, kept, and taken by the trainer's forward."""
+"""The language-model head for a GPU: measured with the test's clock, cached, and used by the trainer's forward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def another_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(
     ours: float, theirs: float, ran: list[Any] | None = None
 ) -> Callable[[Callable[[], object]], float]:
-    """Runs what is to be timed, and says the milliseconds in turn."""
+    """Return a function that calls its argument, and returns `ours` and `theirs` milliseconds in turn."""
     times = itertools.cycle((ours, theirs))
 
     def timed(call: Callable[[], object]) -> float:
@@ -99,7 +99,7 @@ def test_another_card_torch_or_shape_is_measured_by_itself(monkeypatch: pytest.M
     ids=str,
 )
 def test_both_heads_run_as_the_trainer_calls_them(shape: HeadShape) -> None:
-    """Forward and backward of both, in turns: one to warm up, then five."""
+    """Forward and backward of both heads run in turns: one warm-up, then five measurements."""
     ran: list[Any] = []
     matrix = weight(shape)
     before = matrix.clone()
@@ -172,7 +172,7 @@ def test_the_name_of_a_card_is_its_drivers(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_trainer_takes_the_one_that_was_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU with Triton, where both can compute it; the trainer keeps the line for the report."""
+    """On a GPU with Triton, where both heads can compute the loss; the trainer stores the line for the report."""
     shapes: list[HeadShape] = []
 
     def choice(matrix: torch.Tensor, bias: Any, shape: HeadShape) -> HeadChoice:

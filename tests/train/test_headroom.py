@@ -1,4 +1,4 @@
-"""Headroom during a run: what is sampled is what hooks of our own see, and nothing stays on the model."""
+"""Headroom during a run: samples equal the values of independent hooks, and no hook stays on the model."""
 
 from __future__ import annotations
 

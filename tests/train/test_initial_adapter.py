@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_with_its_reason_by_run_and_check(
 
 
 def test_no_second_adapter_takes_its_part_out_of_the_base_once_more(path: Path, tmp_path: Path) -> None:
-    """TRL's reference of a preference run is a copy of the adapter, made by the adapter's config."""
+    """TRL adds a reference adapter with the same config, which would change the base weights again."""
     with pytest.raises(UsageError, match="TRL adds a second adapter as the reference"):
         train(path, tmp_path / "out", "--init_lora_weights", "pissa", method="dpo")
     train(path, tmp_path / "sft", "--init_lora_weights", "pissa", "--max_steps", 1)

@@ -270,7 +270,7 @@ sys.exit(start())
     ],
 )
 def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(tmp_path: Path, module: str):
-    """While isotype itself, then the libraries, and, under the lock, the trainer are imported."""
+    """The signal comes during the import of isotype, of the libraries, and of the trainer (while the lock is held)."""
     save_chat_model(tmp_path / "model")
     save_rows(tmp_path / "train.jsonl", rows("sft"))
     out = tmp_path / "runs" / "out"

@@ -1,4 +1,4 @@
-"""What a launcher or `--fsdp` asks for, and what is refused with its reason."""
+"""Sharding that a launcher or `--fsdp` requests, and requests that are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process of several leaves its group before Python is torn down."""
+"""One of several processes leaves its process group before Python shuts down."""
 
 from __future__ import annotations
 

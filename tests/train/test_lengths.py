@@ -1,4 +1,4 @@
-"""Lengths of rows: what a step takes, and what `max_length` cuts away."""
+"""Lengths of rows: the length of a step, and the tokens that `max_length` cuts off."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
 
 
 def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
-    """`embedded:smollm2` is one; a bare file's name says no more of a tokenizer."""
+    """`embedded:smollm2` is a GGUF file with a tokenizer."""
     write_gguf(tiny("llama"), byte_level(), tmp_path / "small.gguf", "q8_0", "small")
     monkeypatch.setattr(opened, "embedded_file", lambda name: tmp_path / "small.gguf")
     data = tmp_path / "train.jsonl"
@@ -122,7 +122,7 @@ def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
 
 
 def test_what_the_rows_are_read_as_is_said_of_the_data(model, tmp_path):
-    """Not among what was not traced: nothing is missing."""
+    """The note belongs to the data, not to the list of what was not traced: nothing is missing."""
     turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
     data = save_rows(tmp_path / "chats.jsonl", [{"conversations": turns}] * 2)
     argv = ["sft", "--model_name_or_path", str(model), "--dataset_name", str(data)]
@@ -133,7 +133,7 @@ def test_what_the_rows_are_read_as_is_said_of_the_data(model, tmp_path):
 
 
 def test_a_check_sees_which_layers_the_training_fuses_together(capsys, tmp_path):
-    """Llama asks what its mask holds, which a model without weights cannot say: this run was given up, and a line said so."""
+    """Llama reads the values of its mask, which a weightless model lacks; formerly the search was given up with a note."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaConfig(**sizes, intermediate_size=48, use_cache=False).save_pretrained(tmp_path)
     assert (

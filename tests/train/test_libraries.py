@@ -1,4 +1,4 @@
-"""Libraries whose insides are others than ours are refused before weights are read; newer ones are a line."""
+"""Libraries without the functions that isotype needs are refused before weights are read; newer ones are logged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isotype.train.libraries import LAST_TESTED, newer_than_tested, require_fitt
 
 
 def later_head(model: Any, temp: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Any = ()) -> Any:
-    """As a TRL might have it that renames the temperature."""
+    """A head as in a TRL that has renamed the temperature."""
 
     def forward() -> Any:
         return temp, cast_lm_head_to_fp32, outputs
@@ -89,7 +89,7 @@ def test_a_newer_version_is_one_line(
 
 
 def test_upper_bounds_are_what_was_tried() -> None:
-    """Every library of docs/compat.md is bounded below the version after the last that it was tried with."""
+    """pyproject.toml bounds each library of docs/compat.md below the version after the last tested one."""
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[

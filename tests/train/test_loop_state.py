@@ -1,4 +1,4 @@
-"""Runs that go on inside of a generation, in a later epoch or with a reference that follows: the same run, bit for bit."""
+"""Runs resumed inside a generation, in a later epoch or with a moving reference model are the same bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWERS = (
 
 
 def trained(root: Path, name: str, method: str, flags: str) -> tuple[list[Any], bytes]:
-    """Every step's loss, norm and metrics but those of time, and the file that was trained."""
+    """Return loss, norm and metrics (without times) of every step, and the trained file."""
     out = root / name
     arguments = f"""--model_name_or_path {root / "model"} --dataset_name {root / "rows.jsonl"} --output_dir {out} --dtype float32
         --save_steps 1 --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.1 --gradient_checkpointing False --report_to none {flags}"""

@@ -1,4 +1,4 @@
-"""What a command's trainer takes is decided first and made then: no code of ours sets an attribute of it afterwards."""
+"""The trainer's arguments are decided first and built then: isotype sets none of their attributes afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.train.tiny import rows, save_chat_model, save_rows
 
 @pytest.fixture
 def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`Class.attribute, by module` of every attribute that our code sets on what `settings` has made."""
+    """Return `Class.attribute, by module` for every attribute that isotype sets on a dataclass that `settings` has built."""
     made: list[Any] = []
     found: list[str] = []
     make = made_in._built
@@ -100,7 +100,7 @@ SECTIONS = {f"settings.{section}" for section in ("script", "training", "model",
 
 
 def sets(sources: Sources) -> Iterator[str]:
-    """`module: name.attribute` of every statement that sets an attribute of a section of `settings`, whatever name it has there."""
+    """Return `module: name.attribute` for every statement that sets an attribute of a dataclass of `settings`."""
     for module in sources.modules.values():
         if module.name == "isotype.train.command.settings":
             continue  # makes them
@@ -125,7 +125,7 @@ def sets(sources: Sources) -> Iterator[str]:
 
 
 def _sections(function: ast.FunctionDef) -> Iterator[str]:
-    """Names that stand for a section of `settings` in a function."""
+    """Return the names that refer to a dataclass of `settings` in a function."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             pairs = [(node.targets[0], node.value)]

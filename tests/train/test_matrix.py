@@ -1,4 +1,4 @@
-"""Architecture x compute dtype x quantization x {LoRA, DoRA}, by pairs: each trains under its policy, publicly."""
+"""Pairs of architecture, compute dtype, quantization and LoRA or DoRA: each trains under its policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every trainer, quantized, in both 16-bit compute dtypes: masters and optimizer state stay float32."""
+"""Every trainer, quantized, in both 16-bit compute dtypes: master weights and optimizer state stay float32."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The trainers that `run` builds."""
+    """Record the trainers that `run` builds."""
     trainers: list[Any] = []
     build = training.enforce_trainer
 

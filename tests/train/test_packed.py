@@ -1,4 +1,4 @@
-"""Packed batches: their rows stay rows where attention goes by a mask, and documents of a row do not see each other."""
+"""Packed batches: rows are not joined for attention with a mask, and documents of a row do not attend to each other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_documents_that_would_see_each_other_get_a_row_each() -> None:
 
 
 def test_rows_that_were_not_packed_are_padded() -> None:
-    """Those of an evaluation with `--eval_packing False`."""
+    """The rows of an evaluation with `--eval_packing False`."""
     batch = Rows(COLLATOR, packed=True)([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert "position_ids" not in batch
@@ -82,7 +82,7 @@ def _model(name: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted(MIXING))
 def test_models_whose_documents_would_see_each_other(name: str) -> None:
-    """ALiBi counts from the row's begin, a state goes on from one to the next, gpt-oss makes its mask without positions."""
+    """ALiBi counts from the beginning of a row, a state passes from document to document, gpt-oss ignores positions in its mask."""
     assert (
         mixes_documents(_model(name)) == f"in {MIXING[name]} documents in one row would attend to each other"
     )
@@ -160,7 +160,7 @@ def _activations(folder: Path, rows: int, capsys: pytest.CaptureFixture[str]) ->
 def test_packed_rows_are_foreseen_with_a_mask_of_each(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not with one of all pairs of tokens, which a step of one row would have in any case."""
+    """The estimate has a mask per row instead of one for all pairs of tokens, which only a step of one row has."""
     tiny_model(name).config.save_pretrained(tmp_path)
     one, four = (_activations(tmp_path, rows, capsys) for rows in (1, 4))
     assert four == pytest.approx(4 * one, rel=0.05)
@@ -199,7 +199,7 @@ def _rows(root: Path) -> None:
 
 
 def _trl(root: Path) -> list[float]:
-    """Of TRL's trainer, which joins rows: its float32 losses where positions keep documents apart."""
+    """Return the float32 losses of TRL's trainer, which joins rows and separates documents by positions."""
     from datasets import load_dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -233,7 +233,7 @@ def test_losses_are_those_of_rows_joined_into_one(tmp_path: Path, unchecked: Non
 def test_a_float16_training_hands_its_check_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took more memory than the step itself: a float32 forward and backward beside a float16 one."""
+    """Measured again, a float32 forward and backward would take more memory than the float16 step."""
 
     def again(*_: Any) -> Any:
         raise AssertionError("measured again")

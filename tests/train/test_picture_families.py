@@ -1,4 +1,4 @@
-"""Families of vision-language models with their own processors: trained by the command, and against plain transformers and PEFT."""
+"""Vision-language models with their own processors: trained by the command, and compared with transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_torchvision = pytest.mark.lacking(_lacking("qwen2_vl"))
 
 
 def of_families(core: Collection[str] = CORE) -> Callable[..., Any]:
-    """`parametrize` over the families; all but those of `core` are `exhaustive`."""
+    """Parametrize over the families; all but those of `core` are `exhaustive`."""
     marks = {name: [pytest.mark.exhaustive, pytest.mark.lacking(_lacking(name))] for name in FAMILIES}
     params = [pytest.param(name, marks=[] if name in core else marks[name]) for name in FAMILIES]
     return pytest.mark.parametrize("name", params)
@@ -49,7 +49,7 @@ def of_families(core: Collection[str] = CORE) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`folder(name)`: where a family's model and processor lie."""
+    """Return a function from a family's name to the folder of its model and processor."""
     made: dict[str, Path] = {}
 
     def directory(name: str) -> Path:
@@ -66,7 +66,7 @@ def batch_of(folder: Path, rows: int = 2) -> Any:
 
 
 def cast(batch: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Llama 4's processor returns bfloat16, which no plain model in another dtype takes."""
+    """Cast Llama 4's bfloat16 inputs, which a plain model in another dtype does not accept."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
 
 
@@ -76,7 +76,7 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def adapted(folder: Path, dtype: str, quantization: str | None) -> tuple[Any, isotype.PrecisionPolicy]:
-    """The model under its policy, fused, with adapters that do something."""
+    """Return the fused model under its policy, with adapters that are not zero."""
     policy = isotype.resolve_precision(folder, dtype=dtype, quantization=quantization, device="cpu")
     model = isotype.add_lora(isotype.load(folder, policy), policy, r=4)
     torch.manual_seed(3)
@@ -89,7 +89,7 @@ def adapted(folder: Path, dtype: str, quantization: str | None) -> tuple[Any, is
 
 
 def dense_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name -> float32 values of what a model holds in 4 bits."""
+    """Return the float32 values of the weights that a model holds in 4 bits, by name."""
     for name, module in model.get_base_model().named_modules():
         plain = name.replace(".base_layer", "")
         state = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -101,7 +101,7 @@ def dense_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def plain_with_adapter(ours: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with PEFT's adapter, values as in `ours`."""
+    """Return transformers' model with PEFT's adapter and the values of `ours`."""
     base = plain_model(folder, dtype)
     with torch.no_grad():
         for name, values in dense_weights(ours):
@@ -120,7 +120,7 @@ def plain_with_adapter(ours: Any, folder: Path, dtype: torch.dtype) -> Any:
 def step_of(
     model: Any, batch: Any, policy: isotype.PrecisionPolicy | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one step."""
+    """Return loss and gradients of one step."""
     model.train()
     if policy is None:
         loss = model(**batch).loss
@@ -133,7 +133,7 @@ def step_of(
 
 
 def distance(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """Of all gradients together, relative to the exact ones."""
+    """Return the relative distance of all gradients together from the exact gradients."""
     assert gradients.keys() == exact.keys()
     off = sum(float((gradients[name] - each).square().sum()) for name, each in exact.items())
     return (off / sum(float(each.square().sum()) for each in exact.values())) ** 0.5
@@ -173,7 +173,7 @@ def test_a_step_in_16_bits_is_as_near_to_float32_as_that_of_peft(folder: Any, na
 
 
 def balance(folder: Path, batch: Any) -> float:
-    """What TRL adds to the loss of a mixture of experts."""
+    """Return the load-balancing loss that TRL adds for a mixture of experts."""
     model = plain_model(folder)
     config = model.config.get_text_config()
     if not hasattr(config, "output_router_logits"):

@@ -1,4 +1,4 @@
-"""Rows with pictures: which of their tokens are learned, how many there are, and what is done with long ones."""
+"""Rows with pictures: their targets, their number of tokens, and rows that are too long."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pictures() -> list[Any]:
 
 
 def learned(processor: Any, row: Row, **options: Any) -> tuple[list[str], list[str]]:
-    """(the words of a row that are learned, its other tokens but for padding), beside a longer row of text."""
+    """Return (words of a row with loss, its other tokens without padding), in a batch with a longer row of text."""
     long = {"messages": [said("user", "w9 " * 200), said("assistant", "w9")], "images": []}
     if "prompt" in row:
         long = {"prompt": long["messages"][:1], "completion": long["messages"][1:], "images": []}
@@ -138,7 +138,7 @@ def test_a_text_for_one_model_is_learned_behind_its_prompt():
 
 @families
 def test_tokens_are_counted_by_headers_alone(name, tmp_path):
-    """As many as the processor makes of the decoded picture."""
+    """The count equals the number of tokens that the processor makes from the decoded picture."""
     processor = tiny_processor(name)
     for number, each in enumerate(pictures()):
         each.save(tmp_path / f"{number}.png")
@@ -182,7 +182,7 @@ def test_an_example_shows_the_place_and_size_of_each_picture():
 
 
 def data(*counts: int) -> DatasetDict:
-    """Rows of so many words beside a picture."""
+    """Return a row with a picture for each count, whose answer has this number of words."""
     rows = [{"messages": [said("user", [PLACE]), said("assistant", "w1 " * count)]} for count in counts]
     features = Features({"messages": List(Json()), "images": List(Pictures())})
     held = Dataset.from_list([{**row, "images": [picture(40, 40)]} for row in rows], features=features)
@@ -236,7 +236,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch, capsys):
-    """Some rows with pictures, some without, in one batch."""
+    """A batch has rows with pictures and rows without."""
     monkeypatch.chdir(tmp_path)
     save_vision_model("llava", tmp_path / "model")
     picture(40, 30).save("a.png")

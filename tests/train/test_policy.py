@@ -1,4 +1,4 @@
-"""Value ranges for float16, and what quantization does: measured on the device that trains, and by one process of a run."""
+"""Value ranges and damages: measured on the device of the training, and by one process of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL: Any = SimpleNamespace(name="model", facts=None)  # what is measured is st
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The devices that are measured on; the policy is what `measure` returns, None where there is nothing to ask."""
+    """Record the devices of measurements; the policy is what `measure` returns, or None if it is not called."""
     devices: list[Any] = []
 
     def measure(checkpoint: Any, *, device: torch.device | None = None) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""`--gradient_checkpointing auto`: which layers are computed again, by the foreseen memory; the same for a check and its training."""
+"""`--gradient_checkpointing auto`: the estimated memory decides which layers are recomputed, in a check as in its training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVERY_2ND = {**CHECKPOINTING, "every_n_layers": 2}
 
 
 def step_of_twelve_layers(arguments: Mapping[str, Any] | None) -> int:
-    """Bytes: 100 of weights, 10 of each layer that is not computed again, 1 of the others."""
+    """Return bytes: 100 of weights, 10 of each layer that is not recomputed, 1 of each other layer."""
     number = 0 if arguments is None else arguments.get("every_n_layers", 1)
     again = 0 if number == 0 else -(-12 // number)
     return 100 + 10 * (12 - again) + again
@@ -288,7 +288,7 @@ def test_a_run_says_what_it_chose_and_goes_on_with_it(
 
 
 class Processes:
-    """Two processes as two threads: `broadcast_object_list` hands over what the first has in its list."""
+    """Two processes as two threads: `broadcast_object_list` passes on the list of the first."""
 
     def __init__(self) -> None:
         self.here = threading.local()
@@ -314,7 +314,7 @@ class Processes:
         box[:] = self.sent
 
     def both(self, compute: Callable[[int], Any]) -> list[Any]:
-        """What comes of it in each; an exception as itself."""
+        """Return the result of each process; an exception is returned as a value."""
         results: list[Any] = [None, None]
 
         def process(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The recorder: what it keeps of a run, whom it tells, and the memory meters."""
+"""The recorder's records, the callbacks that get them, and the memory meters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_progress_begins_where_the_run_does(path: Path, tmp_path: Path):
 
 
 class Alone:
-    """What a meter and a recorder ask a trainer for; every micro-batch has a loss of 1 and eight tokens."""
+    """A trainer with the members that meter and recorder use; every micro-batch has a loss of 1 and eight tokens."""
 
     def __init__(self, state: Any = None, scale: float | None = None, norm: float = 1.0, **args: Any) -> None:
         scaler = (
@@ -98,7 +98,7 @@ class Alone:
         return None
 
     def step(self) -> None:
-        """One micro-batch, and the norm of its gradients."""
+        """Run one micro-batch, and compute the norm of its gradients."""
         self.steps.attach()
         self.training_step({"input_ids": torch.zeros(2, 4)})
         self._get_grad_norm()
@@ -251,7 +251,7 @@ def test_a_gradient_that_is_not_finite_is_ordinary_under_a_scaler_alone(scaled, 
 
 
 class Reads:
-    """Calls of isotype's own, however deep in torch, by which the host waits for a tensor's values; by file."""
+    """Record by file the calls of isotype's code in which the host waits for a tensor's values."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_file: Counter[str] = Counter()
@@ -275,7 +275,7 @@ class Reads:
 def test_the_host_waits_once_a_step(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaled: bool, deferred: bool
 ) -> None:
-    """At most: where the device leaves an update out by itself, what is read is that of the step before, which has arrived."""
+    """The host waits at most once; if the optimizer skips updates itself, it waits for the values of the previous step."""
     monkeypatch.setattr(steps, "DEFERRED_ON", ("cpu",) if deferred else ("cuda",))
     trainer = build(path, tmp_path, max_steps=3, save_strategy="no", logging_steps=50)
     if scaled:
@@ -305,7 +305,7 @@ def test_the_host_waits_once_a_step(
 
 
 class Poison(transformers.TrainerCallback):  # type: ignore[misc]
-    """Makes the loss of one step infinite, and keeps the weights and the optimizer's state before each step."""
+    """Make the loss of one step infinite, and store the weights and the optimizer's state before each step."""
 
     def __init__(self, trainer: Any, step: int) -> None:
         self.before: list[list[torch.Tensor]] = []
@@ -321,7 +321,7 @@ class Poison(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def held(trainer: Any) -> list[torch.Tensor]:
-    """Trained weights and the optimizer's state, copied."""
+    """Return copies of the trained weights and the optimizer's state."""
     optimizer = trainer.optimizer.optimizer
     state = [value for each in optimizer.state.values() for value in each.values()]
     return [
@@ -333,7 +333,7 @@ def held(trainer: Any) -> list[torch.Tensor]:
 def test_an_update_that_is_not_finite_is_left_out_where_the_read_comes_later(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: int
 ) -> None:
-    """Step 2 of 4, where step 3 has run meanwhile, and of 2, where nothing follows: weights and moments stay as they were before it."""
+    """Step 2 of 4, after which step 3 has run, and step 2 of 2: weights and moments stay as before the step."""
     monkeypatch.setattr(steps, "DEFERRED_ON", ("cpu",))
     trainer = build(path, tmp_path, max_steps=last, save_strategy="no", logging_steps=50, optim=kind)
     recorder = RunRecorder(trainer)

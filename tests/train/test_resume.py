@@ -1,4 +1,4 @@
-"""Runs killed with SIGKILL while they save go on as if nothing had happened."""
+"""Runs that are killed with SIGKILL while they save are resumed without a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in a run and its report: what they were, that none differed, and the user's line where a function raises."""
+"""Rewards in a run and its report: their values, a warning if all are equal, and the line of a function that raises."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_run_whose_reward_fails_ends_with_the_users_line(
 def trained(
     method: str, reward: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, dict[str, Any]]:
-    """(what a run of two steps prints, its report)."""
+    """Return (output of a run of two steps, its report)."""
     model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "d.jsonl", rows("grpo"))
     out = tmp_path / "out"
     status = main(

@@ -1,4 +1,4 @@
-"""A resumed run is the run that was begun: what is compared, what may change, and the report that goes on."""
+"""A resumed run is the same run: which settings are compared, which may change, and the continued report."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def on(day: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dated(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run's folder without its output, and a model whose template writes the day as a word."""
+    """Return the run's folder without its output, and a model whose chat template writes the day as a word."""
     shutil.rmtree(run / "out")
     (run / "model" / "chat_template.jinja").write_text(DATED)
     on(10, monkeypatch)
@@ -166,7 +166,7 @@ def dated(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def days(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """The first words of the rows of each training, and of its sample questions after it."""
+    """Return the first words of the rows of each training, and of its sample questions after training."""
     found: list[set[str]] = []
     before, after = training.keep_rows, training.answers_after
 

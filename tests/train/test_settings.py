@@ -1,4 +1,4 @@
-"""The arguments of the training commands: TRL's own, and what they say about precision."""
+"""The arguments of the training commands: those of TRL, and those about precision."""
 
 from __future__ import annotations
 

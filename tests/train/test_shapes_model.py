@@ -23,7 +23,7 @@ def _lacking() -> str:
 
 
 class Words:
-    """Every name is one token."""
+    """A tokenizer in which every name is one token."""
 
     def __call__(self, text: str) -> transformers.BatchEncoding:
         names = [name for names in shapes_model._NAMES for name in names]

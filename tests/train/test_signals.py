@@ -1,4 +1,4 @@
-"""What a run says of what is in its loss."""
+"""Notes of a run on the parts of its loss."""
 
 from __future__ import annotations
 

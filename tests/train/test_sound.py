@@ -1,4 +1,4 @@
-"""Models that take sound: through check, add_lora and fuse, and one step in each dtype beside plain transformers and PEFT."""
+"""Models with sound inputs: check, add_lora and fuse, and a step in each dtype compared with transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENCODER = {"max_source_positions": 16, "num_mel_bins": 8}
 
 
 def voxtral() -> tuple[Any, dict[str, torch.Tensor]]:
-    """A language model that hears: two rows with four tokens of sound."""
+    """Return a language model with sound: a batch of two rows with four sound tokens."""
     sizes = {**_ENCODER, "intermediate_size": 128, "hidden_size": 32}
     torch.manual_seed(0)
     model = transformers.VoxtralForConditionalGeneration(
@@ -42,7 +42,7 @@ def voxtral() -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def whisper() -> tuple[Any, dict[str, torch.Tensor]]:
-    """An encoder of sound with a decoder of text."""
+    """Return an encoder of sound with a decoder of text."""
     return ARCHITECTURES["whisper-s2s"].build(torch.float32), ARCHITECTURES["whisper-s2s"].batch()
 
 
@@ -51,7 +51,7 @@ MODELS = [voxtral, whisper]
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda make: make.__name__)
 def heard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """(folder, class, batch)."""
+    """Return (folder, class, batch)."""
     model, batch = request.param()
     folder = tmp_path_factory.mktemp(request.param.__name__)
     with quiet():

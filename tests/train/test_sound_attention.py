@@ -1,4 +1,4 @@
-"""No training of isotype's computes attention by a kernel whose gradients may be NaN."""
+"""No training by isotype uses an attention kernel whose gradients may be NaN."""
 
 from __future__ import annotations
 

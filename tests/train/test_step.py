@@ -1,4 +1,4 @@
-"""The step of a training command, traced: layers of which only some are checkpointed."""
+"""The traced step of a training command, with layers of which only some are checkpointed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
 
 
 def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
-    """Of more rows than train it may be the worst moment: weights and the optimizer's states are there, gradients are not."""
+    """An evaluation with more rows than the training may be the peak: weights and optimizer states exist, gradients do not."""
     asked = {
         "none": traced(config, None),
         "as many": traced(config, None, "--eval_strategy", "steps", "--eval_steps", "2"),
@@ -77,7 +77,7 @@ def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
 
 
 def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -> None:
-    """Adapters switched off are the reference of a model that has them."""
+    """A model with adapters is its own reference if they are disabled; a fully trained model needs a copy."""
 
     def weights(*more: str) -> int:
         argv = ["dpo", "--model_name_or_path", str(config), "--device", "t4", "--dtype", "float16"]
@@ -96,7 +96,7 @@ def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -
 
 
 def test_a_training_of_all_weights_is_fused_as_it_is_trained(config: Path) -> None:
-    """Norms keep their input and one number a row for the backward; by single operators float32 copies of it, too."""
+    """Fused norms keep their input and a number per row for the backward; single operators also keep float32 copies."""
 
     def kept(fuse: str) -> int:
         argv = ["sft", "--model_name_or_path", str(config), "--device", "cpu", "--dtype", "float32"]
@@ -121,7 +121,7 @@ def test_micro_batches_but_the_first_begin_with_the_gradients_and_all_are_fetche
 
 
 def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:
-    """Offloaded activations are counted where they are computed."""
+    """Offloaded activations are counted on the device that computes them."""
     every = [{}, {"every_n_layers": 2}, None]
     peaks = [peak(config, each) for each in every]
     assert peaks == sorted(set(peaks))
@@ -152,7 +152,7 @@ def test_transformers_takes_what_is_known_here() -> None:
 
 @pytest.mark.lacking("the memory-efficient kernel takes grouped heads" if RELEASE >= (2, 14) else "")
 def test_attention_on_a_card_without_flash_is_that_of_the_training(config: Path) -> None:
-    """Fused, as it is trained: keys and values repeated; unfused all scores are written out, and a note says so."""
+    """Fused attention repeats keys and values; unfused attention writes all scores, and a note says so."""
     longer = json.loads(config.read_text()) | {"max_position_embeddings": 256}
     config.write_text(json.dumps(longer))
     fused, plain = (

@@ -1,4 +1,4 @@
-"""The arguments of `isotype check` as one step: a bare model, a training command, and where the two meet."""
+"""The arguments of `isotype check` as one step: a bare model, a training command, and both together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up batches and the losses of the methods, on real tiny models."""
+"""Synthetic batches and the losses of the methods, with real tiny models."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_forwards_of_a_method(method, forwards):
 
 @pytest.mark.parametrize(("method", "rows"), [("dpo", 4), ("kto", 2), ("grpo", 2), ("rloo", 2), ("sft", 2)])
 def test_the_batch_of_a_step_is_told(method, rows):
-    """A report of a preference step said that its batch was empty, and knew no tokens a second."""
+    """A report of a preference step once had an empty batch and no tokens per second."""
     inputs = step_inputs(method, tiny_model("llama"), 2, 12, completion=4).inputs
     assert {tuple(inputs[name].shape) for name in ("input_ids", "attention_mask")} == {(rows, 12)}
 

@@ -1,4 +1,4 @@
-"""The trainer under a policy: step measures, whole checkpoints, rotation, full disks, and the digits that TRL cuts off."""
+"""The trainer under a policy: measured steps, whole checkpoints, rotation, full disks, and digits that TRL rounds off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adapted(path: Path, dtype: str) -> tuple[Any, isotype.PrecisionPolicy]:
 
 
 def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
-    """A PolicyTrainer of SFT, as TRL has built it."""
+    """Return a PolicyTrainer of SFT as TRL builds it."""
     given = {
         "max_steps": 6,
         "save_steps": 1,
@@ -70,7 +70,7 @@ def trainer_of(model: Any, path: Path, out: Path, cls: Any = trl.SFTTrainer, **m
 
 
 def build(path: Path, out: Path, cls: Any = trl.SFTTrainer, **more: Any) -> Any:
-    """A PolicyTrainer of SFT under a float32 policy."""
+    """Return a PolicyTrainer of SFT under a float32 policy."""
     model, policy = adapted(path, "float32")
     masters = masters_of(model)
     trainer = trainer_of(model, path, out, cls, **more)
@@ -92,7 +92,7 @@ class Measures(transformers.TrainerCallback):
 
 
 def measured(trainer: Any) -> tuple[list[Step], list[dict[str, Any]]]:
-    """What a run measured, and what the trainer itself logged, step by step."""
+    """Return what a run has measured and what the trainer has logged, by step."""
     measures = Measures(trainer)
     trainer.add_callback(measures)
     trainer.train()
@@ -100,7 +100,7 @@ def measured(trainer: Any) -> tuple[list[Step], list[dict[str, Any]]]:
 
 
 def gained(logged: list[dict[str, Any]]) -> list[int]:
-    """Tokens of each step, from the trainer's own running total."""
+    """Return the tokens of each step, from the trainer's running total."""
     seen = [0]
     for entry in logged:  # GRPO and RLOO log it only when they have generated
         seen.append(entry.get("num_tokens", seen[-1]))
@@ -162,7 +162,7 @@ def test_the_gradient_norm_is_the_one_before_clipping(
 
 
 def trainer_for(path: Path, out: Path, method: str, **more: Any) -> Any:
-    """A PolicyTrainer of `method`, under no policy."""
+    """Return a PolicyTrainer of `method` without a policy."""
     config, trainer = METHODS[method].dataclass_types()[1], METHODS[method].trainer_class()
     if method == "reward":
         model = transformers.LlamaForSequenceClassification.from_pretrained(path, num_labels=1)
@@ -254,7 +254,7 @@ def test_a_trainer_in_another_mixed_precision_is_refused(path: Path, tmp_path: P
 
 
 class WritesMore(trl.SFTTrainer):
-    """Writes into the checkpoint after its base class has, as GRPOTrainer does."""
+    """A trainer that writes into the checkpoint after its base class, as GRPOTrainer does."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -333,7 +333,7 @@ def test_an_upload_sees_the_checkpoint_where_it_stays(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.2 MB: room for two checkpoints of half a megabyte, not for three."""
+    """Return a file system of 1.2 MB: enough for two checkpoints of half a megabyte, too small for three."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if shutil.which("mount") is None:
@@ -348,7 +348,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def file_size_limit() -> Iterator[Callable[[int], None]]:
-    """Set the greatest size of a file that this process may write, in bytes."""
+    """Set the largest size in bytes of a file that this process may write."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -385,7 +385,7 @@ def steps_in(printed: str) -> list[int]:
 
 
 def assert_stopped_whole(out: Path, message: str, problem: str) -> None:
-    """The message names the problem and the command that goes on from the second checkpoint; both are whole."""
+    """Assert that the message names the problem and the command that resumes the second checkpoint; both are complete."""
     last = out / "checkpoint-2"
     told, way = message.split("  = ")
     assert told == problem
@@ -529,7 +529,7 @@ def test_nothing_below_the_first_adapter_has_a_graph(path: Path, tmp_path: Path,
 def test_the_reference_model_computes_as_the_model_that_is_trained(
     path: Path, tmp_path: Path, dtype: str
 ) -> None:
-    """Before the first update the two are one model, so that DPO's loss begins at log 2."""
+    """Before the first update both models are equal, so DPO's loss begins at log 2."""
     policy = isotype.resolve_precision(path, dtype=dtype, device="cpu", trainable="full")
     model = isotype.load(path, policy)
     arguments = trl.DPOConfig(

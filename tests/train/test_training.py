@@ -1,4 +1,4 @@
-"""Runs from end to end: what a second run into the same place does, what is asked, what is said."""
+"""Runs from start to end: a second run into the same folder, sample questions, and messages."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_differences(model, data
 
 
 def test_a_run_goes_on_under_the_ranges_that_it_was_begun_with(data, tmp_path, monkeypatch):
-    """Two steps and two more are four, though the measurement is gone; so are chat and a merge."""
+    """A run of four steps equals a run of two that is resumed without its cached ranges; so do chat and merge."""
     path = save_chat_model(tmp_path / "model", layers=1)
     values = load_file(path / "model.safetensors")
     for name, value in values.items():
@@ -318,7 +318,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
 def test_the_last_step_before_an_exception_is_in_the_report(
     model, data, tmp_path, monkeypatch, ends: type[BaseException], status: str
 ):
-    """Of a device that leaves updates out by itself, where a step is read while the next one runs."""
+    """On a device whose optimizer skips updates, a step is read while the next one runs."""
     from isotype.train.monitor import step
     from isotype.train.monitor.recorder import RunRecorder
 

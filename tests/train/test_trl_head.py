@@ -1,4 +1,4 @@
-"""isotype's loss in the place of TRL's: the same numbers, for every trainer that has TRL's head."""
+"""isotype's loss in place of TRL's: the same numbers for every trainer that has TRL's head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of isotype's loss by trainers."""
+    """Record the calls of isotype's loss by trainers."""
     seen: list[Any] = []
     actual = isotype.lora.loss.trl_head.log_probs
 
@@ -210,7 +210,7 @@ def given() -> dict[str, torch.Tensor]:
 
 
 def holder(model: Any, **more: Any) -> Any:
-    """What `use_own_head` reads of a trainer."""
+    """Return an object with the members of a trainer that `use_own_head` reads."""
     known = {"args": SimpleNamespace(entropy_coef=0.1), "label_smoother": None, "compute_loss_func": None}
     return SimpleNamespace(model=model, **{**known, **more})
 
@@ -318,7 +318,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantized_head(kind: str) -> None:
-    """TRL's function would multiply with the packed bytes."""
+    """TRL's function would multiply by the packed bytes."""
     model = causal("llama").requires_grad_(False)
     dense = model.lm_head
     quantized: Any
@@ -347,7 +347,7 @@ def test_quantized_head(kind: str) -> None:
     "method", ["sft", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("dpo", "grpo"))]
 )
 def test_a_check_foretells_the_memory_of_this_loss(method: str) -> None:
-    """With a vocabulary of which whole logits would be most of the memory."""
+    """The vocabulary is so large that whole logits would be most of the memory."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 30_000, "max_position_embeddings": 512})
     model = peft.get_peft_model(

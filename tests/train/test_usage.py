@@ -1,4 +1,4 @@
-"""The short help, and how much is said."""
+"""The short help, and the amount of output with `-q` and `-v`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training whose values stop being numbers: it ends before the update, and names the operator that a reference names."""
+"""A training with values that are not finite ends before the update, and names the operator that a reference names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ordered(transformers.Trainer):  # type: ignore[misc]
 
 
 class Reference(Ordered):
-    """The first operator of the whole training whose result is not finite, and its optimizer step."""
+    """Find the first operator of a whole training whose result is not finite, and its optimizer step."""
 
     first: tuple[int, str, tuple[int, ...]] | None = None
 
@@ -60,7 +60,7 @@ class Reference(Ordered):
 
 
 class Overflow(transformers.TrainerCallback):  # type: ignore[misc]
-    """From step 7 on a layer's results pass float16's range."""
+    """A layer whose results exceed float16's range from step 7."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 6:
@@ -178,7 +178,7 @@ def test_a_sound_training_is_as_it_was_without(tmp_path: Path) -> None:
 
 
 def test_the_run_again_draws_the_same_dropout(tmp_path: Path) -> None:
-    """Dropout that spoils one draw of ten: the step's own states find it again."""
+    """Dropout that fails in one of ten draws fails again with the step's random states."""
 
     class Unlucky(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

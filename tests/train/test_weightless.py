@@ -1,4 +1,4 @@
-"""The model of a training command without weights: adapters, folding, and what is refused."""
+"""The model of a training command without weights: adapters, folding, and refused adapters."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2, experts: int = 0) -> Path:
-    """A random Llama of `layers` layers, or a Qwen3-MoE, with a tokenizer of 64 words and a chat template."""
+    """Save a random Llama of `layers` layers, or a Qwen3-MoE, with a tokenizer of 64 words and a chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -60,7 +60,7 @@ def _words(generator: random.Random) -> str:
 
 
 def rows(method: str, count: int = 20) -> list[dict[str, Any]]:
-    """Conversational rows for `method`."""
+    """Return conversational rows for `method`."""
     draw = random.Random(0)
 
     def message(role: str) -> list[dict[str, str]]:
@@ -90,7 +90,7 @@ def save_rows(path: Path, data: Iterable[dict[str, Any]]) -> Path:
 
 
 def reward_by_words(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward function for grpo and rloo that hardly ever gives two answers the same."""
+    """Reward function for grpo and rloo that rarely gives two answers the same reward."""
     return [
         sum(1.0 / (2 + number) for number in map(_number, messages[0]["content"].split()))
         for messages in completions
@@ -102,7 +102,7 @@ def _number(word: str) -> int:
 
 
 def arguments(root: Path, name: str, steps: int, *more: str) -> list[str]:
-    """`isotype sft` on the model and rows in `root`, into the folder `name` there."""
+    """Return the arguments of `isotype sft` with the model and rows in `root`, into the folder `name` in it."""
     return (
         f"""sft --model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"}
         --output_dir {root / name} --max_steps {steps} --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.2

@@ -1,4 +1,4 @@
-"""PrecisionCallback in scripts that know nothing else of isotype."""
+"""PrecisionCallback in scripts that use nothing else of isotype."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Spy(transformers.TrainerCallback):
-    """The dtypes of trainable parameters and of the optimizer's moments, as other callbacks find them."""
+    """Record the dtypes of trainable parameters and of the optimizer's moments, as other callbacks read them."""
 
     def __init__(self) -> None:
         self.masters: list[set[torch.dtype]] = []
@@ -73,7 +73,7 @@ def arguments(cls: Any, out: Path, **more: Any) -> Any:
 
 
 def qlora_script(path: Path, out: Path, callback: Any = None, **more: Any) -> tuple[Any, Spy]:
-    """What a QLoRA script with TRL looks like, and one line of isotype."""
+    """Return a QLoRA script with TRL, and one line of isotype."""
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -178,7 +178,7 @@ def test_check_warning_says_it_and_goes_on(
 def bare_script(
     path: Path, out: Path, dtype: torch.dtype, lora: bool = True, frozen: str = "", **more: Any
 ) -> Any:
-    """A script with transformers' Trainer that says nothing of precision but `bf16`."""
+    """Return a script with transformers' Trainer whose only setting of precision is `bf16`."""
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

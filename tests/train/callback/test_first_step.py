@@ -1,4 +1,4 @@
-"""The check of a running training's first batch: of the step as it runs."""
+"""The check of a running training's step by its first batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isotype.train.callback import before_first_step
 
 
 def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:
-    """What the check of the first call of a model says."""
+    """Return the report of the check at the first call of a model."""
     reports: list[Report] = []
     arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
@@ -34,7 +34,7 @@ def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:
 def test_a_float16_step_is_measured_only_where_nobody_has_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: Any, measured: int
 ) -> None:
-    """A training has decided its policy: measured again, the first batch would take more memory than any step."""
+    """A training has decided its policy; to measure again would take more memory at the first batch than any step."""
     seen: list[Any] = []
     monkeypatch.setattr("isotype.preflight.run.measured", lambda *args: (seen.append(args), (None, ()))[1])
     model, ids = torch.nn.Sequential(torch.nn.Linear(4, 4)).half(), torch.ones(2, 4, dtype=torch.float16)
@@ -45,7 +45,7 @@ def test_a_float16_step_is_measured_only_where_nobody_has_decided(
 
 
 def test_a_trace_is_gone_before_the_step_begins(tmp_path: Path) -> None:
-    """It refers to itself, and to values of small tensors: kept, they would lie beside the step's own."""
+    """A trace has reference cycles and values of small tensors, which would occupy memory during the step."""
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=128,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_padding_that_the_step_leaves_out_is_not_traced(tmp_path: Path, lengths:
 def test_packed_rows_of_our_own_forward_are_wired_as_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: int
 ) -> None:
-    """It passes on no mask beside positions, on the model's own layers and on a small model of its class."""
+    """The forward passes position ids and no mask, on the model's own layers and on a small model of its class."""
     monkeypatch.setattr("isotype.trace.reach.small.MOST_WEIGHTS", weights)
     monkeypatch.setattr("isotype.trace.reach.small.MOST_WEIGHTS_OF_CLASS", 32_000_000)
     config = transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""The names of other trainers' files in docs/training.md are those of the table. `python -m tests.train.dialects.test_documented` writes them."""
+"""docs/training.md lists the names of tables.yaml; `python -m tests.train.dialects.test_documented` writes them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _of(table: dict[str, Any]) -> str:
 
 
 def documented() -> str:
-    """The block of the page."""
+    """Return the block of the page."""
     types = [f"- `{method}`: {_listed(list(named))}" for method, named in tables()["types"].items() if named]
     return (
         "\n".join(

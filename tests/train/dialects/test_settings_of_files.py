@@ -1,4 +1,4 @@
-"""`--config` with another trainer's file: the settings are those of isotype's own arguments, and `--print-config` writes them."""
+"""`--config` with another trainer's file gives the settings of isotype's arguments; `--print-config` writes them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def written(content: Any, name: str = "theirs.yaml") -> str:
 
 
 def compared(settings: Settings) -> dict[str, Any]:
-    """What a training is made of, without how it was written."""
+    """Return the values of the settings without the command from which they were parsed."""
     plain = {each.name: getattr(settings, each.name) for each in fields(settings)}
     del plain["command"]
     parts = ("script", "training", "model", "dataset", "extra")

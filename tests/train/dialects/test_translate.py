@@ -1,4 +1,4 @@
-"""Files of axolotl and LLaMA-Factory: what isotype reads of them, what it says of the rest, and what it refuses."""
+"""Files of axolotl and LLaMA-Factory: which names isotype translates, notes as unused, and refuses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DATASET_INFO = {  # of LLaMA-Factory's data/dataset_info.json
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with LLaMA-Factory's description of its data."""
+    """Return a working directory with LLaMA-Factory's description of its data."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
     monkeypatch.chdir(tmp_path)
@@ -67,12 +67,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @cache
 def names_of(method: str) -> frozenset[str]:
-    """The arguments of a training command."""
+    """Return the names of a training command's arguments."""
     return frozenset(specs(method))
 
 
 def method_of(values: Mapping[str, Any]) -> str:
-    """The command that a file is for; sft where isotype has none."""
+    """Return the training method of a file; `sft` if isotype lacks the method."""
     dialect = dialect_of(values)
     assert dialect is not None
     room = axolotl if dialect == "axolotl" else llama_factory
@@ -80,12 +80,12 @@ def method_of(values: Mapping[str, Any]) -> str:
 
 
 def read(values: Mapping[str, Any], method: str | None = None) -> Reader:
-    """A file's content for the command that it is for."""
+    """Translate a file's content for the training method of the file."""
     return translated(values, method or method_of(values), Path())
 
 
 def told(translation: Reader) -> set[str]:
-    """The names that the notes and the problems speak of."""
+    """Return the names in the notes and the problems."""
     refused = {
         name.strip() for each in translation.problems for name in each.given.partition(":")[0].split(",")
     }
@@ -93,7 +93,7 @@ def told(translation: Reader) -> set[str]:
 
 
 def given_names(values: Mapping[str, Any]) -> set[str]:
-    """Every name of a file, those of groups and of axolotl's data sets too."""
+    """Return every name of a file, also those in groups and in axolotl's data sets."""
     dialect = dialect_of(values)
     assert dialect is not None
     names = set(Reader.of(dialect, values, "sft", Path()).given)
@@ -108,7 +108,7 @@ def given_names(values: Mapping[str, Any]) -> set[str]:
 
 
 def outcome(source: str, values: Mapping[str, Any]) -> str:
-    """What becomes of a file, in a few lines."""
+    """Return the result of a translation in a few lines."""
     method, translation = method_of(values), read(values)
     lines = [source, f"  isotype {method}: " + ("refused" if translation.problems else "read")]
     lines += [f"  used: {' '.join(sorted(translation.used))}"] if translation.used else []
@@ -118,7 +118,7 @@ def outcome(source: str, values: Mapping[str, Any]) -> str:
 
 
 def test_the_public_examples_are_read_or_refused_as_written_down() -> None:
-    """The table of `outcome.txt`: `python -m tests.train.dialects.test_translate` writes it again."""
+    """`python -m tests.train.dialects.test_translate` writes the expected table, outcome.txt."""
     written = (HERE / "outcome.txt").read_text(encoding="utf-8")
     assert written == "\n\n".join(outcome(*each) for each in EXAMPLES.items()) + "\n"
 
@@ -152,7 +152,7 @@ def test_no_name_of_a_random_file_is_lost(dialect: str) -> None:
 
 
 def _random_file(draw: random.Random, dialect: str) -> dict[str, Any]:
-    """Some of the names that a trainer has, with values of every kind."""
+    """Return some names of a trainer's files with values of every type."""
     table = tables()[dialect]
     names = [word.partition("=")[0] for word in table["used"].split()]
     names += [name for rule in table["rules"] for name in rule.get("if", {})]
