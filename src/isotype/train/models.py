@@ -259,11 +259,8 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
     """Return a checkpoint's tokenizer, or its processor for pictures; raise CheckpointError if there is none."""
     limit_templates()
-    return tokenizer_of(
-        source if isinstance(source, str) and not Path(source).is_dir() else Path(source),
-        revision,
-        required=True,
-    )
+    local = Path(source).is_dir()
+    return tokenizer_of(Path(source) if local else source, revision, required=True)
 
 
 # ------------------------------------------------------------------------------------------------------ without weights

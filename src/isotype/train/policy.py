@@ -156,10 +156,8 @@ def enforce_trainer(
         enforce_model(reference, replace(policy, keep_frozen=True))
     if getattr(trainer.args, "use_liger_kernel", False):
         trainer.args.use_liger_kernel = False
-        changes = (
-            *changes,
-            Change("use_liger_kernel", "True -> False: Liger's forwards would replace those of the policy"),
-        )
+        what = "True -> False: Liger's forwards would replace those of the policy"
+        changes = (*changes, Change("use_liger_kernel", what))
     _mixed_precision(trainer, policy)
     return changes
 

@@ -109,15 +109,13 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
     def description(self, state: Any, metric: str) -> str | None:
         """Describe the end of the training; None if this callback has not ended it."""
-        if (
-            self.early_stopping_patience_counter < self.early_stopping_patience
-            or state.global_step >= state.max_steps
-        ):
+        counter, patience = self.early_stopping_patience_counter, self.early_stopping_patience
+        if counter < patience or state.global_step >= state.max_steps:
             return None
         best = ""
         if state.best_metric is not None:
             best = f": {state.best_metric:.4g}, at step {state.best_global_step}"
-        count = plural(self.early_stopping_patience, "evaluation")
+        count = plural(patience, "evaluation")
         return f"stopped early at step {state.global_step} of {state.max_steps}: {count} without a better {metric} than the best{best}"
 
 

@@ -360,9 +360,8 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)
-    rename(
-        config, str(local_snapshot(source, revision) or source) if isinstance(source, str) else str(source)
-    )
+    snapshot = local_snapshot(source, revision) if isinstance(source, str) else None
+    rename(config, str(snapshot or source))
     try:
         yield
     finally:
@@ -433,11 +432,9 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         except TrainingError as failure:
             return ended(record_of(samples, "failed", str(failure)))
         except Exception as failure:
-            error = (
-                str(failure) if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: {failure}"
-            )
-            unread = recorder.record_unread()
-            failed = record_of(samples, "failed", f"{error}; {unread}" if unread else error)
+            kind = "" if isinstance(failure, IsotypeError) else f"{type(failure).__name__}: "
+            error = "; ".join(filter(None, (f"{kind}{failure}", recorder.record_unread())))
+            failed = record_of(samples, "failed", error)
             try:
                 write(failed, made_steps=recorder.made_steps)
             except SaveError as unsaved:  # the failure may be a full disk
@@ -457,8 +454,8 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
 def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
     """Add the callbacks, and remove those that print the progress for transformers."""
-    for shown in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(shown)
+    for printing in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printing)
     for callback in filter(None, callbacks):
         trainer.add_callback(callback)
 

@@ -72,18 +72,14 @@ def parse_command(
     for name, words in typed.items():
         if name not in mine and name != "config":
             problems += _add(values, method, name, *_typed(words))
-    if (
-        add_arguments is None
-        and "model_name_or_path" not in values
-        and stray
-        and not stray[0].startswith("-")
-    ):
+    lacks_model = "model_name_or_path" not in values
+    if lacks_model and add_arguments is None and stray and not stray[0].startswith("-"):
         # A path or hub id without a flag is most likely the model.
         problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
     problems += parser.unknown(stray)
     ours = argparse.Namespace(**{name: typed[name] for name in mine if name in typed})
     problems += problems_of(ours)
-    if add_arguments is not None and "model_name_or_path" not in values:
+    if lacks_model and add_arguments is not None:
         expected = "a model, a training command with its arguments, or package.module:function"
         problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
     parser.refuse(problems)

@@ -33,11 +33,8 @@ def topics(reader: Reader) -> None:
     for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
         if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
             reader.use(name, **{ours: [module.strip() for module in listed.split(",")]})
-    if (
-        reader.values.get("use_peft")
-        and not reader.get("adapter_name_or_path")
-        and not reader.get("lora_alpha")
-    ):
+    decided = reader.get("adapter_name_or_path") or reader.get("lora_alpha")
+    if reader.values.get("use_peft") and not decided:
         reader.values["lora_alpha"] = 2 * reader.typed("lora_rank", "a number above 0", 8)
     if "," in str(reader.get("adapter_name_or_path", "")):
         expected, fix = "one adapter, which is trained further", "merge the others first: isotype merge"

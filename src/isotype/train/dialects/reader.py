@@ -87,11 +87,8 @@ class Reader:
         value = self.get(name)
         if value is None or value is False:
             return default
-        if (
-            isinstance(value, _KINDS[kind])
-            and value is not True
-            and (kind != "a number above 0" or value >= 0)
-        ):
+        right = isinstance(value, _KINDS[kind]) and value is not True
+        if right and (kind != "a number above 0" or value >= 0):
             return value or default
         if name not in self._settled:
             self.refuse(name, kind, "correct the value")
@@ -140,10 +137,8 @@ class Reader:
                 self.values |= ours
             elif not ours or not ours.keys() & self.values.keys():
                 for name, value in more.items():
-                    was = self.values.get(name)
-                    ours[name] = (
-                        value if was is None else was + value if isinstance(value, list) else was | value
-                    )
+                    was = self.values.get(name, type(value)())
+                    ours[name] = was + value if isinstance(value, list) else was | value
                 self.use(names, **ours)
 
     def finish(self) -> None:
@@ -179,10 +174,8 @@ class Reader:
         elif kind == "refused" and value and not (value == 1 and name.endswith(("_size", "_degree"))):
             self.refuse(name, text)
         elif kind:
-            self.notes.setdefault(
-                {"idle": text, "differs": f"not done: {text}"}[kind] if value and kind != "refused" else OFF,
-                [],
-            ).append(name)
+            effect = {"idle": text, "differs": f"not done: {text}"}.get(kind, OFF) if value else OFF
+            self.notes.setdefault(effect, []).append(name)
         elif table.get("passes"):
             self.use(name, **{name: number(value)})
         else:
@@ -288,14 +281,8 @@ class Rows:
         """Return this data set as an entry of a `datasets` list."""
         columns = {ours: theirs[0] if len(theirs) == 1 else theirs for ours, theirs in self.renamed.items()}
         split = None if self.split == "train" else self.split
-        more = {
-            "path": self.path,
-            "name": self.name,
-            "split": split,
-            "data_files": self.files,
-            "columns": columns,
-        }
-        return {key: value for key, value in more.items() if value}
+        more = {"name": self.name, "split": split, "data_files": self.files, "columns": columns}
+        return {"path": self.path, **{key: value for key, value in more.items() if value}}
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:

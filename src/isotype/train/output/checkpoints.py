@@ -69,16 +69,17 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     manifest = read_json(checkpoint / MANIFEST)
     if manifest is None and (checkpoint / MANIFEST).exists():
         return f"{MANIFEST} is not JSON"
-    if not all(isinstance((manifest or {}).get(key, {}), dict) for key in ("files", "crc32")):
+    sizes, checksums = ((manifest or {}).get(key, {}) for key in ("files", "crc32"))
+    if not (isinstance(sizes, dict) and isinstance(checksums, dict)):
         return f"{MANIFEST} does not list files"
-    for name, size in (manifest or {}).get("files", {}).items():
+    for name, size in sizes.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
-    for name, sum_ in (manifest or {}).get("crc32", {}).items() if contents else ():
-        if _crc32(checkpoint / name) != sum_:
+    for name, checksum in checksums.items() if contents else ():
+        if _crc32(checkpoint / name) != checksum:
             return f"{name} has other bytes than were saved"
     if not (checkpoint / _STATE).is_file():
         return f"{_STATE} is missing"
@@ -113,9 +114,8 @@ def unreadable_state(checkpoint: Path) -> str | None:
             return f"{_STATE} has no log_history"
     except _REFUSALS as error:
         return f"{_STATE}: {first_line(error)}"
-    for path, entries in (
-        (path, entries) for name, entries in _KINDS.items() for path in sorted(checkpoint.glob(name))
-    ):
+    files = [(path, kinds) for name, kinds in _KINDS.items() for path in sorted(checkpoint.glob(name))]
+    for path, entries in files:
         try:
             with safe_globals(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about the pickle; a refusal is reported below

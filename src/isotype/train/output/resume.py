@@ -84,10 +84,8 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
     root = Path(settings.training.output_dir)
     results = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
     if (root / JSON_NAME).is_file() and results:
-        say(
-            console,
-            f"note: {root} has a finished run ({results[0]}, {JSON_NAME}); this run will overwrite it",
-        )
+        finished = f"a finished run ({results[0]}, {JSON_NAME})"
+        say(console, f"note: {root} has {finished}; this run will overwrite it")
 
 
 def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:

@@ -287,9 +287,8 @@ def row_length(plan: StepPlan, config: Any) -> int:
         positions = None
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or default
-    if (
-        plan.lengths is not None or plan.pictures is not None
-    ):  # every traced row gets pictures, also short rows
+    # Every traced row gets pictures, also one that is short in the data.
+    if plan.lengths is not None or plan.pictures is not None:
         wanted = max(wanted, least_length(config, plan.pictures))
     return wanted if positions is None else min(wanted, positions)
 

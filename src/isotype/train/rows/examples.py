@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -61,10 +61,8 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
 
 def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
     """Return the 50th, 90th and 99th percentile of `tokens`."""
-    if len(tokens) == 1:
-        return (tokens[0],) * 3
-    cuts = statistics.quantiles(tokens, n=100, method="inclusive")
-    return round(cuts[49]), round(cuts[89]), round(cuts[98])
+    half, most, longest = numpy.percentile(tokens, (50, 90, 99))
+    return round(half), round(most), round(longest)
 
 
 def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:

@@ -40,10 +40,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
-        what, expected = (
-            f"{model} without a tokenizer on this machine",
-            "the tokenizer of the model",
-        )
+        what, expected = f"{model} without a tokenizer on this machine", "the tokenizer of the model"
         fix = "download the model first, or leave --data out"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
     words = getattr(tokenizer, "tokenizer", tokenizer)

@@ -60,16 +60,14 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
     """Return the span of message `at`: after its prompt for the assistant, else after the previous message."""
     end = (
-        len(text)
-        if at + 1 == len(messages)
-        else _length_of_beginning(text, render(messages[: at + 1], False), at)
+        len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
     if messages[at]["role"] == "assistant":
         return _start(render, messages, at, text), end
-    return (_length_of_beginning(text, render(messages[:at], False), at - 1) if at else 0), end
+    return (_prefix_length(text, render(messages[:at], False), at - 1) if at else 0), end
 
 
-def _length_of_beginning(text: str, beginning: str, at: int) -> int:
+def _prefix_length(text: str, beginning: str, at: int) -> int:
     if not text.startswith(beginning):
         raise ValueError(f"the chat template renders message {at + 1} differently if other messages follow")
     return len(beginning)
@@ -82,7 +80,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
     if text.startswith(prompt):
         return len(prompt)
     # DeepSeek-R1's prompt for an answer ends with "<think>", but its template renders given answers without that.
-    before = _length_of_beginning(text, render(messages[:at], False), at - 1)
+    before = _prefix_length(text, render(messages[:at], False), at - 1)
     pairs = enumerate(zip(prompt, text, strict=False))
     return max(before, next((at for at, (a, b) in pairs if a != b), len(prompt)))
 
