@@ -38,7 +38,7 @@ class StepRequest:
         scaler: whether a GradScaler is used; None for a GradScaler under float16 autocast only.
         optimizer: a name, an optimizer, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
-        learning_rate: learning rate of the optimizer; None for the rate of a real optimizer.
+        learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
         fsdp: version (1 or 2) of the FSDP that shards the run; 0 without FSDP.
         devices: number of devices that train together, sharded under `fsdp`, else each with all weights (DDP); memory
             is counted for one device.
