@@ -2,6 +2,7 @@
 
 python -m tools.sentence_sample --seed 7              # 40 sentences of pages, docstrings and messages
 python -m tools.sentence_sample --seed 7 --count 20
+python -m tools.sentence_sample --under src/isotype/trace    # all of a folder or a file, in order
 
 The reader sees a sentence with its file, its line and its function, and may not open the file. A sentence that needs a second reading
 is rewritten, and so are its like. Then another person reads another sample.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import random
 import re
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from tools.sources import ROOT, Module, Sources, read_sources
 
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*])")
-_PART = re.compile(r"\n\s*\n|^\s*(?:(?:[-*]|\d+\.)\s+|(?=\**\w+: ))", re.MULTILINE)
+_PART = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.)\s+|^(?=    \**\w+: )", re.MULTILINE)
 _PATTERN = re.compile(r"\\|\(\?")
 _CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _SKIPPED = ("|", "#", "<")
@@ -53,7 +55,7 @@ def _in_module(module: Module) -> Iterator[Sentence]:
             match node.body[:1]:
                 case [ast.Expr(value=ast.Constant(value=str(text)) as alone)]:
                     no_message.add(id(alone))
-                    yield from _split("docstring", path, alone.lineno, holder, text)
+                    yield from _split("docstring", path, alone.lineno, holder, inspect.cleandoc(text))
         elif isinstance(node, ast.JoinedStr):
             no_message |= {id(part) for part in node.values}
     for node in ast.walk(module.tree):
@@ -92,12 +94,15 @@ def _split(kind: str, path: str, line: int, holder: str, text: str) -> Iterator[
 
 
 def main() -> None:
-    """Print `--count` sentences that `--seed` draws."""
+    """Print `--count` sentences that `--seed` draws, or without it all `--under` a path."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--under", default="")
     chosen = parser.parse_args()
-    drawn = random.Random(chosen.seed).sample(sentences(read_sources()), chosen.count)
+    drawn = [sentence for sentence in sentences(read_sources()) if sentence.where.startswith(chosen.under)]
+    if chosen.seed is not None:
+        drawn = random.Random(chosen.seed).sample(drawn, min(chosen.count, len(drawn)))
     for number, sentence in enumerate(drawn, 1):
         print(f"{number:3}. {sentence.kind} in {sentence.where} ({sentence.holder})\n     {sentence.text}\n")
 
