@@ -236,8 +236,8 @@ def before_first_step(
 
     Args:
         handle_report: called with the report before the forward of that batch; may raise.
-        outermost: the model as the trainer calls it. If it is compiled as a whole, only its hooks run outside of the
-            graph.
+        outermost: the model as the trainer calls it. If this model is compiled as a whole, only hooks of this module
+            run outside of the graph.
         ranges: measured value ranges; None if they are unknown; `measure` to measure a float16 step on this batch.
     """
 

@@ -118,7 +118,7 @@ _REFERENCE = "ref"
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Return the model; a sharded one gets the reference adapter here, because TRL cannot add it."""
+    """Return the model, after adding the reference adapter to a sharded model, which TRL cannot do."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() stores the policy on the model"

@@ -83,7 +83,7 @@ class Reader:
         return default if value is None or value in ("", [], {}) else number(value)
 
     def typed(self, name: str, kind: Kind, default: Any) -> Any:
-        """Return the value of a name; `default` if the name is missing, or its value is refused for another kind."""
+        """Return the value of a name, or `default` if the name is missing; refuse a value that is not of `kind`."""
         value = self.get(name)
         if value is None or value is False:
             return default

@@ -38,7 +38,7 @@ class StepMeter:
             counted, and the losses of several processes are combined only if the common norm is not finite: then all
             processes decide alike, and no other step synchronizes.
         memory: measures the memory of a step; None if it is not measured.
-        signals: the signals so far that asked this process to stop.
+        signals: the signals received so far that ask this process to stop.
 
     Attributes:
         now: the current or last step.

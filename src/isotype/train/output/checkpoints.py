@@ -101,7 +101,7 @@ _KINDS: dict[str, dict[str, type]] = {
 
 
 def unreadable_state(checkpoint: Path) -> str | None:
-    """Return why the trainer cannot read its state, as a clause, or None. Only tensors and numbers are unpickled."""
+    """Return why the trainer state cannot be read, as a clause, or None. Only tensors and numbers are unpickled."""
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 

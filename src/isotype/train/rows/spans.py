@@ -12,7 +12,7 @@ from isotype.data.cells import left_out
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
-"""Function of messages, and True to add the prompt for an answer; it returns the rendered text."""
+"""Function that renders messages as text; its second argument is True to add the prompt for an answer."""
 
 
 def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
