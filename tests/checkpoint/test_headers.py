@@ -313,7 +313,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
         "it is unknown which safetensors files belong to the model\n"
         f"  - the directory {tmp_path} holds model-00001-of-00002.safetensors\n"
         "    expected  model.safetensors, or shards listed in model.safetensors.index.json\n"
-        "    fix       copy the index along with the shards, or name a single file model.safetensors"
+        "    fix       copy the index along with the shards, or rename a single file to model.safetensors"
     )
 
 

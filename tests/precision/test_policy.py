@@ -160,7 +160,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage float32 with weights quantized in nf4",
                 "one of the two",
-                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint without a "
+                "name no storage (the weights are stored in nf4), or take an unquantized checkpoint without a "
                 "quantization",
             ),
         ),
@@ -170,7 +170,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with weights quantized in nf4",
                 "one of the two",
-                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint without a "
+                "name no storage (the weights are stored in nf4), or take an unquantized checkpoint without a "
                 "quantization",
             ),
         ),
@@ -190,7 +190,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with compute float32",
                 "storage float32: there is no autocast to float32",
-                "leave the storage out, or compute in bfloat16",
+                "name no storage, or compute in bfloat16",
             ),
         ),
         (
@@ -199,7 +199,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with every weight trainable and float32 masters",
                 "the masters' dtype: the weights are the masters",
-                "leave the storage out, or train adapters (trainable='lora')",
+                "name no storage, or train adapters (trainable='lora')",
             ),
         ),
     ],

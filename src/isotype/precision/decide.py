@@ -297,7 +297,7 @@ class _Draft:
             self._refuse(
                 f"storage {name} with weights quantized in {storage_format}",
                 "one of the two",
-                f"leave the storage out (the weights are stored in {storage_format}), or take an unquantized checkpoint "
+                f"name no storage (the weights are stored in {storage_format}), or take an unquantized checkpoint "
                 "without a quantization",
             )
             return storage_format
@@ -305,13 +305,13 @@ class _Draft:
             self._refuse(
                 f"storage {name} with every weight trainable and {dtype_name(master)} masters",
                 "the masters' dtype: the weights are the masters",
-                "leave the storage out, or train adapters (trainable='lora')",
+                "name no storage, or train adapters (trainable='lora')",
             )
         elif compute == torch.float32 != storage:
             self._refuse(
                 f"storage {name} with compute float32",
                 "storage float32: there is no autocast to float32",
-                f"leave the storage out, or compute in {name}",
+                f"name no storage, or compute in {name}",
             )
         self.reasons["storage"] = "as requested"
         if storage != compute and self.request.trainable == "lora":

@@ -153,7 +153,7 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
     if stray:
         headline = "it is unknown which safetensors files belong to the model"
         expected = "model.safetensors, or shards listed in model.safetensors.index.json"
-        fix = "copy the index along with the shards, or name a single file model.safetensors"
+        fix = "copy the index along with the shards, or rename a single file to model.safetensors"
         raise CheckpointError.of(headline, f"the directory {directory} holds {_listed(stray)}", expected, fix)
     pickles = sorted(
         file

@@ -63,7 +63,9 @@ class Probe:
         output = self.run(batch.inputs)
         logits, loss = logits_of(output, batch.ids), find_loss(output)
         if logits is None:
-            raise UndecidedError("the model returns no logits of the batch's rows and tokens")
+            raise UndecidedError(
+                "the model returns no logits, or logits of another shape than the batch's rows and tokens"
+            )
         if loss is None and batch.labelled:
             raise UndecidedError("the model returns no loss")
         if logits.dim() == 2 and batch.labelled and batch.inputs["labels"].shape == batch.ids.shape:
