@@ -59,8 +59,8 @@ class Adapter:
     Attributes:
         config: PEFT's `PeftConfig`.
         base: path or hub id of the base model, or None if the config names no base.
-        policy: policy of the training; None if isotype has not trained the adapter.
-        revision: commit of a base on the hub, or None.
+        policy: the policy that the adapter was trained with; None if isotype did not train the adapter.
+        revision: commit of the base if the base is on the hub and its commit is known, else None.
     """
 
     directory: Path
@@ -107,9 +107,10 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy for inference: as requested, else as in training (`saved`), else the best for this machine.
+    """Return the policy for inference; what is not requested comes from the training's policy `saved`.
 
-    `quantization`: a format, `"none"`, or None for the format of `saved`; other arguments: `isotype.resolve_precision`.
+    Without `saved`, the policy is the best for this machine. `quantization` is a format, `"none"`, or None for the
+    format of `saved`. `isotype.resolve_precision` describes the other arguments.
     """
     if saved is None:
         wanted = None if quantization == "none" else quantization
@@ -138,7 +139,7 @@ def inference_policy(
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
-    """Return the `inference_policy` of an adapter's base; `revision`: default: the commit that the adapter names."""
+    """Return the `inference_policy` of an adapter's base, by default at the commit that the adapter names."""
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
@@ -164,7 +165,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base with the vocabulary size of the training, and the training's head or that of `model_class`."""
+    """Load an adapter's base with the vocabulary size and the head of the training; `model_class` replaces the head."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -211,10 +212,10 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """Return `DeferredBlocks` for the base: weights that the adapter's file replaces are not deferred.
+    """Return `DeferredBlocks` for the base, which do not defer the weights that the adapter's file replaces.
 
-    No weight is deferred if PEFT reads base weights while it adds adapters (DoRA; initialisations from weights such as
-    PiSSA and OLoRA), or if the adapter is not LoRA.
+    No weight is deferred if the adapter is not LoRA, or if PEFT reads base weights while it adds adapters, as for DoRA,
+    PiSSA and OLoRA.
     """
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -223,7 +224,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Return the number of embedding rows that the adapter needs: training may have added and trained tokens."""
+    """Return the number of embedding rows that the adapter needs, since training may have added tokens."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -233,7 +234,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add a saved adapter, unrounded, and return the PEFT model; raise CheckpointError if the adapter does not fit."""
+    """Add a saved adapter without rounding it; return the PEFT model, or raise CheckpointError if it does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
@@ -242,7 +243,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's modules with initial values; PEFT's `from_pretrained` would round float32 adapters."""
+    """Add the adapter's modules with initial values, because PEFT's `from_pretrained` would round a float32 adapter."""
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
@@ -273,7 +274,7 @@ _FIX = "give the base model that the adapter was trained on"
 
 
 def fill(peft_model: Any, adapter: Adapter) -> None:
-    """Read the trained values of an adapter into the PEFT model of `inject`; raise CheckpointError if they do not fit."""
+    """Copy an adapter's trained values into the model from `inject`; raise CheckpointError if they do not fit."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -358,7 +359,7 @@ _COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|position_ids
 
 
 def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
-    """Return a directory's `PeftConfig`; raise CheckpointError, with every problem of config and tensors, if invalid."""
+    """Return a directory's `PeftConfig`; raise one CheckpointError with all problems of the config and the tensors."""
     from peft import PeftConfig, PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -410,7 +411,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Yield tensors of integer dtypes, LoRA pairs A and B of different ranks, and ranks in the config that are too large."""
+    """Yield a problem for each integer tensor, each LoRA pair A and B with different ranks, and each too large rank."""
     if not tensors:
         what = f"{path.parent / 'adapter_model.safetensors'} without a tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")

@@ -1,12 +1,13 @@
 """Decide which tensors of an adapter another program applies, changes, ignores or refuses.
 
-The rules were read from the programs' loaders on 2026-11-27:
+The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a module if a linear layer of the model has the
-  same last name part; without a module of the full name, the adapter has no effect
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts an adapter's module if the last part of
+  its name is that of a linear layer; if the model has no module of the full name, the adapter has no effect
   (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
-- `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (always alpha / rank, also for rsLoRA).
+- `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
+  for rsLoRA).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Consumer:
     """A program that loads adapters.
 
     Attributes:
-        refuses: option of `adapter_config.json` -> why the program refuses an adapter that has set the option.
+        refuses: option of `adapter_config.json` -> why the program refuses an adapter whose config sets the option.
         unplaced: effect on a tensor whose module the model lacks.
         other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
         stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
@@ -87,9 +88,9 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """The effect of a program on the adapter tensors of one module in all layers; `module` has `*` for layer numbers.
+    """Effect of a program on the adapter tensors of one module; `module` has `*` for the layer number.
 
-    `why`: the reason, a clause; empty if the tensors are applied.
+    `why` is the reason as a clause, or "" if the program applies the tensors.
     """
 
     module: str
@@ -101,7 +102,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """The uses of an adapter's tensors by a program that loads `model`; `notes` name flags that the program needs."""
+    """Effects of a program that loads `model` on an adapter's tensors; `notes` names the flags that the program needs."""
 
     adapter: str
     consumer: str
@@ -111,15 +112,16 @@ class Fit:
 
     @property
     def ok(self) -> bool:
-        """True if every tensor is applied as it was trained."""
+        """True if the program applies every tensor as it was trained."""
         return all(use.effect == "applied" for use in self.uses)
 
 
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
-    """Return how another program uses an adapter, from the adapter's config, headers and B matrices and a model's config.
+    """Return how another program uses an adapter with a model, without reading the model's weights.
 
-    `consumer`: a key of `CONSUMERS`. `model`: the model that the program loads; default: the base that the adapter names.
-    Raises CheckpointError if adapter or model does not exist, UsageError if the adapter names no base.
+    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the base that the
+    adapter names. Raises CheckpointError if the adapter or the model does not exist, and UsageError if there is no
+    `model` and the adapter names no base.
     """
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model
@@ -140,7 +142,7 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
 
 
 def module_of(name: str) -> str:
-    """Return the base model's name of the module that an adapter's tensor belongs to."""
+    """Return the name that an adapter tensor's module has in the base model."""
     return _SUFFIX.sub("", base_name(name))
 
 
@@ -196,7 +198,7 @@ class _Judge:
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of a `rank_pattern` or `alpha_pattern` for a module, or `default`."""
+    """Return the value that a `rank_pattern` or `alpha_pattern` gives a module, or `default` if no pattern matches."""
     values = pattern or {}
     return values.get(get_pattern_key(values.keys(), module), default)
 

@@ -39,7 +39,7 @@ _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
 
 
 class PlainWeights(Weights):
-    """`Weights` that are not measured when they are read."""
+    """`Weights` that can be read without recording their values."""
 
     def materialized(self, weight: Weight) -> torch.Tensor:
         """Return the stored values of `weight` in the dtype of the measurement."""
@@ -55,7 +55,7 @@ class PlainWeights(Weights):
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that reads only the rows of an embedding's weight that are looked up, and other weights whole."""
+    """Dispatch mode that reads only the looked-up rows of an embedding's weight; it reads other weights as a whole."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -67,10 +67,10 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """Sums over the calls of one layer: `damage` in nats and squared `error` of the weight by format.
+    """Sums over the calls of one layer; `damage` (in nats) and the weight's squared `error` have a value for each format.
 
-    `squares` `[columns]` sums the squared inputs of `tokens` tokens, weighted by their squared gradient norms: column
-    sums of the Fisher information.
+    `squares` `[columns]` is the sum of the squared inputs of `tokens` tokens, each weighted by its squared gradient
+    norm. These are the column sums of the Fisher information.
     """
 
     rows: int = 0
@@ -82,7 +82,7 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """Moments of the input channels as text, as in a policy; "" before the first call."""
+        """Moments of the input channels in the text form that a policy uses; "" before the first call."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
@@ -92,13 +92,14 @@ class Layers:
 
     With f = ln p(y | x) for y sampled from the model, the divergence of the model with weights W + D is ½ E[<D,
     df/dW>²] to second order (the Fisher information); `measure_quality` replaces df by another gradient with the same
-    second moments. Only the diagonal is used, per token: ½ Σ (g² xᵀ²) D² for the gradient g of the output and the input
-    x. Errors of different weights are nearly independent; the square of a sum over tokens would need hundreds of samples.
+    second moments. For each token, only the diagonal is used: ½ Σ (g² xᵀ²) D², with the output's gradient g and the
+    input x. This suffices because errors of different weights are nearly independent; the square of a sum over tokens
+    would need hundreds of samples.
 
     Attributes:
         wanted: names of the layers to measure.
-        form: format to which weights are rounded in a forward without gradients; None: no rounding.
-        sums: sums of each layer that the backward has reached, by name.
+        form: format to which a forward without gradients rounds the weights, or None for no rounding.
+        sums: layer name -> sums, for each layer that the backward has reached.
     """
 
     wanted: Collection[str]
@@ -106,7 +107,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return the context of each run of a block, which does nothing."""
+        """Return the context in which a block runs; this one does nothing."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
@@ -137,7 +138,7 @@ class Layers:
         return forward
 
     def add(self, name: str, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add one call of a layer: `x` `[…, in]`, `weight` `[out, in]` float32, `gradient` of the output `[…, out]`."""
+        """Add one call of a layer: input `x` `[…, in]`, float32 `weight` `[out, in]`, output's `gradient` `[…, out]`."""
         sums = self.sums.setdefault(name, Sums(*weight.shape))
         squares = x.reshape(-1, x.shape[-1]).square()
         above = gradient.reshape(-1, gradient.shape[-1]).square()
@@ -156,7 +157,7 @@ class Layers:
 
 
 class _Product(torch.autograd.Function):
-    """X Wᵀ; the backward calls `Layers.add`, and returns only the gradient of X."""
+    """The product X Wᵀ, whose backward calls `Layers.add` and returns only the gradient of X."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layers: Layers, name: str) -> torch.Tensor:
@@ -176,12 +177,13 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """Return a float32 weight, or whole blocks of its rows, rounded to a format: float32 `[rows, columns]`.
+    """Round a float32 weight, or rows of it that are whole blocks, to a format; return float32 `[rows, columns]`.
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, moments of the input channels; a format with fitted constants raises ValueError without.
-        exact: return bitsandbytes' values to the bit; False: those of `fitted.nearest_values`, in half the time.
+        moments: `[columns]`, moments of the input channels; formats with fitted constants raise ValueError if it is None.
+        exact: True for exactly bitsandbytes' values, False for those of `fitted.nearest_values`, which take half the
+            time.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -199,7 +201,7 @@ def rounded(
 
 
 def pieces(rows: int, columns: int) -> Iterator[slice]:
-    """Yield slices of a weight's rows, each of some megabytes and of whole 4-bit blocks."""
+    """Yield slices of a weight's rows; each slice has some megabytes and contains whole 4-bit blocks."""
     step = max(_BLOCKS, _PIECE // max(1, columns) // _BLOCKS * _BLOCKS)
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
@@ -222,9 +224,10 @@ def measure_quality(
 ) -> Damages:
     """Measure, for each linear layer and format, how storing the layer in the format changes the next-token distribution.
 
-    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.Layers`); for each
-    format in `exact`, a forward with all layers in the format measures the divergence. A checkpoint is read block by
-    block in each pass; a model in memory is not changed. The result for a checkpoint on the package's texts is cached.
+    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.Layers`). For each
+    format in `exact`, another forward, with all layers in this format, measures the divergence. Each pass reads a
+    checkpoint block by block; a model in memory is not changed. If a checkpoint is measured on the package's texts, the
+    result is cached.
 
     Args:
         model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
@@ -232,7 +235,7 @@ def measure_quality(
         data: inputs of the model, a dict of tensors or a list of such dicts; default: short texts that isotype contains.
             Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
         tokens: number of tokens of the default texts.
-        exact: formats measured for all layers together, one forward per format.
+        exact: formats to measure with all layers in the format, in one forward per format.
         device: default: the model's device, or the CPU for a checkpoint.
         progress: show a bar on a terminal if the measurement takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
@@ -281,10 +284,10 @@ def _measured(
 
 
 class Session:
-    """The passes of one measurement over a model; `passes`: their number, for the progress bar.
+    """The forwards and backwards of one measurement; the progress bar needs their number, `passes`.
 
     Attributes:
-        reference: log probabilities `[tokens, vocabulary]` of each batch, float32, from `backward`.
+        reference: float32 log probabilities `[tokens, vocabulary]` of each batch, which `backward` sets.
     """
 
     def __init__(
@@ -305,7 +308,7 @@ class Session:
         self.bar.total = passes * len(run.batches) * sum(map(len, self.twin.blocks))
 
     def backward(self) -> int:
-        """Run forward and backward of every batch to add up the layers' sums; return the number of counted tokens."""
+        """Run every batch forward and backward to add up the layers' sums; return the number of counted tokens."""
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         with undisturbed(self.device), self.rows:
             for batch in self.run.batches:
@@ -317,7 +320,7 @@ class Session:
         return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:
-        """Return the divergence from `reference`, in nats per token, of the model with all layers in this format."""
+        """Return how far the model with all layers in this format diverges from `reference`, in nats per token."""
         self.layers.form = form
         try:
             pairs = list(zip(self.reference, self.distributions(), strict=True))
@@ -346,7 +349,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return the mask `[batch, tokens]` of the logits that count."""
+    """Return a mask `[batch, tokens]` that is True for the logits that count."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:
@@ -363,10 +366,11 @@ def _of_signs(
 ) -> torch.Tensor:
     """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution.
 
-    For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r
-    - r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. The gradient of
-    ln p(y) is mostly near 0 and rarely large if a model is certain, as trained models are; signs vary less. Curvature
-    from random signs through one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
+    For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r -
+    r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. If a model is
+    certain, as trained models are, the gradient of ln p(y) is mostly near 0 and rarely large. The gradient u varies
+    less. Martens, Sutskever and Swersky estimate curvature from random signs in one backward
+    (https://arxiv.org/abs/1206.6464).
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
@@ -386,8 +390,9 @@ def _of_signs(
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """Return Σ p (ln p - ln q) over all rows, for ln p and ln q.
 
-    It is computed as Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal because p and q sum to one. Each term of
-    this sum is of second order in d; Σ p d would have the error of rounding Σ p and Σ q in float32.
+    The function computes the equal sum Σ p (d + exp(-d) - 1) with d = ln p - ln q; the sums are equal because p and q
+    sum to one. Each term of this sum is of second order in d, whereas Σ p d would contain the float32 rounding errors
+    of Σ p and Σ q.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

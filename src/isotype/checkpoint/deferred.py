@@ -1,7 +1,7 @@
 """Read the weights of a model block by block, for models larger than memory.
 
-The matrices of the blocks stay on the meta device until their block is read; embeddings, head, norms and biases are
-filled when the model is loaded.
+The matrices of a block stay on the meta device until the block is read. Embeddings, head, norms and biases are filled
+when the model is loaded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Block:
     """A block of a model.
 
     Attributes:
-        sources: the tensors in the files that become its deferred weights, by the weights' names in the model.
-        owners: the module that holds each deferred weight; PEFT may have wrapped this module since.
+        sources: name of a deferred weight in the model -> the tensors in the files that the weight is made from.
+        owners: name of a deferred weight -> its module, which PEFT may have wrapped since.
         dense: quantized layer -> the dense layer that replaces it.
     """
 
@@ -68,7 +68,7 @@ class DeferredBlocks:
         self._used: Block | None = None
 
     def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
-        """Defer the block matrices of a model on the meta device; return the weights that are not deferred."""
+        """Defer the matrices in the blocks of a model on the meta device; return the map of all other weights."""
         self._model, self._source = model, source
         self._placement = replace(placement, modules=dict(model.named_modules()))
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
@@ -103,7 +103,7 @@ class DeferredBlocks:
         return {name for block in self.blocks for name in block.sources}
 
     def stored_otherwise(self) -> dict[str, torch.dtype]:
-        """Return the dtypes of float tensors that the checkpoint stores in another dtype than most weights, by name."""
+        """Return name -> dtype for the float tensors that the checkpoint stores in another dtype than most weights."""
         tensors = {name: source.tensors[0][0] for name, source in self._plain.items()}
         main = main_form(tensors.values())
         return {
@@ -113,11 +113,11 @@ class DeferredBlocks:
         }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """Return a tensor of `stored_otherwise` with the values and the dtype that it has in the files."""
+        """Return a tensor that `stored_otherwise` names, with its values and its dtype in the files."""
         return read_source(self._model, self._plain[name], MappedFiles(), torch.float32, None)[name]
 
     def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
-        """Yield the names of the matrices that can be deferred: on the CPU, and not shared by several modules."""
+        """Yield the names of the matrices that can be deferred: those on the CPU that only one module uses."""
         named = dict(model.named_parameters(remove_duplicate=False))
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -129,7 +129,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense ones in `dtype`; dense layers in a block are filled with their block."""
+        """Replace quantized layers by dense layers in `dtype`; those in a block are filled when the block is read."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(place: Place, dense: Any) -> bool:
@@ -189,7 +189,7 @@ class DeferredBlocks:
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
 
     def on_forward(self) -> None:
-        """Install hooks that read a block before its forward or a forward of its layers, and drop it afterwards."""
+        """Install hooks that read a block before it or one of its layers runs, and drop it after the block's forward."""
         for block in self.blocks:
             if block.sources or block.dense or block.stacks:
                 experts = (stack.module for stack in block.stacks)
@@ -198,7 +198,7 @@ class DeferredBlocks:
                 block.module.register_forward_hook(lambda *_: self.use(None))
 
     def use(self, block: Block | None) -> None:
-        """Read `block`, if not None, and drop the block that was read before."""
+        """Drop the block that was read before, and read `block` if it is not None."""
         if block is self._used:
             return
         if self._used is not None:
@@ -237,7 +237,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Convert a weight that was just read to the dtype and quantization state of the blank that it replaces."""
+    """Give a weight that was just read the dtype and quantization state of the blank parameter that it replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

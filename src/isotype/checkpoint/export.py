@@ -29,7 +29,7 @@ class Architecture:
     """Rules for writing models of one `model_type` as GGUF.
 
     Attributes:
-        name: llama.cpp's name of the architecture.
+        name: the architecture's name in llama.cpp.
         change: (name in the file, transformers' values, config) -> llama.cpp's values.
         epsilon: GGUF key and config field of the norms' epsilon.
         more: further GGUF keys, each with its config field.
@@ -42,7 +42,7 @@ class Architecture:
 
 
 def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Permute query and key rows: llama.cpp rotates pairs of neighbouring rows of a head, transformers its two halves."""
+    """Permute query and key rows: llama.cpp rotates neighbouring rows of a head together, transformers its two halves."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -92,7 +92,7 @@ _NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
 def check_exportable(config: Any) -> Architecture:
-    """Return the rules for writing a model of this config; raise UsageError if a part of it has no form in GGUF."""
+    """Return the rules for writing a model of this config; raise UsageError if GGUF cannot represent a part."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
@@ -137,9 +137,9 @@ def write_tensors(
 ) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
-    Matrices are stored in `kind`; vectors (norms, biases) and routers in float32, like llama.cpp's converter;
-    embeddings and head in q8_0 if `kind` has fewer bits; matrices whose row length is not a multiple of 32 in float16
-    instead of blocks. A head that shares the embedding's weight is not written.
+    Matrices are stored in `kind`. As in llama.cpp's converter, vectors (norms, biases) and routers are stored in
+    float32. Embeddings and head are stored in q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row
+    length is not a multiple of 32 are stored in float16. A head that shares the embedding's weight is not written.
 
     Args:
         shapes: all parameters by name, in the order of `values`; they may be on the meta device.
@@ -189,12 +189,12 @@ def write_tensors(
 
 
 def _parts(values: torch.Tensor, names: tuple[str, ...]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the file's tensors of a parameter; stacked gate and up weights of experts become two tensors."""
+    """Return the tensors that the file has for a parameter: two for stacked gate and up weights of experts, else one."""
     return zip(names, values.chunk(len(names), dim=1) if len(names) > 1 else (values,), strict=True)
 
 
 def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, tuple[str, ...]]:
-    """Return the names in the file by parameter: two for stacked gate and up weights, else one."""
+    """Return parameter name -> its names in the file: two for stacked gate and up weights, else one."""
     import gguf
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
@@ -243,7 +243,7 @@ def _head(config: Any) -> int:
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    """Return the rotary parameters; if the config has two sets, those of full-attention layers."""
+    """Return the rotary parameters of a config; if it has two sets of them, return those of the full-attention layers."""
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope: Mapping[str, Any] = parameters.get("full_attention", parameters)
     return rope
@@ -392,7 +392,7 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Return SentencePiece scores: the earlier a pair is merged, the higher the score of the merged token."""
+    """Return SentencePiece scores; tokens that are merged earlier have higher scores."""
     rank: dict[str, int] = {}
     for at, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), at)

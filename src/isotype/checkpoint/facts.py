@@ -76,7 +76,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 
 def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
-    """Return the quantization of most bitsandbytes layers, or None; the layers may have changed since the config."""
+    """Return the quantization of most bitsandbytes layers, or None; the config may describe former layers."""
     quantization = quantization_of(config)
     skip = quantization.skip_modules if quantization else ()
     counts: Counter[QuantizationFacts] = Counter()
@@ -104,7 +104,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield every stored parameter, except parameters with a name part that begins with one of `adapters`."""
+    """Yield every stored parameter, except those with a part of the name that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue
@@ -232,7 +232,7 @@ def _with_experts(quantization: QuantizationFacts, stored: Iterable[_Stored]) ->
 def _weigh(
     stored: Iterable[_Stored], named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
-    """Return the number of elements by dtype or format, and the dtype that the weights were trained in."""
+    """Return dtype or format -> number of elements, and the dtype that the weights were trained in."""
     counts: Counter[torch.dtype | str] = Counter()
     for tensor in stored:
         if isinstance(tensor.dtype, str) or (tensor.dtype is not None and tensor.dtype.is_floating_point):

@@ -1,4 +1,4 @@
-"""Fill a model's tensors one at a time from mapped files: convert, dequantize, cast or quantize, and move to a device."""
+"""Fill a model's tensors one at a time from mapped files; convert, dequantize, cast, quantize and move each as needed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Placement:
         quantized: names of the weights of bitsandbytes layers.
         device: tensor name -> device.
         turn: conversion of a GGUF file's tensors; None for other files.
-        modules: modules by name from before adapters wrapped them; empty if the model has no adapters.
-        stacks: quantization format of each quantized stacked expert weight, by name.
+        modules: name -> module before adapters wrapped it; empty if the model has no adapters.
+        stacks: name of a quantized, stacked expert weight -> its quantization format.
         double_quant: True if the constants of `stacks` are quantized, too.
-        moments: second moments of a layer's input channels by weight name, for formats with fitted constants.
+        moments: weight name -> second moments of the layer's input channels, for formats with fitted constants.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -89,16 +89,17 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
-    Peak memory is the filled model and the largest tensor (for quantized stacks of experts, one expert). A tensor that
-    is used as stored stays mapped. For weights on a GPU, a thread reads ahead into two additional pinned buffers.
+    Peak memory is the filled model and the largest tensor; of a quantized stack of experts, only one expert counts. A
+    tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two additional
+    pinned buffers.
 
     Args:
         model: a model on the meta device whose quantized layers are bitsandbytes layers.
         shown: show a progress bar.
-        staging: bytes of each read buffer; None: `BUFFER` if a weight goes to a GPU, else no buffers.
+        staging: bytes of each read buffer; if None, `BUFFER` bytes for weights on a GPU, and no buffers for the CPU.
 
     Returns:
-        The names of the filled tensors, and the problem of each parameter that is not finite, by name.
+        The names of the filled tensors, and name -> problem for each parameter that is not finite.
     """
     files = MappedFiles()
     sources = list({id(source): source for source in weights.sources.values()}.values())
@@ -130,7 +131,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with the buffer of its tensors, or with the mapped files if the tensors are not in a buffer."""
+    """Yield each source with the buffer of its tensors, or with the mapped files if no buffer contains them."""
     # A weight that is saved quantized may use the tensor's memory without a copy: a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -171,14 +172,14 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 
 
 def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Cast or quantize a dense tensor, set it as the tensor `name` of a model, and return the stored tensor."""
+    """Cast or quantize a dense tensor, set the result as the model's tensor `name`, and return the result."""
     if name in placement.stacks:
         return _placed_stack(model, name, [value], placement)
     return _put(model, name, _stored(model, name, value, placement), placement)
 
 
 def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
-    """Yield a stacked weight expert by expert; an expert's pages are freed when the next expert is requested."""
+    """Yield a stacked weight expert by expert; the memory of an expert is freed when the next expert is requested."""
     name = source.target
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
     for part, expert in read_parts(model, source, files, placement.dtypes[name], placement.turn, shape):
@@ -208,7 +209,7 @@ def _placed_stack(
 def _to_check(
     model: nn.Module, placed: Mapping[str, torch.Tensor], placement: Placement
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and values of each placed parameter; for a quantized stack, the scales instead of the codes."""
+    """Yield the name and values of each placed parameter; the values of a quantized stack are its scales."""
     for name, value in placed.items():
         stack = quantized_stack(placement.owner(model, name), name.rpartition(".")[2])
         if stack is not None:
@@ -241,7 +242,7 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
 
 
 def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
-    """Return the quantized weight of a bitsandbytes layer, an instance of its parameter class, for dense values."""
+    """Quantize dense values, and return them as an instance of the parameter class of a bitsandbytes layer."""
     if holds_turned(layer):
         value = value.T
     old = layer.weight
@@ -314,7 +315,7 @@ def read_source(
 def read_parts(
     model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None, shape: torch.Size
 ) -> Iterator[tuple[torch.Tensor, Source]]:
-    """Yield `source.target`, of this shape, row by row with the row's part of the source, or else as a whole."""
+    """Yield each row of `source.target` with its part of the source, or the whole tensor if it cannot be divided."""
     for row in range(shape[0]):
         part = rows_of(model, source, files, source.target, shape, row, row + 1)
         value = None if part is None else read_source(model, *part, dtype, turn).get(source.target)
@@ -327,9 +328,9 @@ def read_parts(
 def rows_of(
     model: Any, source: Source, files: Tensors, name: str, shape: torch.Size, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """Return the part of a source that rows `start` to `stop` of the tensor `name` are made from, and its reader.
+    """Return the part of a source that rows `start` to `stop` of the tensor `name` are made from, and the part's reader.
 
-    The part is one tensor of each pattern per row, or the same rows of all tensors; None if neither gives the rows.
+    The part has one tensor of each pattern per row, or the same rows of all tensors, or None if neither gives the rows.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
@@ -360,7 +361,7 @@ def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Reader of rows `start` to `stop` of tensors; `whole` maps the header of the rows to the tensor's header."""
+    """Reader of rows `start` to `stop` of tensors; `whole` maps the header of the rows to that of the whole tensor."""
 
     files: Tensors
     whole: Mapping[TensorHeader, TensorHeader]
@@ -378,7 +379,7 @@ class _Rows:
 def _sliced(
     source: Source, files: Tensors, rows: int, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """Return the source cut to rows `start` to `stop` of each tensor, and its reader; None if a tensor cannot be cut."""
+    """Return a source with only rows `start` to `stop` of each tensor, and its reader; None if a tensor cannot be cut."""
     whole: dict[TensorHeader, TensorHeader] = {}
 
     def cut(header: TensorHeader) -> TensorHeader:

@@ -1,4 +1,4 @@
-"""Inspect a checkpoint from its headers alone: tensors of one name in all layers form a group."""
+"""Inspect a checkpoint from its headers alone; tensors whose names differ only in the layer number form a group."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one name in all layers and experts; `name` has `*` for their numbers.
+    """Tensors whose names differ only in layer and expert numbers; `name` has `*` for these numbers.
 
     Attributes:
         dtype: dtype name or quantization format (`nf4`, `Q4_K`) of most tensors.
         shapes: stored shapes, most frequent first; packed weights have a packed shape.
         values: number of weights, after unpacking if the format is packed.
-        bytes: bytes in the file, with quantization constants.
-        mismatched: tensors in another dtype or format than `dtype`.
+        bytes: bytes of the tensors and their quantization constants in the files.
+        mismatched: tensors that are stored in another dtype or format than `dtype`.
         unlike: the checkpoint's main dtype if this group has another float dtype; else None.
     """
 
@@ -76,7 +76,8 @@ class Inspection:
         kind: `"model"` or `"adapter"`.
         groups: groups of tensors, sorted by name.
         totals: sums by dtype or format, most bytes first.
-        quantization: quantization by config.json, else the formats of the tensors; "" if all weights are plain floats.
+        quantization: the quantization that config.json names, else the formats of the tensors; "" if all weights are
+            plain floats.
         config_dtype: the dtype in config.json, or None.
         notes: contradictions between weights and config.json.
     """
@@ -96,7 +97,7 @@ class Inspection:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors; a weight and its quantization constants count as one."""
+        """Number of tensors; a weight and its quantization constants count as one tensor."""
         return sum(total.tensors for total in self.totals)
 
     @property
@@ -139,7 +140,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
 
 
 def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
-    """Return the headers of a model on the hub: from the local cache if the model is there, else by range requests."""
+    """Return the headers of a model on the hub, from the local cache if it has the model, else by range requests."""
     if (snapshot := local_snapshot(model_id, revision)) is not None:
         return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)
@@ -245,7 +246,7 @@ class PlanInspection:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes to read from the files; a tensor that two parameters of the model share counts once."""
+        """Number of bytes to read from the files; a tensor that two parameters of the model share counts once."""
         return sum({(s.file, s.name): s.bytes for t in self.plan.tensors for s in t.sources}.values())
 
 
@@ -263,7 +264,7 @@ def inspect_plan(
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.
-        dtype, quantization, device, trainable, revision, base_memory: as for `isotype.resolve_precision`.
+        dtype, quantization, device, trainable, revision, base_memory: the arguments of `isotype.resolve_precision`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or incomplete; the error names every problem.

@@ -77,9 +77,9 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model like `isotype.load`, with the same arguments and errors, also from an open checkpoint.
+    """Load a model like `isotype.load`, with the same arguments and errors; `path` may also be an open checkpoint.
 
-    `deferred` receives the weights that are read block by block; None: all weights are read at once.
+    `deferred` receives the weights to read later, block by block; if it is None, all weights are read now.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -131,7 +131,7 @@ def load(
 
 
 def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
-    """Return the directory or hub id of a model's tokenizer and config; for a GGUF file, a directory in the cache."""
+    """Return the directory or hub id with a model's tokenizer and config; for a GGUF file, a folder in the cache."""
     if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
         require_complete_gguf(checkpoint)
         return tokenizer_copy(headers_of(checkpoint))
@@ -148,9 +148,10 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load, which streams weights from `headers` or from the files in the checkpoint.
+    """Return a subclass of `cls` for one load; it streams weights from the files in `headers`, or else in the checkpoint.
 
-    `broken` collects the problems of parameters that are not finite, by name; `lacking` the names that are in no file.
+    `broken` receives name -> problem for each parameter that is not finite; `lacking` receives the names that are in no
+    file.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -171,7 +172,7 @@ def _class(
 
 
 def _quantized(source: object, files: Sequence[str] | None) -> bool:
-    """Return True if a weight is stored quantized in a format that isotype, and not transformers, dequantizes."""
+    """Return True if a weight is stored in a quantized format that isotype dequantizes instead of transformers."""
     readable = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
     headers = _headers_of(source, readable) if readable else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
@@ -193,7 +194,7 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
 
 
 def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -> bool:
-    """Return True if isotype can stream the weights for `from_pretrained`, False if transformers must load them."""
+    """Return True if isotype can stream the weights for `from_pretrained`; otherwise transformers must load them."""
     from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
     elsewhere = "disk" in (settings.device_map or {}).values() or settings.device_mesh is not None
@@ -221,9 +222,9 @@ def stream(
     policy: PrecisionPolicy,
     deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
-    """Fill `model` (on the meta device, with bitsandbytes' layers if quantized) from a checkpoint's files.
+    """Fill `model` from a checkpoint's files. `model` is on the meta device, and its quantized layers are bitsandbytes'.
 
-    Returns transformers' `LoadStateDictInfo`, and the problem of each parameter that is not finite, by name. Raises
+    Returns transformers' `LoadStateDictInfo`, and name -> problem for each parameter that is not finite. Raises
     CheckpointError if a file is damaged, or tensors are missing, duplicate or of another shape than the model's.
     """
     store_layers(model, policy)
@@ -268,7 +269,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
 
 
 def _save_stacks_whole(model: Any) -> None:
-    """Remove the conversions that would split the codes of a quantized stack into experts' layers when it is saved."""
+    """Remove the conversions with which saving would split the codes of a quantized stack into a tensor per expert."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -295,7 +296,7 @@ def _is_bnb(quantizer: Any) -> bool:
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:
-    """Return True if a tensor fits after transposition, as for GPT-2's layers that bitsandbytes has replaced."""
+    """Return True if a tensor fits when it is transposed, as when a bitsandbytes layer has replaced a Conv1D of GPT-2."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
     return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 

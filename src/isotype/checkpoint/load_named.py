@@ -1,4 +1,4 @@
-"""`isotype.load`: load a model, or a saved adapter on its base; fill modules that are not from transformers."""
+"""`isotype.load`: load a model, or a saved adapter and its base; also fill modules that are not from transformers."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def load(
     device_map: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load the model at `path` under `policy`; an adapter's folder becomes a PEFT model, the adapter on its base.
+    """Load the model at `path` under `policy`; for an adapter's folder, load the base and add the adapter with PEFT.
 
-    Quantized, pinned and plain weights have the policy's dtypes; a checkpoint saved quantized keeps its quantization
-    states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
+    Quantized, pinned and plain weights have the policy's dtypes. A checkpoint that is already quantized keeps its
+    quantization states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model and
-    commit that its adapter_config.json names. Trained values are not rounded, and can be trained further; `enforce`,
-    `fuse` and PEFT's methods work as after `add_lora`. All models are in evaluation mode.
+    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model that
+    its adapter_config.json names, at the commit that the file names. Trained values are not rounded, and can be trained
+    further; `enforce`, `fuse` and PEFT's methods work as after `add_lora`. All models are in evaluation mode.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
@@ -73,7 +73,7 @@ def load(
     Raises:
         CheckpointError: `path` is not a checkpoint, or has an unsupported format, other shapes than its config, or values
             that are not finite; an adapter's base does not exist or does not fit.
-        PrecisionError: the checkpoint is saved quantized in another format than the policy's storage.
+        PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
     """
     revision = kwargs.pop("revision", None)
     more = {**kwargs, "model_class": model_class}
@@ -101,13 +101,14 @@ def load_for_inference(
 
     Args:
         path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
-        dtype: compute dtype; `"auto"`: the dtype of the training.
-        quantization: storage of the base weights; None: the storage of the training, `"none"`: not quantized.
-        revision: branch, tag or commit of a hub id: of `path`, or of an adapter's base instead of the commit that the
-            adapter was trained on.
+        dtype: compute dtype; `"auto"` means the dtype of the training.
+        quantization: storage of the base weights. None means the storage of the training, and `"none"` means no
+            quantization.
+        revision: branch, tag or commit of `path` if `path` is a hub id. For an adapter, it is that of the base, instead
+            of the commit that the adapter was trained on.
 
     Returns:
-        (model, tokenizer, policy); tokenizer is None if neither adapter nor base has a tokenizer.
+        (model, tokenizer, policy); the tokenizer is None if neither the adapter nor the base has one.
 
     Raises:
         CheckpointError: there is no model, or adapter and base do not fit.
@@ -140,10 +141,10 @@ class StateDictAdapter(Protocol):
     """
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the module's tensors by name from the checkpoint's tensors, which may be on the meta device."""
+        """Return name -> tensor of the module, made from the checkpoint's tensors, which may be on the meta device."""
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the checkpoint's tensors by name from those of the module."""
+        """Return name -> tensor of the checkpoint, made from the module's tensors."""
 
 
 def load_module(
@@ -156,19 +157,19 @@ def load_module(
 ) -> None:
     """Fill `model` from the checkpoint at `path` in place, and enforce the policy.
 
-    If the policy is quantized, linear layers are replaced by bitsandbytes layers. Parameters may be on the meta device;
-    buffers that the checkpoint lacks must have values.
+    If the policy is quantized, linear layers are replaced by bitsandbytes layers. Parameters may be on the meta device.
+    Buffers may be on it only if the checkpoint has them.
 
     Args:
         model: any module.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
-        adapter: conversion, if names or shapes of the module differ from the checkpoint's.
+        adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
         device: device of the filled tensors.
 
     Raises:
-        CheckpointError: a tensor is missing, duplicate, not finite or of another shape than the module's, or a buffer on
-            the meta device is in no file.
+        CheckpointError: a tensor is missing, duplicate, not finite, or has another shape than in the module; or no file
+            has the values of a buffer that is on the meta device.
     """
     headers = read_headers(path)
     matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
@@ -214,7 +215,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Return the headers of the tensors that `adapter` makes, computed on the meta device."""
+    """Return the headers of the tensors that `adapter` makes; the conversion runs on the meta device."""
     blank = {
         tensor.name: torch.empty(dense_shape(tensor) or (), dtype=dense_dtype(tensor), device="meta")
         for tensor in stored_tensors(headers.tensors, headers.quantization)

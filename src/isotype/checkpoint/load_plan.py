@@ -1,4 +1,4 @@
-"""Plan how each tensor of a checkpoint is loaded under a policy, from headers before a weight is read."""
+"""Plan from headers, before a weight is read, how each tensor of a checkpoint is loaded under a policy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlannedTensor:
     """The load of one tensor of the model.
 
     Attributes:
-        sources: the tensors in the files that it is made from, with their quantization constants.
+        sources: the tensors in the files that the model's tensor is made from, with their quantization constants.
         stored, storage: dtype name or quantization format in the files and in the loaded model.
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
@@ -73,14 +73,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The loads of a model's tensors, and in `match` the missing and surplus tensors of the checkpoint."""
+    """The load of each tensor of a model; `match` names the tensors that are missing or surplus in the checkpoint."""
 
     tensors: tuple[PlannedTensor, ...]
     match: Match = field(repr=False)
 
 
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
-    """Plan how the tensors of a checkpoint become those of a dense model, which may be on the meta device.
+    """Plan how a dense model, which may be on the meta device, gets its tensors from a checkpoint.
 
     Raises CheckpointError for a checkpoint that is quantized in a format whose tensors isotype does not know.
     """
@@ -118,7 +118,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return the storage under the policy of each float parameter and each pinned buffer of a dense model, by name."""
+    """Return name -> storage under the policy for each float parameter and each pinned buffer of a dense model."""
     dtypes = dtypes_to_load(model, tuple(places(model)), policy)
     quantized = quantized_weights(model, policy.dense) if policy.quantized else frozenset()
     storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
@@ -137,7 +137,7 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
 def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
     """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
 
-    For a module that is not from transformers, the weights of all linear layers. `dense`: modules that stay dense.
+    If the module is not from transformers, these are the weights of all linear layers. `dense`: modules that stay dense.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -152,7 +152,7 @@ def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
 
 
 def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
-    """Return the modules that transformers leaves dense: the modules `dense` if there are any, else the class's choice."""
+    """Return the modules that transformers leaves dense: `dense` if not empty, else the choice of the model's class."""
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):

@@ -1,8 +1,8 @@
 """Initialise adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
 
-LoftQ alternates between quantizing W - BA and decomposing the rest of W. Here it is one iteration, and the quantized
-base stays unchanged: with the error D = W - Q(W) and the scale s = alpha / r, s B A becomes the matrix of rank r that is
-nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores the scale: it sets B A to this matrix.
+LoftQ alternates between quantizing W - BA and decomposing the rest of W. isotype does one iteration and leaves the
+quantized base unchanged: with the error D = W - Q(W) and the scale s = alpha / r, s B A becomes the matrix of rank r
+that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores the scale: it sets B A to this matrix.
 
 For inputs with channel moments m, the output error is Σ m d² (`isotype.model.fitted`). If U has the first r left
 singular vectors of D diag(√m), the nearest matrix in that norm is U Uᵀ D.
@@ -33,10 +33,11 @@ _TURNS = 4
 
 @torch.no_grad()
 def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
-    """Set the adapter of each 4-bit layer to the matrix nearest to its quantization error; return the number of layers.
+    """Set each 4-bit layer's adapter to the matrix nearest to the quantization error; return the number of such layers.
 
-    int8 layers keep their adapters: their errors are a hundredth of 4-bit errors. `moments`: layer name in the base
-    model -> relative second moments `[in]` of its input channels. Raises PrecisionError for a checkpoint saved quantized.
+    Adapters of int8 layers are not changed, because int8 errors are a hundredth of 4-bit errors. `moments`: layer name
+    in the base model -> relative second moments `[in]` of its input channels. Raises PrecisionError if the checkpoint
+    is already quantized.
     """
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.name}, saved in {saved}"

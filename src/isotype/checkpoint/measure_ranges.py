@@ -1,4 +1,4 @@
-"""measure_ranges: record the largest values of a model in memory, or of a checkpoint read module by module."""
+"""measure_ranges: record the largest values of a model in memory, or of a checkpoint, which is read module by module."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def measure_ranges(
 ) -> Ranges:
     """Run a forward and a backward of the mean loss and record the largest magnitude of every value.
 
-    The step is computed in float32 from the stored weights, in evaluation mode, without autocast and without a policy's
-    boundaries. Only one block at a time is converted to float32; blocks are recomputed in the backward. A model in
-    memory, its gradients, hooks, modes and random states stay unchanged. The result is cached for a checkpoint on the
-    package's texts with at least the default number of tokens.
+    The step is computed in float32 from the stored weights, in evaluation mode, and without autocast. Casts of a policy
+    at the boundaries of modules are left out. Only one block at a time is converted to float32; blocks are recomputed
+    in the backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The result is
+    cached if a checkpoint is measured on the package's texts with at least the default number of tokens.
 
     Args:
         model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
@@ -70,7 +70,8 @@ def measure_ranges(
         revision: branch, tag or commit of a hub id.
 
     Returns:
-        The measurement. If float32 overflows, the values are infinity or NaN, and a note names the first operator.
+        The measurement. If float32 overflows, the values are infinity or NaN, and a note names the first operator that
+        overflowed.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
@@ -97,7 +98,7 @@ def measured_and_kept(
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """Return the model to measure, in memory or of a local checkpoint, and its batches; default: the package's texts."""
+    """Return the model to measure and its batches, by default of the package's texts; a checkpoint must be local."""
     measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, require_positions(measured.model, given_batches(batch))
@@ -117,7 +118,7 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:
-    """Return a checkpoint to measure: its weights stay on disk, except if they can only be loaded as a whole."""
+    """Return a checkpoint's model to measure; its weights stay on disk unless they can only be loaded as a whole."""
     if saved := checkpoint.facts.saved_format:
         return _loaded(checkpoint, f"its weights are stored in {saved}")
     model = blank_model(config_of(checkpoint))

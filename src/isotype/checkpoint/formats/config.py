@@ -1,4 +1,4 @@
-"""Read and check config.json; return its dtype and its model class, and build the class on the meta device."""
+"""Read and check config.json, find its dtype and its model class, and build the model on the meta device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BUILD_ERRORS = (
 
 
 def read_config(directory: Path) -> Any:
-    """Return the transformers config in a directory, without running its code; raise CheckpointError if invalid."""
+    """Return a directory's transformers config without running its code; raise CheckpointError if it is invalid."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
@@ -99,7 +99,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield entries of config.json with invalid values, that make transformers run code, or overwrite methods of `kind`."""
+    """Yield a problem for each entry that is invalid, makes transformers run code, or replaces a method of `kind`."""
     yield from entry_problems(content, _ENTRIES, path, _AGAIN)
     for value in content.values():
         if isinstance(value, dict):
@@ -130,7 +130,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    A class does not have the pinned names of its submodels: transformers gathers them in an instance's `post_init`.
+    An instance is needed because transformers collects the pinned names of all submodels in the instance's `post_init`.
     """
     cls = model_class(config)
     if cls is None:
@@ -145,7 +145,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
 
 
 def names_in_other_classes(model: Any) -> frozenset[str]:
-    """Return the tensor names, `without_prefix`, of all classes of transformers for the model's config."""
+    """Return the tensor names of all transformers classes for the model's config, without the base model's prefix."""
     from transformers import PreTrainedModel
 
     bases = {cls.__module__ for cls in type(model).__mro__}
@@ -171,7 +171,7 @@ def without_prefix(model: Any, name: str) -> str:
 
 @contextmanager
 def building(cls: type, source: str = "") -> Iterator[None]:
-    """Draw no initial values while a model of class `cls` is built; raise CheckpointError if building fails."""
+    """Skip the initial values of a model of class `cls` in the context; raise CheckpointError if building fails."""
     modules = itertools.count(1)
 
     def count_module(*_: Any) -> None:
@@ -198,7 +198,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return a config's model class: `auto_class`'s choice, else the class that the config names, else the default or None."""
+    """Return a config's model class: the one of `auto_class`, else the one that it names, else the default or None."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -219,7 +219,7 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """Return the config's dtype, or its text model's; raise CheckpointError if it is not a torch dtype."""
+    """Return the dtype of the config or of its text config; raise CheckpointError if it is not a torch dtype."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for holder in (config, text):
         value = getattr(holder, "dtype", None)
@@ -229,7 +229,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype that a config names, or None for None; raise CheckpointError, with `what`, for other names."""
+    """Return the torch dtype of a name, or None for None; raise CheckpointError, with `what`, for other names."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

@@ -31,10 +31,10 @@ _STRING, _ARRAY = 8, 9
 
 
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of a GGUF file, sorted by name, and the scalars and strings of its metadata.
+    """Return the tensor headers of a GGUF file, sorted by name, and the scalars and strings of its metadata.
 
-    Arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary. Raises CheckpointError if
-    the file is missing, truncated or damaged, or has an unknown version or tensor type.
+    Arrays are skipped, because a vocabulary has 10^5 strings, for which gguf.GGUFReader takes seconds. Raises
+    CheckpointError if the file is missing, truncated or damaged, or has an unknown version or tensor type.
     """
     if file_size(path) == 0:
         raise broken(path, "an empty file", "a GGUF file")
@@ -87,7 +87,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, offset, offset after the value) of each metadata entry, and add values except arrays to `metadata`."""
+    """Yield (key, offset, offset after the value) of each metadata entry; add values to `metadata`, but no arrays."""
     at = 24
     for _ in range(count):
         begin = at
@@ -102,7 +102,7 @@ def _entries(
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return a small GGUF file with the metadata and tensor names of a file, from which gguf reads a config quickly."""
+    """Return a small GGUF file with a file's metadata and tensor names; without the vocabulary, gguf reads it quickly."""
     metadata: dict[str, object] = {}
     entries: list[bytes] = []
     vocabulary = 0
@@ -135,7 +135,7 @@ def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
 
 
 def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, object], path: Path) -> int:
-    """Add a metadata value, if it is not an array, to `metadata`, and return the offset after the value."""
+    """Add a metadata value to `metadata` unless the value is an array; return the offset after the value."""
     if kind in _SCALARS:
         form = f"<{_SCALARS[kind]}"
         (metadata[key],) = struct.unpack_from(form, data, at)

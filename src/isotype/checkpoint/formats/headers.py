@@ -53,7 +53,7 @@ class CheckpointHeaders:
     Attributes:
         path: the directory or file that was read.
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
-        metadata: the file's metadata; for GGUF, scalars and strings without arrays.
+        metadata: the file's metadata; for a GGUF file, only its scalars and strings.
         quantization: the settings that `quantization_beside` returns.
     """
 
@@ -66,12 +66,12 @@ class CheckpointHeaders:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of a GGUF file's model, or ""."""
+        """llama.cpp's name for the architecture of a GGUF file; "" for other files."""
         return str(self.metadata.get("general.architecture", ""))
 
 
 def read_headers(path: str | Path) -> CheckpointHeaders:
-    """Read the headers of a checkpoint directory, a .safetensors, .gguf or torch file, or all files of an index."""
+    """Read the headers of a checkpoint: a directory, a .safetensors, .gguf or torch file, or an index and its shards."""
     path = Path(path)
     headers = _read_headers(path, *_file_of(path))
     return headers if headers.format == "gguf" else replace(headers, quantization=quantization_beside(path))
@@ -139,7 +139,7 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
-    """Return a directory's file with weights, or its index of shards, and the kind of weights; None without weights."""
+    """Return a directory's weights file or index of shards, and the kind of the weights; None if it has no weights."""
     for name, kind in _LAYOUTS:
         if (directory / name).is_file():
             return directory / name, kind
@@ -203,7 +203,7 @@ _LONGEST = 255  # bytes of a file name
 
 
 def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of all shards and the index's metadata; raise CheckpointError, with every problem, if damaged."""
+    """Return the tensors of all shards and the index's metadata; raise one CheckpointError with all problems."""
     weight_map, metadata = _read_index(index)
     expected: dict[str, set[str]] = defaultdict(set)
     for name, shard in weight_map.items():
@@ -236,7 +236,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists; threads read the files' headers ahead, to hide a file server's latency."""
+    """Yield for each file if it exists; threads read the headers ahead, which hides the latency of a file server."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():
@@ -284,6 +284,6 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Return True if a shard is a file name without a folder: an index must not name files outside of its directory."""
+    """Return True if a shard's name has no folder, because an index must not name files outside of its directory."""
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

@@ -33,7 +33,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
-    """Raise a CheckpointError with this text and the reason in place of errors of the hub or its library."""
+    """Replace errors of the hub or its library by a CheckpointError with this text and the reason."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
@@ -87,7 +87,7 @@ def download(model_id: str, revision: str | None = None) -> Path:
 def remote_headers(
     model_id: str, revision: str | None = None
 ) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
-    """Return (headers, ()), read by range requests without a weight, or (None, reasons) if the hub cannot be reached."""
+    """Read headers by range requests; return (headers, ()), or (None, reasons) if the hub cannot be reached."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 

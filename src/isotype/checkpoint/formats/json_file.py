@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return the content of JSON and the names that an object in it has twice (`json` alone would use the last value)."""
+    """Return parsed JSON and the names that occur twice in an object; `json` alone would keep only their last value."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
 
 
 class Entry(NamedTuple):
-    """Valid values of the entries of a JSON object whose names match.
+    """The values that are valid for entries of a JSON object whose name matches `names`.
 
     Attributes:
         names: a regular expression for the full name of an entry.
-        kind: type annotation of the value; None for the annotation in the library's config class.
+        kind: type annotation of the value; None if the library's config class has the annotation.
         expected: the type in words; if "", the words are derived from `kind`.
-        low, high: limits of all numbers in a value.
+        low, high: smallest and largest valid number in a value.
     """
 
     names: str
@@ -69,7 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that its first matching entry forbids; `kinds`: types for entries without `kind`."""
+    """Yield a problem for each value that its first matching entry forbids; `kinds` has the types if `kind` is None."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
@@ -83,7 +83,7 @@ def entry_problems(
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """Yield the numbers in a JSON value, also in its lists and objects, but no booleans."""
+    """Yield the numbers, but not the booleans, in a JSON value and in its lists and objects."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, dict)):
@@ -97,7 +97,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return a function that checks if a JSON value has the annotated type, and the type in words."""
+    """Return (a function that checks if a JSON value has the annotated type, the type in words)."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # In a union of str and an enumeration, the text must be a value of the enumeration.

@@ -1,4 +1,4 @@
-"""Read the tensors of checkpoint files: memory-mapped without copies, or read ahead into two buffers for a GPU."""
+"""Read the tensors of checkpoint files: mapped into memory without copies, or read ahead into two buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DONE: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class MappedFiles:
-    """The files of a checkpoint, each mapped once and privately: writing into a tensor does not change its file.
+    """The files of a checkpoint, each mapped once and privately, so that writing into a tensor does not change its file.
 
     The mapping of a file is closed when its last tensor is freed.
     """
@@ -51,7 +51,7 @@ class MappedFiles:
         self._advise(headers, _AHEAD)
 
     def release(self, headers: Iterable[TensorHeader]) -> None:
-        """Free the memory of these tensors. A tensor is read again if it is used again; changes to its values are lost."""
+        """Free the memory of these tensors. The next use reads a tensor from its file again; changed values are lost."""
         self._advise(headers, _DONE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -107,7 +107,7 @@ Work = TypeVar("Work")
 
 @dataclass
 class StagedTensors:
-    """Tensors in a buffer: valid until the next piece of work is requested, then overwritten."""
+    """Tensors in a buffer, which are overwritten when the next piece of work is requested."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
@@ -122,14 +122,15 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield every piece of work in order with its tensors in a buffer, or with None if the caller must read them.
+    """Yield each piece of work with its tensors in a buffer, or with None if the caller must read them.
 
-    Tensors are valid until the next piece is requested. The reading thread ends with the generator, also after an interrupt.
+    The pieces keep their order. Tensors are valid until the next piece is requested. The thread that reads ends when
+    the generator is closed, also after an interrupt.
 
     Args:
-        work: pieces of work and their headers. None is yielded for a piece with a header without offset, or that needs
-            more than `size` bytes.
-        pinned: allocate memory that a GPU can read directly; a warning is logged if there is none.
+        work: pieces of work and their headers. A piece is yielded with None if one of its headers has no offset, or if
+            it needs more than `size` bytes.
+        pinned: allocate buffers in pinned memory; if that fails, log a warning and use other memory.
     """
     groups = list(_groups(work, size))
     free: SimpleQueue[torch.Tensor | None] = SimpleQueue()
@@ -156,7 +157,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield groups of neighbouring pieces that fit into one buffer; a piece that is not buffered has None as headers."""
+    """Yield groups of neighbouring pieces that fit into one buffer; unbuffered pieces have None instead of headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for piece, headers in work:
@@ -187,7 +188,7 @@ def _fill(
     files: _Files,
     stop: threading.Event,
 ) -> list[tuple[Work, StagedTensors | None]]:
-    """Read the tensors of a group into the next free buffer; a group without buffered tensors waits for no buffer."""
+    """Read the tensors of a group into the next free buffer; return at once if the group needs no buffer."""
     if all(headers is None for _, headers in group):
         return [(piece, None) for piece, _ in group]
     buffer = free.get()

@@ -40,7 +40,7 @@ _SIGNATURES = (
 
 
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of one safetensors file's header, in the order of their data, and its metadata."""
+    """Return the tensors in a safetensors file's header, in the order of their data, and the file's metadata."""
     header, data_bytes = _safetensors_json(path)
     limit_tensors(path, len(header))
     metadata = header.pop("__metadata__", {})
@@ -110,7 +110,7 @@ def _safetensors_entry(name: str, entry: object, path: Path, start: int) -> Tens
 
 @functools.lru_cache(maxsize=64)
 def _bits(dtype_name: str) -> int | None:
-    """Return the bits of one element, which the name of every safetensors dtype contains: F32, F8_E4M3, F4, C64."""
+    """Return the number of bits of one element, which is part of every safetensors dtype name: F32, F8_E4M3, F4, C64."""
     if dtype_name == "BOOL":
         return 8
     match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)
@@ -123,7 +123,7 @@ def _sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -> list[Problem]:
-    """Return a problem for each hole or overlap: the format demands contiguous tensors from the first byte to the last."""
+    """Return a problem for each gap or overlap between tensors; the format allows neither."""
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]

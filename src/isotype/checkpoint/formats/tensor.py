@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint as its file describes it, and the errors of damaged files."""
+"""The description of a tensor in a checkpoint's file, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TensorHeader:
     """A tensor as its file describes it.
 
     Attributes:
-        dtype_name: the file's name of the dtype (`"BF16"`; for GGUF also block types such as `"Q4_1"`).
+        dtype_name: name of the dtype in the file (`"BF16"`; in a GGUF file also block types such as `"Q4_1"`).
         shape: sizes in torch's order, slowest dimension first.
-        begin: offset of the tensor's first byte in the file; 0 if the bytes cannot be read at an offset.
+        begin: offset of the tensor's first byte in the file; 0 if the file has no offset for the tensor.
     """
 
     name: str
@@ -49,13 +49,13 @@ class TensorHeader:
 
 
 def limit_tensors(path: Path, count: int) -> None:
-    """Raise `CheckpointError` if a file describes more tensors than any model has: each costs memory and time."""
+    """Raise `CheckpointError` if a file describes more tensors than any model has, since each needs memory and time."""
     if count > MAX_TENSORS:
         raise broken(path, f"{count:,} tensors", f"at most {MAX_TENSORS:,}", "give a checkpoint of a model")
 
 
 def printable(name: str) -> bool:
-    """Return True if a name can be encoded: JSON can contain lone surrogates, which file systems and terminals refuse."""
+    """Return True if UTF-8 can encode a name; lone surrogates, which JSON allows, cannot be written or printed."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -37,7 +37,7 @@ def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
 
 
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a file by name: memory-mapped on the CPU, or without values on the meta device.
+    """Return name -> tensor for a file; the tensors are memory-mapped on the CPU, or on the meta device without values.
 
     Raises CheckpointError if the file is damaged or older than torch 1.6. No code is run: only tensors are unpickled.
     """

@@ -46,7 +46,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor that should have the shape `wanted`, and whose sources give the shape `stored`, or a conversion error."""
+    """A tensor of shape `wanted` in the model, for which the files give the shape `stored` or a conversion error."""
 
     name: str
     wanted: tuple[int, ...]
@@ -61,8 +61,8 @@ class Match:
 
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
-        initialised: names of tensors that the checkpoint lacks and transformers initialises, each with the reason.
-        tied: names of tensors that share the values of another tensor, each with the other's name in the checkpoint.
+        initialised: name of a tensor that the checkpoint lacks and transformers initialises -> the reason.
+        tied: name of a tensor that shares the values of another tensor -> the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model has no name for and does not ignore.
         unused: the tensors of `surplus` that no class of the model uses.
         unread: tensors whose values cannot be computed, each with the reason.
@@ -90,7 +90,7 @@ class Match:
         return self.path.endswith(".gguf")
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return why the checkpoint cannot be loaded: one problem for each pattern of tensor names."""
+        """Return why the checkpoint cannot be loaded; tensors whose names differ only in numbers share a problem."""
         if self.missing and not self.weights.sources:
             held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
@@ -188,7 +188,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the model does not need a surplus tensor, by its name or because it is a computed buffer."""
+    """Return True if the name of a surplus tensor shows that the model ignores it, or computes it as a buffer."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -201,8 +201,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no class of the model uses.
 
-    Tensors of another class's head or tower are left out; if the config names another class than the model's, so are
-    tensors of all modules that the model lacks, except additional layers.
+    Tensors that another class uses for its head or tower are not returned. If the config names another class than the
+    model's, only tensors of modules that the model has, and of additional layers, are returned.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -216,7 +216,7 @@ def _unused(
 
 
 def _extends(model: Any, name: str) -> bool:
-    """Return True if a tensor belongs to an existing module of the model, or to an additional element of its lists."""
+    """Return True if a tensor belongs to a module of the model, or to an additional element of its module lists."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
@@ -267,7 +267,7 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
 
 
 def _unread_problems(match: Match) -> Iterator[Problem]:
-    """Yield one problem for each reason: a quantizer stores many tensors in the same way."""
+    """Yield one problem for each reason, not for each tensor, since many tensors are unreadable for the same reason."""
 
     def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
         tensor, problem = unread
@@ -362,7 +362,7 @@ def _by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]:
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape with the nearest name, or the only tensor of this shape; None without."""
+    """Return the surplus tensor of this shape whose name is most similar, or the only one of this shape, or None."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

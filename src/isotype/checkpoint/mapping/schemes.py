@@ -1,6 +1,7 @@
 """Decide from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-A tensor beside a weight is used to dequantize the weight, scales only activations, or makes the weight unreadable.
+A tensor beside a weight belongs to one of three kinds: it is needed to dequantize the weight, it scales only
+activations, or it makes the weight unreadable.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ class Scheme:
         block: (rows, columns) that share a scale.
         bits: bits of one code.
         zero: zero points, or None.
-        second: one scale for all scales, or None.
+        second: one number that scales all scales, or None.
         divides: True if the scales are divided by `second`, False if they are multiplied.
-        turned: True if the file has [columns, rows] (AWQ); words and zero points are packed along the rows.
+        turned: True if the file stores the weight as [columns, rows] (AWQ), with words and zero points packed along the
+            rows.
     """
 
     kind: Kind
@@ -96,8 +98,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings in config.json for one weight: allowed kinds of codes, and layouts of the scales, each with the rows and
-    columns of a block (0 means all). `exponents` allows scales that are exponents of two.
+    """Settings in config.json for one weight.
+
+    `kinds` are the allowed kinds of codes. `layouts` are the layouts of the scales,
+    each with the rows and columns of a block (0 means all). `exponents` allows scales that are exponents of two.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -117,7 +121,7 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return the reason in config.json why no quantized weight can be read, or "" if there is none.
+    """Return the reason why, by config.json, no quantized weight can be read, or "" if there is no such reason.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -135,7 +139,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if all groups are unreadable; a single unreadable group may apply to no layer."""
+    """Raise the first group's error if no group is readable; a single unreadable group may not apply to any layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -241,7 +245,7 @@ def _require_complete(
 
 
 def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
-    """Return the scheme of mxfp4 blocks: uint8 [..., rows, groups, 16], dense [..., groups * 32, rows]."""
+    """Return the scheme of mxfp4 blocks: uint8 [..., rows, groups, 16] become dense [..., groups * 32, rows]."""
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
@@ -252,7 +256,7 @@ def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
 def _turned(
     weight: TensorHeader, constants: Sequence[TensorHeader], quantization: Mapping[str, Any]
 ) -> Scheme:
-    """Return the scheme of AutoAWQ's words, int32 [inputs, outputs / 8]; a group of inputs shares scales and zeros."""
+    """Return the scheme of AutoAWQ's words, int32 [inputs, outputs / 8]; a group of inputs shares its constants."""
     _check_awq(quantization)
     size = _size(quantization.get("group_size", quantization.get("q_group_size", 128)), "group_size")
     parts = {part.name.rpartition(".")[2]: part for part in constants}
@@ -303,7 +307,7 @@ def _shape(
 
 
 def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
-    """Return the shape that a `weight_shape` tensor among the constants contains; None without, or if on the hub."""
+    """Return the shape in the `weight_shape` tensor of the constants; None if there is none, or if it is on the hub."""
     header = next((part for part in constants if part.name.endswith("_shape")), None)
     if header is None or header.dtype_name != "I64" or not header.begin:
         return None
@@ -324,7 +328,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
 
 
 def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, by the first layout that gives the scales their shape."""
+    """Return the rows and columns that share a scale, in the first layout that fits the shape of the scales."""
     *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
     for layout, size in options.layouts:
         height, width = size[0] or rows or 1, size[1] or columns or 1
@@ -407,7 +411,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return the one group of a module by compressed-tensors' rules: exact names, then `re:` patterns, then classes."""
+    """Return a module's one group by compressed-tensors' rules: exact names first, then `re:` patterns, then classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None

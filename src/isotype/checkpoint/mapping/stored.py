@@ -59,9 +59,9 @@ class StoredTensor:
 
     Attributes:
         name: name of the dense weight (`experts.gate_up_proj` for `experts.gate_up_proj_blocks`).
-        form: a dtype's name, or a quantization format (`nf4`, `mxfp4`, `Q4_K`; `packed` if only config.json names
-            the format).
-        constants: headers of its scales, code books and shapes.
+        form: name of a dtype or a quantization format (`nf4`, `mxfp4`, `Q4_K`), or `packed` if only config.json names
+            the format.
+        constants: headers of the tensors with its scales, code books and shape.
         scheme: how the values are computed; None for plain weights, bitsandbytes' formats and GGUF blocks.
         problem: why the values cannot be computed, or None.
     """
@@ -84,7 +84,7 @@ class StoredTensor:
 
     @property
     def quantized(self) -> bool:
-        """True if the values have to be computed."""
+        """True if the weight's values are computed from codes and constants."""
         return bool(self.constants) or self.weight.dtype_name not in STORED
 
     @property
@@ -97,7 +97,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes in the file, constants included."""
+        """Bytes of the weight and its constants in the files."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -121,7 +121,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a constant's weight and the format that it identifies, or ("", "") if the tensor is not a constant."""
+    """Return a constant's weight and the format that the constant implies, or ("", "") if the tensor is no constant."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -143,7 +143,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return the tensor with its `scheme` or `problem`; `target`: its name in the model, or "" if there is none."""
+    """Return the tensor with its `scheme` or `problem`; `target` is its name in the model, or "" if it has none."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
@@ -156,7 +156,7 @@ def with_scheme(
 
 
 def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
-    """Return the shape of a stored tensor after dequantization, or None if no header has the shape."""
+    """Return the shape of a stored tensor after dequantization, or None if the headers do not contain it."""
     if tensor.scheme is not None:
         return tensor.scheme.shape
     if tensor.form in FOUR_BITS:
@@ -165,7 +165,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
 
 
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:
-    """Return the form in which most values of the tensors are stored, or None without tensors."""
+    """Return the form in which most values of the tensors are stored, or None if there are no tensors."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.form] += tensor.values
@@ -173,7 +173,7 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def dense_dtype(tensor: StoredTensor) -> torch.dtype:
-    """Return a plain tensor's dtype, or bfloat16 as the dtype of a meta tensor that stands for a quantized one."""
+    """Return a plain tensor's dtype; a quantized tensor is represented by a meta tensor, whose dtype is bfloat16."""
     import torch
 
     return (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16

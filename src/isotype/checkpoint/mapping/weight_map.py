@@ -1,4 +1,4 @@
-"""Find the tensors in a checkpoint that each tensor of a model is made from, by names and shapes."""
+"""Find, by names and shapes, the tensors in a checkpoint that each tensor of a model is made from."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Source:
     """Tensors of a checkpoint that one conversion turns into one or more tensors of the model.
 
     Attributes:
-        target: the model's name that all `tensors` map to; one of `shapes`.
+        target: the name in the model that the names of all `tensors` map to; a key of `shapes`.
         tensors: tensors in the checkpoint, each with the conversion's pattern that its name matches.
-        conversion: transformers' `WeightConverter`; None if a single tensor is at most renamed; `TURNED` in a GGUF file.
-        shapes: shapes after the conversion by name in the model; None if the headers do not determine the shape.
-        failure: error of the conversion, or "".
+        conversion: transformers' `WeightConverter`; None if the source is one tensor that is at most renamed; `TURNED`
+            for a tensor of a GGUF file.
+        shapes: name in the model -> shape after the conversion, or None if the headers do not determine this shape.
+        failure: error that the conversion raised, or "".
     """
 
     target: str
@@ -49,7 +50,7 @@ class WeightMap:
     """The tensors of a checkpoint by their use in a model.
 
     Attributes:
-        sources: the source of each tensor of the model, by name; several tensors may share a source.
+        sources: name of a tensor of the model -> its source, which several tensors may share.
         surplus: tensors without a name in the model.
         doubled: (name in the model, tensor) for each tensor whose name in the model already has a source.
     """
@@ -62,8 +63,8 @@ class WeightMap:
 def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     """Return the sources of a model's tensors in a checkpoint.
 
-    For models of transformers, its conversions (`conversion_mapping`) rename, split, stack and transpose tensors; for any
-    other module, names must be equal. The model is dense and may be on the meta device.
+    For models of transformers, the conversions in its `conversion_mapping` rename, split, stack and transpose tensors.
+    For any other module, names must be equal. The model is dense and may be on the meta device.
     """
     stored = stored_tensors(headers.tensors, headers.quantization)
     gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
@@ -97,7 +98,7 @@ Renaming = Callable[[str], tuple[str, str, Any]]
 
 
 def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callable[[str], Any]]:
-    """Return a function from a name in the checkpoint to (name in the model or "", pattern, conversion), and a sort key."""
+    """Return a function that maps a file's name to (the model's name or "", pattern, conversion), and a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -136,11 +137,11 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
 
 
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
-    """Return the names in the model, with `.weight` and `.bias`, by name in a GGUF file.
+    """Return name in a GGUF file -> name in the model; both end in `.weight` or `.bias`.
 
-    transformers' `get_gguf_hf_weights_map` takes seconds, since it builds a table for every module. gguf's table has names
-    in base models and in parts of models: leading parts of a name are removed until the table has the rest. If several
-    names fit, the one with the fewest removed parts is used.
+    transformers' `get_gguf_hf_weights_map` takes seconds, since it builds a table for every module. gguf's table
+    contains names without the prefix of the base model or of a part of the model, so leading parts of a name are
+    removed until the table has the rest. If several names fit, the name with the fewest removed parts is used.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -189,7 +190,7 @@ def _shaped(model: nn.Module, source: Source) -> Source:
 
 
 def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the model's tensors that a source's conversion makes from dense `values`, by the names of its tensors."""
+    """Return name -> tensor of the model, made by a source's conversion from `values` (source name -> dense values)."""
     if source.conversion is None:
         (value,) = values.values()
         return {source.target: value}

@@ -1,1 +1,1 @@
-"""Merge an adapter into its base model: block by block, rounded once, written and opened again."""
+"""Merge an adapter into its base model block by block, round once, write the result, and open it again."""

@@ -4,8 +4,9 @@ With p the next-token distributions of the trained model (the adapter on the bas
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-The value is 1 if the merged model computes the same as the trained model, and 0 if it is as far from the trained model as
-the base. On training rows, losses are compared as well: (base loss - merged loss) / (base loss - trained loss).
+The value is 1 if the merged model computes the same as the trained model. It is 0 if the merged model is as far from
+the trained model as the base is. On training rows, losses are compared as well: (base loss - merged loss) / (base loss
+- trained loss).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return the rows, or isotype's texts if None, cut to the model's positions and to about `tokens` tokens."""
+    """Return the rows (default: isotype's texts), cut to the model's context length and to about `tokens` tokens."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
@@ -64,8 +65,8 @@ class Learned:
     """The outputs of a trained model on some texts, and their distance from the base's outputs.
 
     Attributes:
-        step: n, if the logits of every n-th token are stored.
-        pictured: model arguments with a text that follows a picture; None if the model takes no pictures.
+        step: distance of the tokens whose logits are stored; 1 if the logits of all tokens are stored.
+        pictured: arguments of the model with a picture and a text that follows it; None if the model has no image input.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.
@@ -80,7 +81,7 @@ class Learned:
 
     @torch.no_grad()
     def run(self, model: Any) -> tuple[list[torch.Tensor], float | None]:
-        """Return a model's logits of every `step`-th token of each text, and its mean loss, or None without labels."""
+        """Return a model's logits of every `step`-th token of each text, and its mean loss (None without labels)."""
         stored, losses = [], []
         for (ids, labels), logits in self._forwards(model.eval()):
             # A classifier has one row of logits for the whole text.
@@ -96,7 +97,7 @@ class Learned:
         return stored, float(every.double().mean()) if len(every) else None
 
     def _forwards(self, model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield texts with their logits, from as few forwards as memory allows: each forward reads all blocks from disk."""
+        """Yield each text with its logits. Few large batches are used, since each forward reads all blocks from disk."""
         texts, pad = self.rows.texts, getattr(model.config.get_text_config(), "pad_token_id", None)
         longest = max(len(ids) for ids, _ in texts)
         at_once = max(1, _AT_ONCE // (longest * _vocabulary(model) * 4 + 1))
@@ -121,7 +122,7 @@ class Learned:
         return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source, pictured)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
-        """Return the largest difference of two logits, KL(trained || other) in nats per token, and the number of tokens."""
+        """Return the largest difference of two logits, the mean KL(trained || other) in nats, and the token count."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
@@ -139,7 +140,7 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """Run base and unmerged adapter under the training's `policy` on about `tokens` tokens of `rows`."""
+    """Run the base without and with the adapter under the training's `policy` on about `tokens` tokens of `rows`."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     _in_float32(model, policy, deferred)
@@ -156,7 +157,7 @@ def learned(
 
 
 def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return model arguments with a text that follows a picture, and with logits only for the text; None without images."""
+    """Return `Learned.pictured`; the arguments request logits only for the text."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
     (batch,) = made_batches(model, tokenizer, LENGTH).batches
@@ -165,7 +166,7 @@ def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
-    """Return the unmerged adapter on its base under a policy, which computes in float32 and block by block."""
+    """Return the base under `policy` with the unmerged adapter; the model computes in float32 and block by block."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
@@ -176,7 +177,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a written model that computes in float32 and block by block."""
+    """Load a written model such that it computes in float32 and block by block."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)
@@ -185,7 +186,7 @@ def merged_in_float32(path: Path, model_class: Any) -> Any:
 
 
 def _in_float32(model: Any, policy: PrecisionPolicy, deferred: DeferredBlocks) -> PrecisionPolicy:
-    """Let a model compute in float32 with the weights that it has under `policy`; return its new policy."""
+    """Let a model compute in float32 with its weights as stored under `policy`; return the new policy."""
     dense = dense_policy(policy)
     deferred.dequantize(model, dense.plain)
     wide = replace(
@@ -206,7 +207,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A storage format to try: arguments of `isotype merge`, format, bits per weight, and policy of the base."""
+    """A storage format to try, with its arguments of `isotype merge`, its bits per weight, and the policy of the base."""
 
     arguments: str
     form: str
@@ -217,7 +218,7 @@ class Candidate:
 def cheapest(
     outputs: Learned, adapter: Adapter, candidates: Sequence[Candidate], revision: str | None
 ) -> Form:
-    """Return the first format that keeps `ENOUGH`, tried block by block without writing a file; else float32."""
+    """Try formats block by block without writing a file; return the first that keeps `ENOUGH`, or else float32."""
     for candidate in candidates:
         model = trained(adapter, candidate.policy, revision)
         with merged_as(model, candidate.form):
@@ -231,7 +232,7 @@ def cheapest(
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """Merge each block of a model from `trained` before its forward, rounded to a format, and restore it afterwards."""
+    """Before each block of a model from `trained` runs, merge and round the block; restore it afterwards."""
     saved: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(block: nn.Module, *_: Any) -> None:

@@ -34,14 +34,14 @@ _MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it together with it
 
 @dataclass(frozen=True)
 class Rounding:
-    """The dtype that each parameter of the merged model is stored in.
+    """The dtypes in which the parameters of the merged model are stored.
 
     Attributes:
         target: dtype of all parameters but those of `pinned` and `in_base`.
         pinned: patterns of the names of parameters that stay float32.
-        in_base: parameters that keep the dtype that they have in the base's files, with this dtype.
+        in_base: name of a parameter that keeps its dtype -> this dtype, from the base's files.
         written: the written model to compare with; None before it is written.
-        instead: arguments for another dtype than float16, for the message about overflow.
+        instead: command-line arguments for another dtype than float16, which the message about overflow recommends.
     """
 
     target: torch.dtype
@@ -53,7 +53,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return the rounding loss of a merged parameter: in the written model if there is one, else in `stored`."""
+        """Return the rounding loss of a merged parameter, from the written model if there is one, else from `stored`."""
         if self.written is None:
             stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
             return rounding_loss(name, before, merged, self.dtype(name), stored)
@@ -71,7 +71,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round float tensors to their stored dtypes, `changed` ones by `unbiased`; raise PrecisionError on overflow."""
+        """Round float tensors to their stored dtypes (`changed` ones by `unbiased`); raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
@@ -90,12 +90,13 @@ class Merging:
 
     Args:
         one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: the model that an earlier, equal merge has written; `weights` then describes its files.
+        written: the model that an earlier, equal merge has written, or None; if it is given, `weights` describes its
+            files.
 
     Attributes:
         model: the base; the merged model has its class and config.
         notes: differences from the base, in sentences.
-        weights: rounding loss of each parameter that the adapter changes; complete after all `parts`.
+        weights: rounding loss of each parameter that the adapter changes; complete when all `parts` were iterated.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Merging:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Meta tensors with the shape and dtype of all merged parameters and buffers by name, in the order of `parts`."""
+        """Name -> meta tensor with shape and dtype, for all merged parameters and buffers, in the order of `parts`."""
         shapes = {}
         for name in sorted(self._names, key=lambda name: name not in self._outside):
             value = self._names[name]
@@ -180,13 +181,13 @@ class Merging:
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
-        """Return `weights` after a pass over `parts`; raise the errors of `parts`."""
+        """Iterate over all `parts`, and return the then complete `weights`; errors are those of `parts`."""
         for _ in self.parts():
             pass
         return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
-        """Merge the layers of a block, or the layers outside of blocks if None, and return the tensors by name."""
+        """Merge the layers of a block, or the layers outside of blocks if `block` is None; return name -> tensor."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
         elsewhere = tuple(f"{other.name}." for other in self._blocks) if block is None else ()
         for path, layer in tuner_layers(root):
@@ -213,7 +214,7 @@ class Merging:
         return self._rounding.rounded(in_order, self._changed)
 
     def _tie_again(self, first: str, last: str) -> None:
-        """Tie the embeddings if they are equal after the merge; else add a note that they are two weights now."""
+        """Tie the embeddings if both have equal values after the merge; else add a note that they are two weights now."""
         equal = torch.equal(self._outside[first], self._outside[last])
         config = self.model.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
@@ -227,7 +228,7 @@ class Merging:
 
 
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """Return the policy of the dequantized base; its masters are float32, so that the adapter is not rounded."""
+    """Return the policy of the dequantized base; its master weights are float32, so that the adapter is not rounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.compute
     return replace(
@@ -244,7 +245,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Subtract the initial OLoRA adapter from a quantized base, as OLoRA does; return the adapter for the rest."""
+    """Subtract the initial OLoRA adapter from a quantized base, as OLoRA does; return the adapter to add to it."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -254,7 +255,7 @@ def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapt
 
 
 def _untie(model: Any) -> bool:
-    """Give the output embeddings their own weight, so that each can be merged; return True if they were tied."""
+    """Copy the weight of tied output embeddings, so that both can be merged; return True if they were tied."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
         return False
@@ -275,7 +276,7 @@ def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
-    """Return meta tensors for a checkpoint of the model, by name; a tensor that several names share has one name."""
+    """Return name -> meta tensor for a checkpoint of the model; a shared tensor has only one name."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     state = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}
@@ -322,7 +323,7 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
 def _replaced(
     peft_model: Any, before_training: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return (values in the base, trained values) of the biases and `modules_to_save` that were trained whole."""
+    """Return (values in the base, trained values) of the biases and `modules_to_save`, which were trained directly."""
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())
@@ -348,9 +349,10 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float32 values up or down at random, so that they are right on average.
 
-    The base's 16-bit values are on the dtype's grid. Rounding to nearest would lose an update below half a step in every
-    entry; stochastic rounding keeps it in the mean of each product (Gupta et al., https://arxiv.org/abs/1502.02551).
-    Values on the grid are exact. The random numbers depend only on the weight's name.
+    The 16-bit dtype can represent the base's values exactly. Rounding to nearest would lose every update smaller than
+    half a rounding step. Stochastic rounding keeps such updates in the mean of each product (Gupta et al.,
+    https://arxiv.org/abs/1502.02551). Values that the dtype can represent stay exact. The random numbers depend only on
+    the weight's name.
     """
     dropped = _DROPPED.get(dtype)
     if dropped is None or values.dtype != torch.float32:
@@ -384,7 +386,7 @@ def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch
 
 
 def codes(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Return the codes of a float32 matrix in a format, flat: each 4-bit or 8-bit code as one element."""
+    """Return the codes of a float32 matrix in a format as a flat tensor with one element per 4-bit or 8-bit code."""
     if form == "int8":
         return quantize_int8(values)[0].flatten()
     if form in FOUR_BITS:
@@ -423,7 +425,7 @@ class WrittenModel:
         self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
 
     def form_of(self, name: str, values: torch.Tensor) -> str | None:
-        """Return the format of a weight's codes; None if the weight has no codes, or may be in one of several formats."""
+        """Return the format of a weight's codes; None if the weight has no codes, or if its format is not known."""
         if self._stored in QUANTIZATIONS:
             return self._stored if self._in_codes(name) else None
         blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0

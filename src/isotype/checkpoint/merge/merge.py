@@ -63,33 +63,34 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
-    The base is the model that the adapter was trained on, quantized as in training and dequantized again, so that the
-    adapter is added to the weights of its training; or `base`, as stored. If the result is stored in the format that
-    training quantized to, the adapter is merged into the base's stored weights: dequantized weights are on that format's
-    grid, and small updates would be lost. PEFT merges each layer in float32; the sum is rounded once, stochastically for
-    16 bits (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with
-    transformers, compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`), and then
-    renamed to `output`. Quantized and GGUF results are also compared weight by weight with a second merge.
+    Without `base`, the adapter is merged into the model that it was trained on, quantized as in training and
+    dequantized again, so that it is added to the weights of its training. Weights of `base` are used as they are
+    stored. If the result is stored in the quantization format of the training, the adapter is merged into the base's
+    stored weights instead: dequantized weights would round to their old codes, and small updates would be lost. PEFT
+    merges each layer in float32; the sum is rounded once, stochastically for 16 bits
+    (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
+    and compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`). Then the folder
+    is renamed to `output`. A second merge checks quantized and GGUF results weight by weight.
 
-    Memory: the parts outside of the model's blocks (embeddings, head), two blocks in the written dtype, 14 bytes per
-    entry of the largest adapted weight, and the adapter. Each block is read, dequantized, merged and written before the
-    next block; forwards for the logits also run block by block, or over mapped files. If PEFT reads base weights while it
-    adds adapters (DoRA; PiSSA and similar; adapters other than LoRA), the whole base is in memory, cast or quantized. A
-    base quantized on a GPU stays there during the merge.
+    The merge needs memory for the parts outside of the model's blocks (embeddings, head), two blocks in the written
+    dtype, 14 bytes per entry of the largest adapted weight, and the adapter. Each block is read, dequantized, merged
+    and written before the next block. Forwards for the logits also read one block at a time, or use mapped files. If
+    PEFT reads base weights while it adds the adapter (for DoRA, initialisations such as PiSSA, and adapters other than
+    LoRA), the whole base is in memory, cast or quantized. A base quantized on a GPU stays there during the merge.
 
     Args:
         adapter: directory of the adapter.
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
-        dtype: dtype of the merged weights; `"auto"`: the compute dtype of the training, or the base's dtype; tensors
-            that the base's files store in another dtype than most tensors keep their dtype. Parameters that the model's
-            author pins stay float32.
+        dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's
+            dtype. Tensors that the base's files store in another dtype than most tensors keep their dtype. Parameters
+            that the model's author pins stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: storage of the merged model: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
             bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file.
             If `output` is a GGUF file, None means 16 bits, as in llama.cpp's converter: `"f16"` for float16, else
             `"bf16"`.
-        rows: training rows, to measure how much of the learning is kept; None for isotype's texts.
+        rows: training rows on which to measure how much of the learning is kept; None for isotype's texts.
 
     Raises:
         CheckpointError: adapter or base does not exist, they do not fit, or less than half of the learning would be kept.
@@ -252,9 +253,10 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """Run the adapter on the base of its training; return outputs or None, tokenizer, notes, and that base's policy.
+    """Run the adapter on the base of its training; return (outputs or None, tokenizer, notes, policy of that base).
 
-    `policy`: that base's policy; None if the adapter is merged into another base, since that base may not exist any more.
+    `policy` is the policy of that base. If the adapter is merged into another base, it is None, since the base of the
+    training may not exist any more.
     """
     saved = tokenizer_of(adapter.directory)
     try:
@@ -281,7 +283,7 @@ LEAST = 0.5
 
 
 def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
-    """Return the formats to try, fewest bits first; `policy`: the base's policy in training, `target`: merged dtype."""
+    """Return the formats to try, fewest bits first, for the training's `policy` of the base and the merged dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -298,7 +300,7 @@ def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tu
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if the merge changes no weight, or loses too much `back` in the training's format."""
+    """Raise CheckpointError if the merge changes no weight, or is `back` in the training's format and loses too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"
@@ -350,7 +352,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
 
 
 def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
-    """Return a warning if the training's policy names values that the merged model's dtype `target` cannot represent."""
+    """Return a warning if the merged dtype `target` cannot represent values that the training's policy names."""
     if trained is None or target != torch.float16:
         return ()
     wide = []
@@ -368,7 +370,7 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
 
 
 def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
-    """Raise CheckpointError, with all differences, if `base` is another model than the one of the adapter's training."""
+    """Raise one CheckpointError with all differences if `base` is not the model that the adapter was trained on."""
     sources = ((base, revision), (str(adapter.base), adapter.revision))
     configs = (config_of(open_model(source, of)) for source, of in sources)
     base_config, trained_config = (config.get_text_config() for config in configs)

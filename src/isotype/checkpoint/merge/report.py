@@ -29,7 +29,7 @@ class WeightLoss:
         name: the parameter's name in the merged model.
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: number of these entries that are stored in the same value or code as W's; None if unknown.
+        vanished: number of these entries whose stored value or code is that of W; None if unknown.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LogitsDifference:
         base_kl: mean of KL(trained || base) over the tokens, in nats.
         losses: losses of the base, the trained and the merged model on training rows; None for other texts.
         source: name of the training rows; None for isotype's texts.
-        pictured: number of the tokens that follow a picture.
+        pictured: number of compared tokens that follow a picture.
     """
 
     tokens: int
@@ -80,7 +80,7 @@ class Form:
 
     Attributes:
         arguments: arguments of `isotype merge` for the format.
-        bits: bits per weight, with its constants.
+        bits: bits per weight, including the quantization constants.
         kept: fraction of the learning that is kept, as in `LogitsDifference`.
     """
 
@@ -99,14 +99,15 @@ class MergeReport:
     Attributes:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized first.
-        dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and its reason.
-        weights: rounding losses of all weights that the adapter changed, measured on the written files if `stored`.
-        logits: the merged model compared with the adapter on the base of its training; None, with a note, if not compared.
+        dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
+        weights: rounding losses of all weights that the adapter changed, measured on the written files unless dense.
+        logits: comparison of the merged model with the adapter on the base of its training. If they were not compared,
+            it is None, and a note says why.
         bytes: size of the written files.
-        notes: additional or omitted actions, with reasons.
+        notes: what the merge did in addition or left out, with reasons.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
-        passed: known values beyond the range of `dtype`, in sentences.
-        model: path to open: `output`, or the GGUF file in it.
+        passed: sentences about known values that exceed the range of `dtype`.
+        model: path to load the model from: `output`, or the GGUF file in it.
         cheapest: the format with the fewest bits that keeps `ENOUGH`; None if no format was tried.
         answers: True if the merged model can generate text.
         exportable: True if the model is dense and can also be written as a GGUF file.
@@ -145,7 +146,7 @@ class MergeReport:
 
     @property
     def vanished(self) -> int | None:
-        """Number of changed entries that are stored like the base's entries; None if unknown."""
+        """Number of changed entries whose stored value or code is the base's; None if unknown."""
         counts = [weight.vanished for weight in self.weights]
         return None if None in counts else sum(filter(None, counts))
 
@@ -156,7 +157,7 @@ class MergeReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Values beyond the dtype's range and lost learning, each with a recommended change."""
+        """Warnings about values beyond the dtype's range and about lost learning, each with a recommended change."""
         kept = None if self.logits is None else self.logits.kept
         if kept is None and self.coded and self.median_error >= 1:
             off = f"the median error of a weight is {self.median_error:,.1f} × its update"
@@ -188,7 +189,7 @@ def share(part: float) -> str:
 
 
 def wider(stored: str | None, *dtypes: torch.dtype) -> str:
-    """Return the argument of `isotype merge` for `dtypes`: `--dtype`, or `--gguf` if stored as a GGUF file."""
+    """Return the argument of `isotype merge` that selects one of `dtypes`: `--gguf` for a GGUF file, else `--dtype`."""
     if stored not in GGUF_TYPES:
         return f"--dtype {' or '.join(map(dtype_name, dtypes))}"
     types = [next(kind for kind in GGUF_TYPES if GGUF_TYPES[kind] == dtype) for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""Write a merged model, dense, quantized in bitsandbytes' format or as a GGUF file, and open it again."""
+"""Write a merged model (dense, in bitsandbytes' format, or as a GGUF file), and open it again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 
 
 def check_output(output: Path) -> None:
-    """Raise UsageError if a file would be overwritten or no directory can be created, SaveError if the disk is full."""
+    """Raise UsageError if a file would be overwritten or no folder can be created, or SaveError if the disk is full."""
     file = is_file(output)
     if why := why_unusable(output.parent):
         if why in map(os.strerror, NO_ROOM):
@@ -69,7 +69,7 @@ def is_file(output: Path) -> bool:
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return the path to write: a GGUF file in `directory`, named after `output` or its type, or `directory` itself."""
+    """Return the path to write: `directory`, or a GGUF file in it, named after `output` or after its GGUF type."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -187,7 +187,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write the files of `save_pretrained` from `parts`; `dtype`: the config's dtype, `room`: bytes of a file's header."""
+    """Write the files of `save_pretrained` from `parts`, with `dtype` in the config and `room` bytes for each header."""
     left_out = never_saved(model)
     shards = Shards(directory, room)
     try:
@@ -206,7 +206,7 @@ def write_model(
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return a transformers model's tensors in the form of its checkpoints, by reversing the conversions of loading."""
+    """Reverse the conversions of loading; return a transformers model's tensors as its checkpoints store them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -250,11 +250,11 @@ _ALIGNED = 8
 class Shards:
     """Writer of `model.safetensors`, or of several files and their index, with one tensor in memory at a time.
 
-    The header, which precedes the data in a file, is written last into reserved bytes, and padded with spaces.
+    The header precedes the data in a file. It is written last, into reserved bytes, and padded with spaces.
 
     Args:
         directory: an existing directory.
-        room: bytes to reserve for a header, at least `header_room` of all names.
+        room: bytes to reserve for a header: at least the result of `header_room` for all names.
         most: maximum bytes of data in a file.
     """
 
@@ -276,7 +276,7 @@ class Shards:
         self._write(name, tensor)
 
     def close(self) -> None:
-        """Write the unaligned tensors, the last header, and the index if there are several files."""
+        """Write the unaligned tensors, which `add` kept for the end, the last header, and the index of several files."""
         # The widest dtype first: each tensor begins at a multiple of its element size.
         for name, tensor in sorted(self._unaligned.items(), key=lambda item: -item[1].itemsize):
             self._write(name, tensor)
