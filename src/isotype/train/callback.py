@@ -51,22 +51,22 @@ logger = logging.getLogger("isotype")
 class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that restores the policy before the first optimizer step and checks that it holds.
 
-    At the beginning of training, the model is brought under the policy, whatever the trainer did to it (TRL casts
-    every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy
-    needs one; a GradScaler with torch's default scale gets the policy's loss scale. A resumed run is refused if its
-    values were rounded by bfloat16 parameters. Before the first forward, the step is checked on fake tensors
-    (`isotype.check`) with its batch. After the first step, the optimizer state is checked. A step that the GradScaler
-    skips does not advance the learning rate schedule. Each checkpoint gets the policy as a file.
+    When training begins, the callback brings the model under the policy, whatever the trainer did to it (TRL casts
+    every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy needs
+    one; a GradScaler with torch's default scale gets the policy's loss scale. The callback refuses a resumed run whose
+    values were rounded while they were loaded into 16-bit parameters. Before the first forward, it checks the step on
+    fake tensors (`isotype.check`) with the first batch. After the first step, it checks the optimizer state. A step
+    that the GradScaler skips does not advance the learning rate schedule. Each checkpoint gets the policy as a file.
 
-    Before every update, loss and gradient norm are checked. If one of them is not finite (and no GradScaler skips the
-    step), the same batch is run again under a recorder, and training stops with an error that names the first operator
-    whose result is not finite: its module, operands, source line and cause.
+    Before every update, the callback checks loss and gradient norm. If one of them is not finite (and no GradScaler
+    skips the step), the same batch is run again under a recorder, and training stops with an error that names the first
+    operator whose result is not finite: its module, operands, source line and cause.
 
     During training, products of 16-bit matrices on a GPU accumulate in float32 (`isotype.lora.kernels`).
 
     Args:
-        policy: default: the model's policy, else a policy derived at every run from the model's dtypes and the
-            trainer's arguments (`fp16`, `bf16`), which leaves frozen weights in their dtypes.
+        policy: by default the model's policy. For a model without one, every run derives a policy from the model's
+            dtypes and the trainer's arguments (`fp16`, `bf16`); it leaves frozen weights in their dtypes.
         check: reaction to a disagreement between trainer and policy (GradScaler, optimizer state not in the master
             dtype, rounded values) and to errors of the preflight: `"error"` raises PrecisionError, `"warning"` logs,
             None disables both. An error that rests on an assumption about the device is only logged.
@@ -210,7 +210,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Bring the model under the policy and log the changes: as warnings for frozen weights, else as information."""
+    """Bring the model under the policy and log the changes; only changes of frozen weights are logged as warnings."""
     frozen = {
         f"{place.name}.{name}" if place.name else name
         for place in places(model)
@@ -337,7 +337,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the float state of `optimizer` for parameters in the dtype `master` to `master`: `step` requires it."""
+    """Cast the float state of parameters in the dtype `master` to `master`, too: `optimizer.step` requires equal dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -356,7 +356,7 @@ _SCALED = (
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
-    """Return the error if the policy needs a GradScaler that is missing, or allows none and there is one; else None."""
+    """Return the error if the policy needs a GradScaler that does not exist, or forbids one that exists; else None."""
     scaler = getattr(optimizer, "scaler", None)
     active = scaler is not None and scaler.is_enabled()
     if active == policy.loss_scaling:
@@ -373,7 +373,8 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return the error if the values of a resumed run were rounded while they were loaded, else None.
 
-    `model.load_adapter` copies into the parameters before it makes them float32, so only the values show the rounding.
+    `model.load_adapter` first copies the saved values into 16-bit parameters, then makes these float32. So only the
+    values show the rounding.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (

@@ -33,11 +33,11 @@ PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""Generation settings of a checkpoint that are switched off: they need code from the hub, or cannot be streamed."""
+"""Generation settings of a checkpoint that isotype switches off, because they need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A plain text to continue, or a conversation."""
 LONGEST = 200
-"""Most tokens of an answer in a chat without `--max_new_tokens`."""
+"""Largest number of tokens in an answer if `--max_new_tokens` is not given."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, messages: Prompt) -> Any:
-    """Tokenize a text or a conversation; without a chat template, only the conversation's last message."""
+    """Tokenize a text or a conversation; if there is no chat template, tokenize only the conversation's last message."""
     if isinstance(messages, str):
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
@@ -140,13 +140,13 @@ _HELP_TEXT = """\
 def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
-    Questions come from `--ask`, from the keyboard, or line by line from a pipe. All belong to one conversation until
-    `/reset`, after the message of `--system`. Pictures of `--image` and `/image FILE` go with the next question.
-    `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops only the current answer.
+    Questions come from `--ask`, from the keyboard, or line by line from a pipe. They belong to one conversation, which
+    begins with the message of `--system`; `/reset` begins it again. Pictures of `--image` and `/image` go with the next
+    question. `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops only the answer.
 
     Raises:
-        UsageError: invalid options, a model that generates no text, or a picture that it cannot take; except at the
-            keyboard, a question that does not fit into the context.
+        UsageError: invalid options, a model that generates no text, a picture that the model cannot take, or a question
+            that does not fit into the context (a question from the keyboard raises no error).
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -346,7 +346,8 @@ def _fitting(
 ) -> tuple[list[Message], int]:
     """Return the system message with the latest turns that leave room for an answer, and the answer's largest length.
 
-    Without `max_new_tokens`, the room is `LONGEST` tokens or half of the context; one token for a single question.
+    If `max_new_tokens` is None, earlier turns leave room for `LONGEST` tokens or half of the context, whichever is
+    less. A question without earlier turns needs room for only one token.
 
     Raises:
         UsageError: the last question alone does not fit.

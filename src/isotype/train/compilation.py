@@ -31,7 +31,8 @@ Options = tuple[tuple[str, Any], ...]
 class CompiledBlock(Swapped):
     """Block whose forward is compiled if gradients are enabled; evaluation and generation run eagerly.
 
-    In generation every block would be compiled separately, for its index in the key-value cache.
+    In generation, torch would compile every block separately, because each block has its own index in the key-value
+    cache.
     """
 
     compiled_original: type[nn.Module]
@@ -58,7 +59,7 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Return accelerate's options for `torch.compile`, and prevent it from compiling; None without, or with DeepSpeed."""
+    """Return accelerate's options for `torch.compile` and keep it from compiling; None without options or with DeepSpeed."""
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin

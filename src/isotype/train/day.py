@@ -1,4 +1,4 @@
-"""The date that chat templates write into texts: the day on which the run was first started, as in its checkpoints."""
+"""The date that chat templates write into texts: the day on which the run was first started, which checkpoints record."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "
 def policy_rows(
     policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (role, dtype, reason) for each row of the policy, of the optimizer state by `--optim`, and of `choice`."""
+    """Return (role, dtype, reason) for each row of the policy, for the optimizer state of `--optim`, and for `choice`."""
     name = str(getattr(optimizer, "value", optimizer))
     rows, state = {row[0]: row for row in policy.rows()}, state_of(name)
     if state is not None:
@@ -152,7 +152,7 @@ def _form(dtype: Any) -> str:
 
 
 def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
-    """Print a summary of the fused layers and the layers that are not fused; with `--verbose` all of the report."""
+    """Print a summary of the fused layers, and the layers that are not fused; with `--verbose`, print the whole report."""
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
@@ -313,6 +313,6 @@ def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the row of the report on the language-model head, if one was chosen by measuring two; else no row."""
+    """Return the report's row on the language-model head if the run measured two heads to choose one; else no row."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

@@ -54,5 +54,5 @@ def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, A
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Return a context without cuDNN's attention if its gradients may be NaN on this device (IST812)."""
+    """Return a context that disables cuDNN's attention if its gradients may be NaN on this device (IST812)."""
     return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()

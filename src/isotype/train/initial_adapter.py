@@ -30,9 +30,9 @@ MADE_BY = {
 
 
 def start_of(settings: Settings) -> Settings:
-    """Return the settings with the adapter that `--model_name_or_path` names and its base model; unchanged for a model.
+    """If `--model_name_or_path` names an adapter, return the settings with it and its base model; else return them unchanged.
 
-    Storage and compute dtype are those of the adapter's training unless arguments request others.
+    Storage and compute dtype are those in which the adapter was trained, unless arguments request others.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.
@@ -116,7 +116,7 @@ equal up to rounding, even if the decomposition chooses other signs.
 """
 
 LOFTQ = "loftq"
-"""Initialisation from the quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
+"""Initialisation that compensates quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
 
 _DATA = "it needs data before the adapter exists: save an adapter by PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
@@ -125,7 +125,7 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _DATA,
     "mica": "its B is not trained, which isotype's policies do not support",
 }
-"""For each other initialisation of PEFT, the reason for its refusal."""
+"""For each other initialisation of PEFT, the reason why isotype refuses it."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
@@ -186,7 +186,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the model without its adapter is the reference model: for a new adapter on an unchanged base."""
+    """Return True if the model without its adapter can be the reference: the adapter is new and the base is unchanged."""
     new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 

@@ -31,7 +31,7 @@ class Sharding:
     """Sharding of a model over processes by FSDP2.
 
     Attributes:
-        reshard: free a block's gathered weights after its forward and gather them again for its backward.
+        reshard: True to free a block's gathered weights after its forward and gather them again for its backward.
         offload: True if weights in CPU memory were requested, which is not supported.
         source: name of the argument that sets `version`.
     """
@@ -44,7 +44,7 @@ class Sharding:
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
-    """Return the sharding of `--fsdp` or `accelerate launch`, and remove its variable from the environment; or None.
+    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None; unset the variable ACCELERATE_USE_FSDP.
 
     The model is sharded while it is loaded (`isotype.checkpoint.shard`). accelerate would first load the whole
     model in every process, and does not shard on a CPU. Unsupported requests raise UsageError.
@@ -98,7 +98,7 @@ def _of_arguments(training: Any) -> Sharding:
 
 
 def _of_launcher() -> Sharding:
-    """Return the sharding in the variables of `prepare_multi_gpu_env` (accelerate/utils/launch.py)."""
+    """Return the sharding in the environment variables that accelerate's `prepare_multi_gpu_env` sets (utils/launch.py)."""
     variable = os.environ.get
     return Sharding(
         reshard=_true(variable("FSDP_RESHARD_AFTER_FORWARD", "true")),
@@ -153,11 +153,11 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
 
 @cache
 def leave_group_at_exit() -> None:
-    """Register the end of the process group for the exit of this process; transformers and accelerate leave it open.
+    """Destroy the process group when this process exits; transformers and accelerate leave the group open.
 
-    Threads of a live group sometimes end Python's shutdown with SIGABRT, "terminate called without an active
+    Threads of an open group sometimes abort Python's shutdown with SIGABRT, "terminate called without an active
     exception": https://github.com/pytorch/pytorch/issues/190489. Call this function only after the training: a process
-    that lost another one must not wait for it.
+    must not wait for another one that has died.
     """
     atexit.register(_leave_group)
 

@@ -137,10 +137,10 @@ def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
 
 @contextmanager
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
-    """While a trainer is built, let TRL add the reference adapter `ref`, and delete it afterwards if it is not needed.
+    """While a trainer is built, let TRL add the reference adapter `ref`; delete `ref` afterwards if it is not needed.
 
-    A sharded model already has `ref`, and TRL only copies values into it. For a new adapter `ref` is deleted: the model
-    with its adapter switched off computes the same.
+    A sharded model already has `ref`, and TRL only copies values into it. If the trained adapter is new, `ref` is
+    deleted: the model with its adapter switched off computes the same.
     """
     adapters = getattr(model, "peft_config", None) or {}
     there = _REFERENCE in adapters
@@ -207,7 +207,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank is above the width (the smaller side) of all adapted layers; note it if of some."""
+    """Raise UsageError if the rank exceeds the width (smaller side) of all adapted layers; add a note if it exceeds some."""
     rank, targets = getattr(config, "r", None), config.target_modules
     widths = [
         min(module.in_features, module.out_features)
@@ -285,8 +285,8 @@ def weightless_model(
     Args:
         model_class: a transformers model class or auto class; default: the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        fold: fold equal layers (see `isotype.model.fold`), before adapters are added unless their config selects
-            layers by number.
+        fold: True to fold equal layers (see `isotype.model.fold`). This is done before adapters are added, or
+            afterwards if the quantizer or the adapters' config selects layers by number.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
@@ -332,7 +332,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
-    """Call `add_lora` and suppress its warnings: `adapter_notes` of the model repeats them and is printed."""
+    """Call `add_lora` and suppress its warnings: the command prints the same texts from the model's `adapter_notes`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, config, adapt=adapt)

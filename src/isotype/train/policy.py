@@ -34,7 +34,7 @@ def policy_by_ranges(
 ) -> tuple[PrecisionPolicy, Ranges | None]:
     """Return the policy, and the value ranges by which it was decided (None without a measurement).
 
-    `when`: `measure` also measures a local checkpoint without cached ranges; `known` uses only cached ranges.
+    `when="measure"` measures a local checkpoint without cached ranges; `when="known"` uses only cached ranges.
     """
     profile = device_profile(device)
     measure = partial(_measured, measure_ranges, checkpoint, profile) if when == "measure" else None
@@ -49,8 +49,8 @@ def policy_by_ranges(
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     """Raise PrecisionError for float16 if a norm or another parameter has values above 65504.
 
-    Linear layers and embeddings with such values run in float32. The results of such a norm fit when they are
-    measured, but an update of an adapter changes them by this factor times the learning rate.
+    Linear layers and embeddings with such values run in float32. The results of a norm with such values fit into
+    float16 when they are measured, but an update of an adapter changes them by this value times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -68,7 +68,7 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
 def policy_of_run(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return `policy_by_ranges` in all processes of a run, by the measurement of the first process."""
+    """Return `policy_by_ranges` in all processes of a run; only the first process measures."""
     if processes() == 1:
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
@@ -96,7 +96,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the GPU of the training, or on the CPU without a GPU or if its memory is too small."""
+    """Measure block by block on the training's GPU; if there is none, or its memory is too small, measure on the CPU."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)

@@ -71,7 +71,7 @@ def _explained(function: Any) -> Any:
 
 
 def _line_in(function: Any, error: Exception) -> str:
-    """Return `file:line` of the last frame in the function's file in the error's traceback."""
+    """Return `file:line` of the traceback's last frame that is in the function's file."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else line_of(error)

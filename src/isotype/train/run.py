@@ -21,7 +21,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""Largest `every_n_layers`: with fewer checkpointed layers, the saving is below the error of the estimate."""
+"""Largest `every_n_layers`: fewer checkpointed layers would save less memory than the error of the estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
@@ -56,9 +56,9 @@ class Choice:
 
 
 def choose(foresee: Foresee, room: Room) -> Choice:
-    """Return the fewest recomputed layers with which a step fits: none, every fourth to every second, or all.
+    """Choose as few recomputed layers as the memory allows: none, every fourth to every second, or all.
 
-    `foresee` returns the peak in bytes with arguments of `gradient_checkpointing_enable`.
+    `foresee` returns the step's peak in bytes for given arguments of `gradient_checkpointing_enable`.
     """
     if room.size is None:
         return Choice(CHECKPOINTING, room.words)
@@ -81,7 +81,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
 
 
 def _sparser(without: int, least: int, room: int) -> range:
-    """Return the values of `every_n_layers` to try, largest first: n saves nearly an n-th of what all layers save."""
+    """Return the `every_n_layers` to try, largest first: n saves nearly 1/n of what recomputing all layers saves."""
     if least > room or without <= least:
         return range(0)
     most = min(SPARSEST, int((without - least) / (without - room)))

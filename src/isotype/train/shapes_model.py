@@ -2,7 +2,8 @@
 
 isotype has no vision-language model as a package. The tower (0.4 million parameters) and a projector are trained for
 half a minute on drawn pictures, until their outputs are near the embeddings of the matching words: "three", "red",
-"circles". SmolLM2 has not been trained on pictures, and no part on the questions of the fine-tuning.
+"circles". SmolLM2 has not been trained on pictures. No part of the model has been trained on the questions of the
+fine-tuning.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for the tokens of a picture, which stand in turn for its number, its colour and its form."""
+"""Words for a picture's tokens: of every three tokens, one stands for the number, one for the colour, one for the form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
-    """Train the model unless it exists and save it with its processor in `folder`: the same everywhere up to rounding."""
+    """Train the model and save it with its processor in `folder`, unless it exists; machines differ only by rounding."""
     if (folder / "config.json").is_file():
         return folder
     from transformers import LlavaForConditionalGeneration
@@ -113,7 +114,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector: a picture's tokens match in turn the words of its number, colour and form."""
+    """Train tower and projector so that a picture's tokens match, in turn, the words for its number, colour and form."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

@@ -30,10 +30,9 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     A second SIGHUP is ignored: a terminal that hangs up may send two (kernel and shell).
 
-    Yield the list of signals received so far; outside the main thread, where Python receives no signals, the
-    list stays empty.
-    At the end the former handlers are restored. In the process of `isotype` signals are ignored after a stop, so
-    that the process can print how to resume.
+    Yield the list of signals received so far; outside the main thread, where Python receives no signals, the list stays
+    empty. At the end the former handlers are restored. After a stop, the process of the `isotype` command ignores
+    signals, so that it can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -128,7 +127,7 @@ def early_stopping(settings: Settings) -> EarlyStopping | None:
 
 
 def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if an argument of early stopping lacks the other argument or an evaluation."""
+    """Yield a problem if early stopping has only one of its two arguments, or no evaluation."""
     extra, training = settings.extra, settings.training
     if extra.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:

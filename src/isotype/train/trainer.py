@@ -38,7 +38,7 @@ class PolicyTrainer(WholeCheckpoints):
             # TRL deprecates label smoothing because it needs whole logits; isotype's loss does not.
             warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
             super().__init__(*args, **kwargs)
-        # Set after `__init__`, in which the Trainer would refuse a sharded model: `Sharded` saves it.
+        # This is set after `__init__`, where the Trainer would refuse a sharded model. The mixin `Sharded` saves the model.
         self.is_distributed_loading_by_transformers = has_shards(self.model)
         use_own_head(self)
         self._free_inputs()
@@ -96,7 +96,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's method, with the batch shown to hooks of embeddings as TRL would have joined its rows."""
+        """Call the trainer's method; hooks of embeddings see the batch's rows joined, as TRL would have joined them."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""RUN: from parsed arguments to a trained adapter and a run report."""
+"""RUN: makes a trained adapter and a run report from parsed arguments."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
 
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
-    """Raise UsageError about the user's arguments for an error of TRL or PEFT while a trainer is built."""
+    """If TRL or PEFT raises an error while a trainer is built, raise UsageError about the user's arguments instead."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -369,7 +369,7 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
-    """Return a hub id that the trainer will read (chat template, reward model or reference model); None if none is."""
+    """Return a hub id that the trainer will read (chat template, reward model or reference model), or None."""
     names = [getattr(settings.training, "chat_template_path", None)]
     names += [getattr(settings.script, "reward_model_name_or_path", None), source]
     return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
@@ -453,7 +453,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
 
 def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
-    """Add the callbacks, and remove those that print the progress for transformers."""
+    """Add isotype's callbacks, and remove transformers' callbacks that print the progress."""
     for printing in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printing)
     for callback in filter(None, callbacks):

@@ -80,7 +80,7 @@ def _read(settings: Settings, name: str) -> Any:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for a task type of another method: PEFT would add a head to the adapter."""
+    """Yield a problem if `--lora_task_type` belongs to another method: PEFT decides by it which head it trains."""
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
@@ -115,7 +115,7 @@ _CHECKPOINT = sorted(
     {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
     - {"function", "args", "kwargs", "context_fn"}
 )
-"""Keywords of `torch.utils.checkpoint.checkpoint` and of transformers whose values JSON can express."""
+"""Keywords of `torch.utils.checkpoint.checkpoint` and of transformers whose values can be written in JSON."""
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
@@ -179,7 +179,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if the optimizer or the schedule cannot be built from its arguments (for one parameter)."""
+    """Build the optimizer and its schedule for one parameter; yield a problem if their arguments do not allow it."""
     from transformers import Trainer, get_scheduler
 
     training = settings.training
@@ -214,7 +214,7 @@ def _schedule_cure(kind: Any) -> str:
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if the result cannot be uploaded to the hub: known now, not after hours of training."""
+    """Yield a problem if the result cannot be uploaded to the hub, so that the user knows before hours of training."""
     training = settings.training
     if not training.push_to_hub or not training.should_save:
         return
@@ -246,7 +246,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
 
 
 def _read_later(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for a missing `--chat_template_path` or `--reward_model_name_or_path`, which the trainer reads."""
+    """Yield a problem if `--chat_template_path` or `--reward_model_name_or_path`, which the trainer reads, does not exist."""
     from transformers import AutoConfig, AutoTokenizer
 
     scorer = "a directory or hub id with a model that scores texts"

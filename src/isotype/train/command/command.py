@@ -15,7 +15,7 @@ from isotype.data.methods import METHODS, Method
 
 AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
-"""Arguments whose value `auto` is replaced by what a plan for this machine chooses."""
+"""Arguments that accept `auto`: a plan for this machine then chooses the value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 """Gradient checkpointing and its newer name in transformers 5.23; `auto` decides by the step's estimated memory."""
 
@@ -108,7 +108,7 @@ class Spec:
 
 @cache
 def specs(method: str) -> Mapping[str, Spec]:
-    """Return the arguments of a method by name, those of TRL's, transformers' and isotype's dataclasses."""
+    """Return a method's arguments by name: the fields of TRL's, transformers' and isotype's dataclasses."""
     entries: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["arguments"]
     chosen = [entry for entry in entries if method in entry.pop("methods", METHODS)]
     for entry in chosen:
@@ -239,7 +239,7 @@ class Command:
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the words after `isotype METHOD`; of a command with a file, `--config` and what differs from it."""
+        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and what differs from FILE."""
         config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
@@ -292,7 +292,7 @@ class Command:
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Return the command with `--dtype` alone for its compute dtype; None: the dtype the checkpoint was trained in."""
+    """Return the command with `--dtype` as its only argument for the compute dtype; None requests the checkpoint's dtype."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}
@@ -311,12 +311,12 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Return the command with `--quantization` alone for the base's storage; None: stored in the compute dtype."""
+    """Return the command with `--quantization` as its only argument for storage; None stores the base in the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None if memory is None else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 
 def without_absent_device(command: Command, present: bool) -> Command:
-    """Return the command, without `--device` if the checked device is not present in this machine."""
+    """Return the command; if this machine does not have the checked device, leave `--device` out."""
     return command if present or "device" not in command else command.but(device=None)

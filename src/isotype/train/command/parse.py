@@ -49,7 +49,7 @@ def parse_command(
         problems_of: returns the problems of the caller's own arguments.
 
     Raises:
-        UsageError: an unknown argument, a wrong value, an unreadable file: all problems at once.
+        UsageError: unknown arguments, wrong values or an unreadable file; the error lists all problems.
     """
     parser, mine = _cached_parser(method, prog or f"isotype {method}", add_arguments)
     namespace, stray = parser.parse_known_args(list(argv))
@@ -184,7 +184,7 @@ def _check_json(argument: Argument, value: Any) -> None:
 
 
 def read_config(path: str, method: str) -> ConfigFile:
-    """Read a file of `name: value` lines, isotype's or another trainer's, and set the variables of its `env`."""
+    """Read a file of `name: value` lines for isotype or another trainer, and set the environment variables in its `env`."""
     content, lines = _mapping(path)
     content, problems = in_isotype_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}

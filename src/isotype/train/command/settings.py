@@ -37,7 +37,7 @@ class Settings:
     Attributes:
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
         sharding: how the model is sharded over processes; None if it is not sharded.
-        start: the adapter to train further, whose base model `model` names; None for a new adapter.
+        start: the adapter to train further; `model` then names its base model. None for a new adapter.
         auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing, which is switched
             on in `training` until then.
         decided: values by argument name that the run has chosen in place of the command's.
@@ -76,8 +76,8 @@ def settings_of(command: Command) -> Settings:
     """Return the settings of a command.
 
     Raises:
-        UsageError: no model, numbers out of range, a combination that TRL or transformers refuse.
-        PrecisionError: all contradictions about dtypes.
+        UsageError: no model, numbers out of range, or arguments that TRL or transformers refuse together.
+        PrecisionError: arguments about dtypes contradict each other; the error lists all contradictions.
     """
     if problems := list(_incomplete(command)):
         hint = f"isotype {command.method} --help lists the arguments"
@@ -105,7 +105,7 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by name: given values, the run's decisions, isotype's defaults, and values that these imply."""
+    """Return values by argument name: those given, those that the run decided, isotype's defaults, and what these imply."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -232,7 +232,7 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix for a library's `message`: leave out the given arguments that it names, change the others."""
+    """Return a fix: leave out each given argument that a library's `message` names, and change the others that it names."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if that was given.

@@ -59,7 +59,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Return the interval for `name`, events per epoch, as a share of all steps; None if it is the whole training."""
+    """Convert the events per epoch in `name` to an interval, as a share of all steps; None if it is the whole training."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
@@ -108,7 +108,7 @@ def _data_set(inner: Reader) -> list[Rows]:
 
 
 def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """Return the columns of prompts and answers by the type of the rows; empty for an unknown type."""
+    """Return the columns of prompts and answers for rows of this type; an empty dictionary for an unknown type."""
     fields = tables()["fields"][inner.method].split()
     if any(name.startswith("type.field_") for name in inner.given):
         named = {name: [inner.get(f"type.field_{name}", name)] for name in fields}

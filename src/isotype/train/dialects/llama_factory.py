@@ -67,7 +67,7 @@ def _rows(reader: Reader) -> None:
 
 
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
-    """Return the content and folder of dataset_info.json, below the working directory or the file's folder, or None."""
+    """Find dataset_info.json below the working directory or the file's folder; return its content and folder, or None."""
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):
         return where, Path()

@@ -1,4 +1,4 @@
-"""Reader of another trainer's file: by tables.yaml, each name is translated, noted as unused, or refused."""
+"""Reader of another trainer's file: it translates each name by tables.yaml, notes it as unused, or refuses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""Note on names whose value requests nothing."""
+"""Note on names whose value makes the other trainer do nothing."""
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -56,7 +56,7 @@ class Reader:
         given: the values of the file by name; a name in a group is `group.name`.
         values: the translated values by isotype's name.
         used: for each translated name, isotype's names; empty if isotype always does what the name requests.
-        notes: for each effect, the names of the file that have this effect instead of a translation.
+        notes: for each effect, the names that have it and were not translated.
     """
 
     table: str
@@ -95,20 +95,20 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Settle `names` as translated into `ours`, arguments of isotype; none if isotype always does what they request."""
+        """Settle `names` as translated into isotype's arguments `ours`: none if isotype always does what they request."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Settle `names` as not translated, with a note on the effect of this."""
+        """Settle `names` as not translated, and note the effect."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Add the problem of a name; `what` is the name, or the name with its fault after a colon."""
+        """Add the problem of a name; `what` is the name, or the name, a colon and its fault."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
@@ -258,7 +258,7 @@ class Rows:
     Attributes:
         path: a file, a folder, or a hub id.
         kind: content of a row: `chat`, `turns` (a prompt and its answer, as text) or `text`.
-        columns: for each column name of the trainer, the columns of the data set, which are joined.
+        columns: for each of the trainer's column names, the columns of the data set that are joined into it.
         name: configuration of the data set on the hub.
         split: the rows to train on, in the notation of `datasets` (`train[:10%]`).
         files: the files of `path` to read; None for all.
@@ -286,7 +286,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Settle `names` as translated into the data sets `rows`, and `whole`, which requests loss on prompts."""
+    """Settle `names` as translated into the data sets `rows`; settle also the name `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
@@ -316,7 +316,7 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def speaks(roles: Mapping[str, Any]) -> bool:
-    """Return True if isotype reads the names of each role in the rows as this role. `roles`: role -> names."""
+    """Return True if isotype gives each of these names its role. `roles`: role -> names of that role in the rows."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

@@ -29,7 +29,7 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
 
 
 def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
-    """Translate an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`; raise ValueError for others.
+    """Translate an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`; raise ValueError for other files.
 
     Relative paths are searched in the working directory, then in `folder`, which contains the file.
     """

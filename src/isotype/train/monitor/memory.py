@@ -34,8 +34,8 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
     """Yield a meter of the memory of `device` during a run.
 
     On CUDA, ROCm and XPU the meter reads torch's peak of allocated bytes. On other devices it samples the resident size
-    of this process every `SAMPLING_SECONDS` and at both ends, and misses shorter peaks.
-    (The kernel's `ru_maxrss` cannot be reset, and includes the peak of loading.)
+    of this process every `SAMPLING_SECONDS`, at the start and at the end, and misses shorter peaks. (The kernel's
+    `ru_maxrss` cannot be reset, and includes the peak of loading.)
     """
     if device.type in ("cuda", "xpu"):
         yield _Allocated(device)
@@ -90,7 +90,7 @@ class _Resident:
 
 
 _EVERY = 50
-"""Most steps between two samples; short runs have about twenty samples."""
+"""Largest number of steps between two samples; short runs have about twenty samples."""
 
 
 class HeadroomMeter:

@@ -31,12 +31,12 @@ Replay = NonFinite | str
 
 @dataclass
 class StepMeter:
-    """Measurement of a trainer's optimizer steps between `attach` and `detach`, for callbacks, which get no batch or loss.
+    """Measures a trainer's optimizer steps between `attach` and `detach`: transformers gives callbacks no batch or loss.
 
     Args:
-        together: all processes read every step in a collective operation. Otherwise (in a script) tokens are not
-            counted, and the losses of several processes are combined only if the common norm is not finite: then all
-            processes decide alike, and no other step synchronizes.
+        together: True if all processes read every step in a collective operation. If False (in a script), tokens are
+            not counted, and the processes combine their losses only if their common gradient norm is not finite. So all
+            decide alike, and no other step synchronizes.
         memory: measures the memory of a step; None if it is not measured.
         signals: the signals received so far that ask this process to stop.
 
@@ -185,7 +185,7 @@ def stopped(
     script: bool = False,
     pictures: bool = False,
 ) -> TrainingError:
-    """Return the error of `not_finite` for a step whose value `what` is not finite, before its update."""
+    """Return the error of `not_finite` for a step that stops before its update, because `what` is not finite."""
     parts = {
         "loss": step.loss,
         "learning rate": step.learning_rate,

@@ -24,15 +24,15 @@ _LOGGED_ANYWAY = frozenset(
 )
 
 _ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
-"""Fields of `TrainerControl` that announce an action after the step that has ended."""
+"""Fields of `TrainerControl` that announce an action of the trainer after the current step."""
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
     Every process has the records, so that all processes end a run at the same step; only rank 0 shows the progress. If
-    the optimizer skips updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while the
-    next step runs, or before it is saved, logged or evaluated.
+    the optimizer skips updates on the device (`isotype.train.monitor.step`), the recorder checks and records a step
+    while the next one runs, or earlier if the trainer saves, logs or evaluates.
 
     Args:
         view: shows the progress: each step, each held-back loss, and each step whose metrics the trainer has logged;
@@ -194,7 +194,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that calls `write` after some steps, during at most one per cent of the time.
+    """Callback that calls `write` after some steps, so that writing takes at most one per cent of the time.
 
     `write` writes the report of the run so far. A SaveError is ignored: the last report, at the end of
     the run, raises it again.

@@ -71,7 +71,7 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """True if the values were launched and not yet read."""
+        """True if `launch` has collected the values and `read` has not read them yet."""
         return self._values is not None and not self.is_read
 
     def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
@@ -159,8 +159,8 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
     """Return the optimizer inside accelerate's wrapper if it can skip an update by a flag on its device; else None.
 
-    Return None with a GradScaler, which sets this flag, and with several processes, whose stop requests must be read
-    before the update.
+    Return None if a GradScaler sets this flag itself, or if there are several processes: their stop requests must be
+    read before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

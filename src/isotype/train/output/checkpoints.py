@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: their completeness, their order, and the state of the data order in them."""
+"""The checkpoints in an output directory: their completeness, their sequence, and the random states of the data order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WEIGHTS = (
     "adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*", "sharded/*.safetensors",
 )  # fmt: skip
 
-# Files of a finished run by `PrecisionPolicy.trainable`.
+# For each value of `PrecisionPolicy.trainable`, the files of a finished run.
 RESULT_FILES = {
     "lora": ("adapter_config.json", "adapter_model.*"),
     "full": (
@@ -44,7 +44,7 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write the manifest of a new checkpoint: its time of saving (copies often lose file times), sizes and checksums."""
+    """Write a new checkpoint's manifest: the time of saving (copies often lose file times), file sizes and checksums."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -156,7 +156,7 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """Return the key of `RESULT_FILES` of the run whose result is in `root`; None if there is no result."""
+    """Return the key of `RESULT_FILES` whose files `root` contains; None if `root` has no result."""
     policy = read_json(root / POLICY_FILE) or {}
     kind = policy.get("trainable")
     return kind if kind in RESULT_FILES else None
@@ -196,7 +196,7 @@ logger = logging.getLogger("isotype")
 
 @dataclass(frozen=True)
 class Order:
-    """Sampler of an epoch, and the random states from which it draws the order: torch's and its generator's."""
+    """An epoch's sampler, and the random states from which it draws the order: torch's, and its own generator's."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
@@ -231,7 +231,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save this process's state in the middle of an epoch: random states, completions, and a moving reference model."""
+    """Save this process's state in the middle of an epoch: random states, completions, and a reference model that changes."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:

@@ -70,7 +70,7 @@ def resume_point(settings: Settings) -> Path | None:
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
-    """Raise CheckpointError with all differences if the settings of the checkpoint's run are not `identity`."""
+    """Raise CheckpointError with all differences if the settings of the checkpoint's run differ from `identity`."""
     if resume is not None and (problems := differences(resume, identity)):
         raise CheckpointError(
             f"{resume} is of another run",
@@ -109,7 +109,7 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
 
 
 def _under_launcher(command: Command) -> tuple[str, ...]:
-    """Return the words that start a command again, under the same launcher."""
+    """Return the words of a command line that runs `command` with as many processes as now."""
     if processes() == 1:
         return command.tokens()
     if "FSDP_VERSION" in os.environ and command["fsdp"] in (None, ""):
@@ -138,7 +138,7 @@ RUN_FILE = "isotype_run.json"
 """File in a checkpoint with the settings of its run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""Names in `RUN_FILE` of values that a run decides once and that are kept when it is resumed."""
+"""Names in `RUN_FILE` of values that a run decides once; a resumed run keeps them."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
@@ -154,7 +154,7 @@ def template_date(resume: Path | None) -> date | None:
         return None
 
 
-# Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, except `_INDECISIVE`.
+# Arguments of transformers' trainer that change a run's numbers. So do all arguments that TRL adds, except `_INDECISIVE`.
 _DECISIVE = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
     "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
@@ -177,7 +177,7 @@ _POLICY = {
     "layers": "--quantization",
 }
 _PARTS = {True: "language", False: "all"}
-"""Values of `--quantized_parts` by `PrecisionPolicy.dense`."""
+"""Values of `--quantized_parts`; the key is True if `PrecisionPolicy.dense` names modules."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 _OPEN_ENDED = frozenset({"lora_target_modules"})
@@ -188,8 +188,8 @@ def identity_of(
 ) -> dict[str, Any]:
     """Return the settings that determine a run's numbers, by argument name, as plain JSON values.
 
-    Four more names are `method`, `weights` and `rows` (fingerprints of the model and of the training rows, or None), and
-    `rows in an optimizer step` over accumulation and processes. `settings` are from before the trainer is built.
+    Four names are no arguments: `method`, `weights` and `rows` (fingerprints of the model and the training rows, or
+    None), and `rows in an optimizer step` (of all processes). `settings` are those from before the trainer is built.
     """
     from transformers import TrainingArguments
 
@@ -226,8 +226,8 @@ def identity_of(
 def differences(checkpoint: Path, identity: Mapping[str, Any]) -> list[Problem]:
     """Return the differences between the settings of a checkpoint's run and `identity`.
 
-    Values that the checkpoint does not record are not compared. The number of steps and epochs may differ, and the
-    number of processes if a step has as many rows.
+    Values that the checkpoint does not record are not compared. The numbers of steps and epochs may differ. The number
+    of processes may differ if a step has the same number of rows.
     """
     return [_problem(name, was, now, checkpoint) for name, was, now in _different(checkpoint, identity)]
 
@@ -296,7 +296,7 @@ def _lora(settings: Settings) -> dict[str, Any]:
 
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
-    """Return the problem of a setting that differs: an argument of the command, or a value listed below."""
+    """Return the problem of a setting that differs: an argument, or another value of `identity_of`."""
     setting, expected = f"--{name} {_words(now)}", _words(was)
     fix = f"leave --{name} out" if was is None else f"--{name} {expected}"
     again, flag = "or start again in another --output_dir", _POLICY.get(name)

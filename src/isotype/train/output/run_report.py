@@ -1,4 +1,4 @@
-"""The report of a run in its folder and in every checkpoint; a resumed run continues the report."""
+"""The report of a run, in the run's folder and in every checkpoint; a resumed run continues the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def files_of_checkpoint(
 
 
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
-    """Write the report into the run's folder `root` if `writes` (in rank 0), and return the path of the HTML report.
+    """Write the report into the run's folder `root` if `writes` is True (in rank 0); return the path of the HTML report.
 
     A report with steps is not overwritten by a command without steps: it may belong to a finished run.
     """

@@ -44,7 +44,7 @@ class Hooks:
     """Functions of a training command that its trainer calls while it saves.
 
     Attributes:
-        before: raises if the current step must not be saved.
+        before: raises an error if the current step must not be saved.
         in_checkpoint: writes further files into the folder of a checkpoint.
         card: returns the model card of the run; None for the trainer's model card.
         goes_on: returns the command that resumes a checkpoint; None in a script.
@@ -85,7 +85,7 @@ class WholeCheckpoints(Sharded):
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
-        """Raise TrainingError in every process if one process has weights that are not finite; see also `Hooks.before`."""
+        """Call `Hooks.before`; raise TrainingError in every process if one process has weights that are not finite."""
         self.hooks.before()
         finite = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if finite else 1.0, device=self.args.device))
@@ -161,7 +161,7 @@ class WholeCheckpoints(Sharded):
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)
             if self.args.should_save:
-                # The reference adapter of TRL is no result.
+                # TRL's reference adapter does not belong to the result.
                 shutil.rmtree(staging / "model" / "ref", ignore_errors=True)
                 self._save_policy(staging / "model")
                 require_readable(staging / "model")
@@ -179,7 +179,7 @@ class WholeCheckpoints(Sharded):
 
     @contextmanager
     def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
-        """Yield an empty folder for new files, deleted at the end; raise SaveError about `what` if writing fails."""
+        """Yield an empty folder for new files, and delete it at the end; raise SaveError about `what` if writing fails."""
         staging = directory / STAGING
         try:
             if self.args.should_save:

@@ -1,7 +1,8 @@
 """A trainer of a sharded model that saves, and resumes with any number of processes.
 
 A checkpoint of a sharded run has the folder `sharded/`, which `torch.distributed.checkpoint` writes as safetensors:
-trained weights and optimizer states by parameter name. Each process writes its rows. The folder contains no pickle.
+trained weights and optimizer states by parameter name. Each process writes its own rows of the tensors. The folder
+contains no pickle.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the weights to save into CPU memory, by name, in a collective operation; without `keep`, return {}."""
+    """Gather the saved weights in a collective operation; return them by name in CPU memory, or {} if `keep` is False."""
     # Without adapters the saved file is the whole model, with buffers and frozen weights.
     named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
     state = {}
@@ -133,7 +134,7 @@ def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Shard whole optimizer states, which every process has read, as their parameters are sharded."""
+    """Shard whole optimizer states, which every process has read, in the same way as their parameters."""
     from torch.distributed.tensor import distribute_tensor
 
     for parameter, state in optimizer.state.items():

@@ -30,12 +30,13 @@ class Options:
 
     Attributes:
         bare: True if a model was named without a training method.
-        batch, length: rows, and tokens per row, of the step; None if the training's arguments decide.
+        batch, length: number of rows in the step, and tokens per row; None if the training's arguments decide.
         fsdp: version of FSDP (0 for none); None if the training's arguments decide.
         devices: number of devices that train together; None if the launcher decides.
         json, sarif, html: outputs; `-` for sarif is standard output.
         fail_on: severity from which the exit status is 1.
-        image, images: width and height in pixels, and number, of each row's pictures; None if the data decides.
+        image, images: size of each picture (width and height in pixels; None if the data decides), and pictures per
+            row.
     """
 
     bare: bool = False
@@ -135,7 +136,7 @@ class Repaired:
     Attributes:
         fixes: fixes that together resolve the findings.
         unresolved: findings without a fix, each with the reason.
-        command: the repaired training command; None for the model of a function.
+        command: the repaired training command; None if the check was of a function's model.
     """
 
     text: str
@@ -157,7 +158,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Return the findings, with a command in each fix by arguments: a check if `bare`, else the training."""
+    """Return the findings; each fix that changes arguments gets a command: a check if `bare`, else the training."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
@@ -197,7 +198,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""For each setting or kind of an action, the argument that sets it."""
+"""For each target or kind of a fix's action, the argument that makes this change."""
 
 
 def _argument(action: Action) -> str | None:

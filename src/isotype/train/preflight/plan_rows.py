@@ -46,7 +46,7 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
 
 
 def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Return the choice of the layers that a training recomputes, by rank 0 for all processes."""
+    """Choose the layers that a training recomputes; rank 0 chooses for all processes."""
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as requested")
@@ -71,7 +71,7 @@ def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Length
 
 
 def _of_arguments(options: Options, settings: Settings) -> StepPlan:
-    """Return the step by the arguments alone, without the data."""
+    """Return the step that the arguments determine, without looking at the data."""
     from trl import get_peft_config
 
     training, model, method = settings.training, settings.model, settings.method
@@ -181,11 +181,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose pictures the processor encodes: those with most pixels, and those with most pictures."""
+"""Number of rows whose pictures the processor encodes: rows with the most pixels, and rows with the most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the pictures of the sampled row whose pictures have most values; None if they are unknown."""
+    """Return the pictures of the sampled row whose pictures have the most pixel values; None if they are unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

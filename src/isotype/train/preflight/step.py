@@ -45,7 +45,7 @@ from isotype.train.run import Choice, NotForeseenError, choose
 MIXED = "each document is traced in a padded row of its own: in one packed row, documents would attend to each other"
 
 _TRIAL = 32
-"""Tokens of a row with two documents, with which it is tested whether they attend to each other."""
+"""Length in tokens of a test row with two documents; its trace shows whether the documents attend to each other."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per value: 4 bits, and an 8-bit scale per 32 values (OCP MX specification 1.0, 5.2)."""
@@ -101,7 +101,8 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if documents of a packed row would attend to each other, so that the training puts them into separate rows.
 
-        A training runs its model to find out; without weights, the trace shows if attention masks depend on documents.
+        A training runs its model to find this out. Here there are no weights, so a trace shows if masks depend on
+        documents.
         """
         plan = self.plan
         if not plan.packed:
@@ -241,7 +242,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     method = METHODS[plan.method]
-    # If only some layers are checkpointed, layers differ, and are folded only after their number has selected them.
+    # If only some layers are checkpointed, they are selected by number, so layers must not be folded before that.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,

@@ -124,7 +124,7 @@ _USED_MOST: Mapping[str, str] = {
     "learning_rate": "learning rate of the optimizer",
     "optim": "transformers' name of the optimizer",
 }
-"""Help of the arguments of `isotype sft` with which a model is checked without importing TRL, which takes seconds."""
+"""Help of the arguments of `isotype sft` that a check of a model uses most; to import TRL for all of them takes seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:

@@ -89,8 +89,8 @@ def step_inputs(
 
     Args:
         method: a key of `METHODS`.
-        model: the model, with or without adapters; unless it is a reward model, after
-            `isotype.lora.loss.trl_head.put_head`.
+        model: the model, with or without adapters. Except for a reward model, `isotype.lora.loss.trl_head.put_head` was
+            called on it.
         rows: number of examples per step (of completions for grpo and rloo).
         length: number of tokens of an example, prompt and completion together.
         prompt: number of tokens at the beginning of an example that have no loss.
@@ -146,7 +146,7 @@ def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) 
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the log-probabilities of the model with its adapters disabled, float32 `[rows, length - 1]`, as TRL does."""
+    """Return the log-probabilities, float32 `[rows, length - 1]`, of the model with its adapters disabled, as TRL does."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return _log_probs(model, batch)
 
@@ -189,4 +189,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], tor
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""For each `Method.loss` but `labels`, the function of (model, batch, tokens of a completion, reference)."""
+"""For each `Method.loss` except `labels`, its loss: a function of (model, batch, tokens of a completion, reference)."""

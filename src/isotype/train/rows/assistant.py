@@ -37,7 +37,7 @@ def labelled_rows(
 ) -> Any:
     """Return the splits with `input_ids` and `labels` if TRL cannot find the targets; else return them unchanged.
 
-    TRL needs a template with markers, and ignores marks in the rows that exclude a turn from the loss.
+    TRL needs a template with markers, and it ignores marks by which a row excludes a turn from the loss.
 
     Args:
         limit: number of rows of each split to convert; None for all rows.
@@ -84,7 +84,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Return the number of turns in the columns `names` excluded from the loss (of a stream, in the first 1000 rows)."""
+    """Count the turns in the columns `names` that rows exclude from the loss; of a stream, only the first 1000 rows count."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -106,7 +106,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template at `path`; None if TRL can use that template, and adds its tokens."""
+    """Return the tokenizer with the template at `path`; None if TRL finds the targets with it, and adds its tokens itself."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)

@@ -80,7 +80,7 @@ def hold_back(settings: Settings, data: Any) -> Any:
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits; if the chat template accepts only text, text parts of a content are joined by line breaks."""
+    """Return the splits; if the chat template accepts only text, join the text parts of each message by line breaks."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
     chats = {}  # the columns whose types allow contents in parts; for a stream without types, all columns of chats
@@ -183,10 +183,10 @@ def uncut(settings: Settings, data: Any) -> dict[str, Any]:
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits with contents that the tokenizer accepts, without rows with pictures beyond `max_length`.
+    """Return the splits as the tokenizer accepts them; leave out rows with pictures that are longer than `max_length`.
 
     Raises:
-        DataError: there are such rows, and `--excess_length_strategy` is not `drop`.
+        DataError: rows with pictures are longer, and `--excess_length_strategy` is not `drop`.
         UsageError: rows with pictures are to be packed.
     """
     data = plain_contents(tokenizer, data, say)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNBOUNDED = "the length of rows is not limited (--max_length limits it)"
 
 COUNTED_ROWS = 2000
-"""Most rows that are tokenized; a longer data set is sampled at equal distances."""
+"""Largest number of rows that are tokenized; of a longer data set, every n-th row is tokenized."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def lengths_of(
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
-    """Return `lengths_of` some rows of the training's data set; `every`: tokenize all rows instead of a sample."""
+    """Return the lengths of a sample of the training's rows, or of all rows if `every` is True; see `lengths_of`."""
     field = getattr(settings.training, "dataset_text_field", "text")
     source = settings.script.dataset_name or "datasets"
     return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
@@ -148,9 +148,9 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (documents, tokens of the longest) of the largest batch: `rows` packed rows, with a row per document."""
+    """Return (documents, tokens of the longest) of the largest batch if each document of `rows` packed rows gets a row."""
     largest: tuple[int, int] = (0, 0)
-    fullest: list[int] = []  # numbers of documents of the batch's other rows, whose documents are no longer
+    fullest: list[int] = []  # document counts of the batch's other rows: their documents are no longer
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
         heappush(fullest, len(row))

@@ -1,4 +1,4 @@
-"""Rows for measurements: of a data set (`isotype quality`), or of an adapter's training (`isotype merge`)."""
+"""Rows for measurements, from a data set (`isotype quality`) or from an adapter's training (`isotype merge`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
-"""Most tokens that are taken from a row: many short rows represent a data set better than a few long rows."""
+"""Number of tokens to which a row is cut: many short rows represent a data set better than a few long rows."""
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
@@ -150,7 +150,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return the name and rows of the test split (held back, or of the data set), else of the training split."""
+    """Return the name and rows of the test split, which may be held back from training rows; else of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:

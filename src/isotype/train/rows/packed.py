@@ -39,7 +39,7 @@ class Rows:
             )
             return batch
         batch = replace(self.padded, return_position_ids=True)(examples)
-        # The first token of a document, which has no context, and padding.
+        # True for padding, and for the first token of each document, which no earlier token predicts.
         first: torch.Tensor = batch["position_ids"] == 0
         return {**batch, "labels": batch["labels"].masked_fill(first, -100)}
 
@@ -53,7 +53,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """Replace the collator of a trainer that would join rows for attention with a mask; return a note, or None."""
+    """If a trainer would join rows although its attention needs a mask, replace its collator and return a note; else None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None

@@ -57,8 +57,8 @@ class Pictured:
         only: True if only the assistant's turns are targets (`--assistant_only_loss`).
         whole: True if prompts are targets, too (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
-        always: a batch without pictures gets one more row, with a picture and no label: all processes of a sharded model
-            must gather the weights of its vision tower.
+        always: True if a batch without pictures gets one more row, which has a picture and no label: all processes of a
+            sharded model must gather the weights of its vision tower.
     """
 
     processor: Any

@@ -1,4 +1,4 @@
-"""The spans of the assistant in a rendered conversation, if its beginning is rendered as in the whole."""
+"""The assistant's spans in a rendered conversation; the template must render each beginning as it does in the whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any
 
 
 def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the spans [start, end) of the assistant, in characters.
+    """Return the text of a conversation, and the spans [start, end) of the assistant's turns, in characters.
 
     A span begins after the template's prompt for an answer, and includes the template's end of the turn. Messages
     before `first` and messages excluded from the loss have no span.
@@ -47,7 +47,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the spans from message `first` on without turns excluded from the loss."""
+    """Return the text of a conversation, and its spans from message `first` on that are not excluded from the loss."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -58,7 +58,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of message `at`: after its prompt for the assistant, else after the previous message."""
+    """Return the span of message `at`, which begins after the previous message or, for the assistant, after its prompt."""
     end = (
         len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
@@ -86,7 +86,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return the start of the assistant's text in a first message, found by the prompt that follows a user's message."""
+    """Find where the assistant's text begins in a first message, by the prompt that the template adds after a user's message."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
