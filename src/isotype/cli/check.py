@@ -56,7 +56,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the command to run after a step without errors, by a description: the checked training, or a plan."""
+    """Return the command to run after a step without errors, by its description: it trains, or it makes a plan."""
     if command is None:
         return {}
     if options.bare:

@@ -64,9 +64,9 @@ class Verdict:
 
     Attributes:
         accepted: True if the operator runs, False if it raises.
-        results: dtypes of the returned tensors; of an operator that works in place, of the changed tensor. Empty if
-            the operator raises, if it was not measured on this device, or if the dtypes depend on more than operand
-            dtypes (scalars, list lengths, 0-dim operands): then the result of the fake kernel is right.
+        results: dtypes of the returned tensors or, if the operator works in place, of the changed tensor. Empty if the
+            operator raises, if it was not measured on this device, or if the dtypes depend on more than operand dtypes
+            (scalars, list lengths, 0-dim operands). Then the fake kernel's result has the right dtypes.
         message: the device's error message if the operator raises, else "".
         assumed: True if the verdict is a family's rule or the behaviour of another device, and was not measured.
     """
@@ -127,8 +127,8 @@ class Contracts:
         kind: kind of the device: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
         measured: the table of a device of this kind; None if no such device was measured.
         reference: a CPU table, whose verdicts are assumed for everything that was not measured.
-        others: tables of other devices of this kind, for a device that was not measured itself: a verdict on which
-            they and `measured` differ is assumed.
+        others: tables of other devices of this kind, if this device was not measured itself. If these tables and
+            `measured` give different verdicts, the verdict is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
         unlike: how this device differs from the measured device, as a clause; "" if it does not differ.
@@ -146,8 +146,9 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` are the dtypes of all tensor arguments in order, also of the tensors in lists. None if nothing is known
-        (no float operand, or a dtype or operator without table and family): then the fake kernel decides.
+        `dtypes` are the dtypes of all tensor arguments in order, including the tensors in lists. The result is None if
+        nothing is known (no float operand, or a dtype or operator without table and family): then the fake kernel
+        decides.
         """
         key = (op, dtypes)
         try:
@@ -225,7 +226,7 @@ def contracts_for(kind: str) -> Contracts:
 
 
 def contracts_here(device: str) -> Contracts:
-    """Return the contracts of a torch device type on this machine; the CPU's for a type that is not in `KINDS`."""
+    """Return the contracts of a torch device type on this machine; for a type that is not in `KINDS`, the CPU's contracts."""
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if kind == "cuda" and torch.cuda.is_available():
         return contracts_of(device_profile("cuda"))
@@ -271,7 +272,7 @@ def _table(name: str) -> Table:
 
 
 def _float8_verdict(dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """Return the verdict on operands with a float8 dtype, which no operator promotes; None if they have one float dtype.
+    """Return the verdict on float8 operands, which no operator promotes; None if all operands have one float dtype.
 
     See `promoteTypes` in c10/core/ScalarType.cpp.
     """
@@ -373,7 +374,7 @@ def variant_of(kind: str, capability: tuple[int, int] | None, contracts: str) ->
 
 
 def _variant_distance(measured: str, variant: str) -> float:
-    """Return a distance of two variants; among capabilities, the generation counts most, and an older one is nearer."""
+    """Return the distance between two variants; of capabilities, the generation counts most, and older ones are nearer."""
     if measured == variant:
         return 0
     if not (measured.startswith("sm") and variant.startswith("sm")):

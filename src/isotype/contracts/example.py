@@ -1,8 +1,8 @@
 """Examples of operator calls as JSON: they are recorded in real steps, and replayed with operands of any dtype.
 
-An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. `"p"` is the order of its
-dimensions in memory if it is not contiguous, and `"v"` are its values if it holds integers or bools. The values of float
-tensors are drawn from 0.1 to 0.9 for each replay, a range that every operator accepts (probabilities, variances,
+An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. If the tensor is not contiguous,
+`"p"` is the order of its dimensions in memory; if it holds integers or bools, `"v"` contains its values. The values of
+float tensors are drawn from 0.1 to 0.9 for each replay, a range that every operator accepts (probabilities, variances,
 scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite
 floats are `{"float": "inf"}`.
 """
@@ -34,7 +34,8 @@ def encode(value: Any) -> Json:
     """Return an argument of a call as JSON.
 
     Raises:
-        NotAnExampleError: it is neither a tensor, a number or a string, nor an object of torch that an example can store.
+        NotAnExampleError: the argument is neither a tensor, a number or a string, nor an object of torch that an
+            example can store.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)
@@ -82,12 +83,12 @@ def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
 
 
 def is_float(tensor: Json) -> bool:
-    """Return whether the dtype of an encoded tensor is varied."""
+    """Return whether an encoded tensor is a float tensor, which is replayed in several dtypes."""
     return LETTERS.get(getattr(torch, tensor["t"]), "i") != "i"
 
 
 def has_dtype_argument(example: Json) -> bool:
-    """Return whether a call has a dtype among its arguments, which decides the result's dtype."""
+    """Return whether a call has a dtype argument, which then decides the result's dtype."""
     if isinstance(example, dict):
         return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
     return isinstance(example, list) and any(map(has_dtype_argument, example))
@@ -167,9 +168,9 @@ def corrupted(
 ) -> bool:
     """Return whether the results for operands with the dtypes `letters` are far from the results of every trusted run.
 
-    The trusted runs use the same values in float64 on the CPU, and in the recorded dtypes on the device and on the CPU.
-    False for operators without a trusted run, and for results that cannot be compared: random numbers, uninitialized
-    memory and reinterpreted bytes.
+    The trusted runs use the same values. One runs in float64 on the CPU, one in the recorded dtypes on the device, and
+    one in the recorded dtypes on the CPU. False for operators without a trusted run, and for results that cannot be
+    compared: random numbers, uninitialized memory and reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
     if torch.Tag.nondeterministic_seeded in function.tags or "empty" in name or name == "set_":
@@ -192,7 +193,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(tensor: torch.Tensor, rest: Iterator[str] = rest) -> torch.Tensor:
-            """Return the values of an operand, rounded to the operand's dtype, in the trusted dtype."""
+            """Return the values of an operand in the dtype of the trusted run, after rounding to the operand's dtype."""
             return tensor.to(FLOAT_DTYPES[next(rest)]).to(tensor.dtype)
 
         try:

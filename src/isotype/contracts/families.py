@@ -30,7 +30,8 @@ class Family:
         message: torch's error for operands that break the rule. `{0}` is the first compared operand, `{1}` the first
             operand that differs from it. "" for a rule that only limits the dtypes.
         alike: positions (in the pattern's letters) of the operands that must have the same dtype; None for all.
-        exact: True if integer operands break the rule, too (in a matmul); False if they do not count (indices).
+        exact: True if integer operands can break the rule, too (as in a matmul); False if the rule ignores them (as
+            indices).
         only: letters of the accepted dtypes; "" for all dtypes.
         refusal: torch's error for a dtype that is not accepted; `{0}` is that dtype.
         devices: device kinds for which the rule holds.
@@ -328,7 +329,7 @@ FAMILIES: tuple[Family, ...] = (
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
     """Return the families of an overload (`aten.mm.default`) on a device kind, in torch's order of checks.
 
-    `capability` is that of an NVIDIA GPU, by default `UNKNOWN_CAPABILITY`.
+    `capability` is the compute capability of an NVIDIA GPU; the default is `UNKNOWN_CAPABILITY`.
     """
     name = op.rpartition(".")[0]
     named = {op} if op.endswith(".dtype") else {name}
@@ -338,7 +339,7 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
-    """Return torch's error for the shapes of a call, if it depends on shapes; else `message`.
+    """Return torch's error for the shapes of a call if the error depends on shapes; else `message`.
 
     cuSOLVER factorizes matrices of at most 32 rows and columns with another routine (`svd_cusolver` in
     BatchLinearAlgebraLib.cpp).

@@ -4,7 +4,8 @@
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
 
 The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` contains all operators, the tables of
-other sets only the operators that differ. `ONEDNN_MAX_CPU_ISA` lowers a CPU to a smaller set.
+other instruction sets contain only the operators that differ. The variable `ONEDNN_MAX_CPU_ISA` makes a CPU use a
+smaller instruction set.
 
 Every example in `tables/examples.json` is replayed with new tensors of a few elements, for each combination of float32,
 bfloat16 and float16 over the float operands (also float64 if an example has it):
@@ -13,12 +14,12 @@ bfloat16 and float16 over the float operands (also float64 if an example has it)
 - 5 or 6 float operands: all combinations of at most two dtypes;
 - more: all operands in one dtype, all but one in one dtype, and the combination that was recorded.
 
-A call that raises is rejected, and the table records the message. All other results are compared with the results of the
-same values in float64 on the CPU, and in the recorded dtypes. Results that are far from both are wrong values without an
-error: the call is rejected, too. All other calls are accepted, and the table records the dtypes of the results. If
-examples of an operator with the same pattern have results of different dtypes (a scalar, a `dtype=` argument), the
-result is unspecified (`?`). If one example of a pattern is accepted and another is rejected, the pattern is left out: an
-entry of a table always holds.
+A call that raises is rejected, and the table records the message. All other results are compared with the results of
+the same values in float64 on the CPU, and in the recorded dtypes. Results that are far from both are wrong, although
+the call raised no error: the call is rejected, too. All other calls are accepted, and the table records the dtypes of
+the results. If examples of an operator with the same pattern have results of different dtypes (a scalar, a `dtype=`
+argument), the result is unspecified (`?`). If one example of a pattern is accepted and another is rejected, the table
+has no entry for the pattern, because an entry must hold for every call.
 
 Calls run in a child process. If a call ends the process (or the device fails), the operator is listed under `died`, and
 the measurement continues.
@@ -286,7 +287,7 @@ def _device_name(device: str) -> str:
 
 
 def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
-    """Return the calls to replay on a device kind: those in the file `path`, by default isotype's."""
+    """Return the calls to replay on a device kind: the calls in the file `path`, by default those of isotype's file."""
     files = [path] if path is not None else [EXAMPLES] if device == "cpu" else [EXAMPLES, GPU_EXAMPLES]
     calls: dict[str, list[Json]] = {}
     for file in files:
@@ -295,7 +296,7 @@ def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object with a line for each entry of its dicts and lists: a changed entry is a changed line."""
+    """Write a JSON object with a line for each entry of its dicts and lists, so that a diff shows the changed entries."""
     tight = partial(json.dumps, separators=(",", ":"))
     lines = []
     for key, value in content.items():

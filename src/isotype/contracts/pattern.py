@@ -8,7 +8,7 @@ Patterns of operators with lists of tensors do not depend on the lengths of the 
 - `cat`, `stack` (one result): the *set* of letters in the list, in braces: `{bf}`.
 - `_foreach_*`, `_fused_*`, `_amp_foreach_*` (a result or an update for each element): a pattern for each element, with
   one letter for each list, then `|` and the letters of the single tensors: `ffff|f`. A call is accepted if all its
-  patterns are.
+  patterns are accepted.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def layout_of(op: str) -> Layout:
 
 
 def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct patterns of a call by the letters of its operands; several only for lists by element."""
+    """Return the distinct patterns of a call by its operands' letters: one, or several if `layout` is by element."""
     if not layout.lists:
         return (re.sub("i+", "i", "".join(letters)),)
     as_set = ("{" + "".join(sorted(set(letters))) + "}",)
@@ -142,8 +142,8 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the patterns of each way to split a flat list of operands into equally long lists and single tensors.
 
-    Optional arguments allow several ways. The right one has the fewest patterns, because optimizers group their tensors
-    by dtype. If several ways have equally few patterns, the first of these ways has the fewest lists.
+    Optional arguments allow several ways. The way with the fewest patterns is right, because optimizers group their
+    tensors by dtype. Ways with fewer lists come first, so the first of equally good ways has the fewest lists.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

@@ -39,7 +39,7 @@ _FIRST = 5  # the first token id after the special tokens of most vocabularies
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts on which models are compared: the token ids and labels of each, and their source.
+    """Texts on which models are compared: the token ids and labels of each text, and the source of the texts.
 
     The source is None for the texts that come with isotype.
     """
@@ -134,9 +134,9 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     """Return one batch of this package's texts, or of random token ids, with the other inputs of the model.
 
     Args:
-        model: a transformers model, PEFT or not, on any device including meta.
+        model: a transformers model, with or without PEFT adapters, on any device, including the meta device.
         tokenizer: the checkpoint's tokenizer or processor; if None, token ids are drawn at random.
-        tokens: total number of tokens, rounded up to whole texts of 64 tokens, or of `tokens` if that is less.
+        tokens: total number of tokens, rounded up to whole texts; a text has 64 tokens, or `tokens` if that is less.
 
     Raises:
         UsageError: the model takes no token ids.
@@ -245,7 +245,7 @@ class Measured:
         source: the module in words.
         device: the device of its weights.
         read: a function that reads a parameter's values; None if the parameters have values.
-        notes: notes that the result takes over.
+        notes: notes that the measurement will contain, too.
     """
 
     model: nn.Module
@@ -262,7 +262,7 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the number of weights that are in memory together: per block, and per module outside of the blocks."""
+    """Return the numbers of weights that are in memory together: those of each block, and of each module outside of blocks."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
@@ -383,9 +383,9 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """Add the experts that routers choose to `chosen`, by the name of the experts' module.
+    """Add to `chosen` the experts that the routers choose, by the name of the experts' module.
 
-    They are the int64 argument `[tokens, experts per token]` of the module's forward.
+    The forward of that module gets the chosen experts as an int64 argument `[tokens, experts per token]`.
     """
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -424,7 +424,7 @@ def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 
 
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
-    """Return the names of the embedding before each list of blocks, and of the blocks."""
+    """Return, for each list of blocks, the name of the embedding before it and the names of the blocks."""
     order = recorder.order()
     stream: list[str] = []
     start = 0

@@ -65,7 +65,7 @@ class Pictures:
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
-        """Return the `(mm_)token_type_ids` that the model takes, for ids `[rows, length]` with pictures from `start`."""
+        """Return the model's `(mm_)token_type_ids` for ids `[rows, length]` whose pictures begin at column `start`."""
         takes = inspect.signature(model.forward).parameters
         kinds = torch.zeros_like(ids)
         kinds[:, start : start + self.tokens] = self.kinds.long()
@@ -102,7 +102,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the chat template's text for one picture, cut out of a turn with two pictures."""
+    """Return the text that the chat template writes for a picture: a part of its text for two pictures."""
     single, double = (
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
@@ -153,7 +153,7 @@ Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
-    """Gemma 3, PaliGemma: one square of the tower's size per picture."""
+    """Gemma 3, PaliGemma: each picture becomes one square of the tower's size."""
     tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     side = vision.image_size
     if not isinstance(tokens, int) or not isinstance(side, int):
@@ -168,7 +168,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT: the whole picture and its tiles without padding, a token after each row of patches."""
+    """LLaVA-NeXT: the whole picture and its tiles without padding, with a token after each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -187,14 +187,14 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Return (minus the remaining pixels, pixels of padding) of a picture that is scaled into a rectangle."""
+    """Scale a picture into a rectangle; return (minus the number of its pixels there, number of padding pixels)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Qwen-VL: sides are multiples of merged patches, the pixel count is within the processor's limits."""
+    """Qwen-VL: sides are multiples of a merged patch's side, and the pixel count is within the processor's limits."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []
@@ -217,7 +217,7 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Idefics 3 and SmolVLM: four tiles along the longer side, and the whole picture as one."""
+    """Idefics 3 and SmolVLM: four tiles along the longer side, and one more tile with the whole picture."""
     side = vision.image_size
     per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
@@ -238,7 +238,7 @@ def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Pixtral and Mistral 3: original size up to the tower's, a token after each row of merged patches."""
+    """Pixtral and Mistral 3: the original size up to the tower's size, with a token after each row of merged patches."""
     patch = vision.patch_size * config.spatial_merge_size
     marks: list[bool] = []
     shapes = []

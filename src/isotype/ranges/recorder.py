@@ -69,7 +69,7 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Module:
-    """Magnitudes of one module; `outputs` has the magnitude of the output by the number of the text or batch."""
+    """Magnitudes of one module; `outputs` maps the number of a text or batch to the magnitude of its output."""
 
     kind: str
     input: float = 0.0
@@ -120,10 +120,11 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
-        """Add hooks to the modules of `model`: `names` are plain names by id, `inside` the ids of modules in blocks.
+        """Add hooks to the modules of `model`: `names` are their plain names by id, `inside` the ids of modules in blocks.
 
         Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules even if the
-        embeddings are frozen. Inside of blocks they do not: the kernel may depend on a position table's gradient.
+        embeddings are frozen. Outputs of embeddings inside of blocks do not: whether a position table requires a
+        gradient may decide the kernel.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -215,7 +216,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return the magnitude of a result: infinite if the operator overflowed, finite if an operand was a fill."""
+        """Return the magnitude of a result: infinite if the operator overflowed, but not if an operand had fill values."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))
@@ -310,6 +311,6 @@ def _short(func: Any) -> str:
 
 
 def _is_fill(short: str, args: Any, kwargs: Any) -> bool:
-    """Return whether infinity in a result is intended: by a number among the arguments, or as log(0)."""
+    """Return whether infinity in a result is intended: a number among the arguments caused it, or it is log(0)."""
     numbers = (value for value in (*args, *kwargs.values()) if type(value) is float)
     return short == "aten.log" or any(abs(number) >= FILL for number in numbers)

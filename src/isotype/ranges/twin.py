@@ -49,7 +49,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Twin:
-    """A measured copy of a model, with the plain names of its modules by id and of the blocks of every list."""
+    """A measured copy of a model, the plain names of its modules by id, and the plain names of the blocks in every list."""
 
     model: nn.Module
     names: dict[int, str]
@@ -209,7 +209,7 @@ def _checkpointed(
 
 
 def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
-    """Keep the weights of a module outside of blocks while it runs; of an embedding, only rows that are looked up."""
+    """Keep the weights of a module outside of blocks while it runs; an embedding keeps only rows that are looked up."""
     looks_up = kind_of(module) == "embedding"
 
     def enter(*_: Any) -> None:

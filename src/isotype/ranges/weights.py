@@ -26,14 +26,14 @@ _SHARED_OUT = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The largest magnitude of a tensor without its fill values; `filled` is True if it has any, as masks do."""
+    """The largest magnitude of a tensor without its fill values; `filled` is True if it has fill values, as masks do."""
 
     value: float
     filled: bool = False
 
 
 def magnitude(tensor: torch.Tensor) -> Magnitude:
-    """Return the largest magnitude of a float tensor; values above 1e38 in it are taken as fill values."""
+    """Return the largest magnitude of a float tensor; values above 1e38 count as fill values."""
     cached = _cached(tensor)
     return remember(tensor, _measured(tensor)) if cached is None else cached
 
@@ -81,9 +81,9 @@ def largest_rows(tensor: torch.Tensor) -> list[float]:
 
 @contextmanager
 def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
-    """Use one thread inside if `tensor` takes about a millisecond.
+    """Use one thread inside of the block if the work on `tensor` takes only about a millisecond.
 
-    On busy cores, threads that wait for one another take a hundred times as long.
+    On busy cores, several threads wait for one another and take a hundred times as long.
     """
     before = torch.get_num_threads()
     few = before > 1 and tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
@@ -97,7 +97,7 @@ def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the shares of nonzero values that float16 rounds to zero without loss scaling and at a scale of 65536.
+    """Return the shares of nonzero values that float16 rounds to zero without loss scaling and with a loss scale of 65536.
 
     Large tensors are sampled evenly.
     """
@@ -143,7 +143,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """Largest magnitude of weights, median magnitude of nonzero weights, largest magnitude of their gradients."""
+    """The largest magnitude of weights, the median magnitude of nonzero weights, and the largest of the gradients."""
 
     largest: float = 0.0
     median: float = 0.0
@@ -197,7 +197,7 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Return the values of `weight`, read again; the gradient of a trainable weight is added up."""
+        """Read the values of `weight` again and return them; the gradients of a trainable weight are summed."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             if weight.key not in self._sizes:
@@ -309,7 +309,7 @@ def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = 
 
 
 def give_gradient(_: Any, __: Any, output: Any) -> torch.Tensor | None:
-    """Let a module's float output require a gradient; a forward hook."""
+    """A forward hook that lets a module's float output require a gradient."""
     wanted = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
     return attached(output) if wanted and torch.is_grad_enabled() else None
 

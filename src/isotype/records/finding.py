@@ -58,7 +58,7 @@ class Action:
 
     Attributes:
         kind: kind of the change.
-        target: a fully qualified name with `*` for layer numbers, `file:line` of a line, or the argument of a setting.
+        target: a fully qualified name with `*` for layer numbers, a code line (`file:line`), or the name of a setting.
         value: new value of the target.
     """
 
@@ -80,7 +80,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library, where edits do not last."""
+    """Return True if `file:line` is in an installed package or the standard library: an update would remove edits."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -88,12 +88,12 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """The value of a `ranges` action: a policy's decisions for value ranges.
+    """The value of a `ranges` action: the decisions that a policy bases on value ranges.
 
     Attributes:
         compute: name of the matmuls' dtype.
         wide_residual: whether the residual stream is in float32.
-        exceptions: (module in the base model, how, exponent), see `isotype.precision.policy.ModuleException`.
+        exceptions: (module name in the base model, how, exponent) of each `isotype.precision.policy.ModuleException`.
     """
 
     compute: str
@@ -117,7 +117,8 @@ class Fix:
 
     Attributes:
         description: the change as an instruction ("return each norm's output in bfloat16").
-        safety: `"safe"` keeps the meaning of the model and its stored digits; `"unsafe"` may not.
+        safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; `"unsafe"` if it may
+            not.
         verified: whether a second trace with the fix has neither the finding nor new findings.
         actions: the changes; empty if no actions can express the fix.
         outcome: result of the second trace; "" before that trace.
@@ -138,26 +139,27 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The farthest scope of the fix's actions: the caller applies a fix that also needs a setting."""
+        """The last of the actions' scopes in the order of `SCOPES`: the caller applies a fix that also needs a setting."""
         scopes = [action.scope for action in self.actions]
         return max(scopes, key=SCOPES.index, default="advice")
 
 
 def marked(fix: Fix) -> str:
-    """Return a fix's description, with a mark if the fix changes a library's line."""
+    """Return a fix's description, which says so if the fix changes a library's code."""
     return f"{fix.text} (in a library's code)" if fix.scope == "library" else fix.text
 
 
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
     """Return fixes in order of preference; equal fixes keep the rule's order.
 
-    Changes of the model come before settings, the user's lines and library lines, and safe fixes before unsafe fixes
-    of the same scope. Unsafe fixes come after all safe fixes unless `unsafe`, but before library lines.
+    Fixes of the model come first, then fixes of settings, of the user's code, and of library code. Safe fixes come
+    before unsafe fixes of the same scope. If `unsafe` is False, unsafe fixes come after all safe fixes, but before
+    fixes of library code.
 
     Args:
         fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: whether a command is repaired: its settings can be changed, its model cannot.
+        command: whether the fixes are for an isotype command, whose settings can be changed, but not its model.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 
@@ -175,7 +177,7 @@ class Cost:
     Attributes:
         flops_share: share (0 to 1) of the step's FLOPs in a slower dtype.
         cast_bytes: bytes that the finding's casts read and write.
-        memory_bytes: additional bytes at the peak.
+        memory_bytes: bytes that the finding adds to the memory peak.
         slowdown: estimated step time over the step time without the finding, on the device profile; None if unknown.
     """
 
@@ -198,14 +200,14 @@ class Finding:
         op: the operator; "" if there is none.
         phase: phase of the step.
         source: `file:line` of the code that called the operator.
-        cause: fully qualified name or source of the code that introduced the dtype, and the way it did.
-        evidence: the dtype's path from cause to place, one line per step.
+        cause: fully qualified name or source of the code that introduced the dtype, and how this code introduced it.
+        evidence: the dtype's path from its cause to the operator, one line per step.
         notes: further facts, such as the number of places or an assumption.
         fixes: fixes in order of preference, see `by_preference`.
-        operands: operands of the operator, for the terminal.
+        operands: operands of the operator, which the terminal shows.
         cost: cost of a silent finding; None for other findings.
         places: all modules with the finding.
-        kind: topic of the finding; `judge` sets the kind of the rule.
+        kind: topic of the finding; `judge` sets it to the rule's kind.
     """
 
     code: Annotated[str, ("pattern", "^IST[0-9]{3}$")]

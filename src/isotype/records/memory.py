@@ -45,7 +45,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: at most about 500 moments of the step in order, each the highest moment of an interval.
+        timeline: at most about 500 moments of the step in order: of each interval, the moment with the most bytes.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
@@ -67,9 +67,10 @@ class Products:
     """The matmul-like operators of one dtype.
 
     Attributes:
-        flops: FLOPs of a step, with half of attention's FLOPs.
+        flops: FLOPs of a step; only half of the FLOPs of attention are counted.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype of that rate if the device has no units for this dtype and converts operands; else None.
+        emulated_in: the dtype to which the device converts operands because it has no units for this dtype; else None.
+            `flops_per_second` is then the rate of the other dtype.
     """
 
     flops: float
@@ -87,10 +88,10 @@ class StepTime:
     """The minimum time of one step.
 
     Attributes:
-        seconds: minimum seconds of the products, each bound by compute or traffic; no fusion of other operators can be
-            faster.
-        traced_seconds: minimum seconds of all traced operators, fused and launched as in `DeviceProfile.steps`, if
-            known.
+        seconds: minimum seconds of the products: each takes the longer time of its compute and its memory traffic.
+            Fusing other operators cannot make a step faster than this.
+        traced_seconds: minimum seconds of all traced operators, with the fusion and launches of `DeviceProfile.steps`
+            if the profile has them.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
@@ -120,7 +121,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["products", "memory traffic", "launches"]:
-        """The part that takes most of the traced step."""
+        """The kind of work that takes most of the time of the traced step."""
         if self.host_seconds >= self.traced_seconds:
             return "launches"
         return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
@@ -132,5 +133,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """Host seconds per launch above which a device that reaches `traced_seconds` waits for the host."""
+        """Host seconds per launch: if a launch takes longer, a device that reaches `traced_seconds` waits for the host."""
         return self.traced_seconds / self.launches

@@ -60,7 +60,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator whose result is not finite, with finite operands or an operand from outside of the step.
+    """The first operator with a non-finite result whose operands are finite or come from outside of the step.
 
     Attributes:
         op: name of the operator, such as `aten.mm.default`.
@@ -74,8 +74,8 @@ class NonFinite:
         culprit: the operand that was already not finite; None if all operands were finite.
         exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64); None if
             this result is not finite either, or if the operator does not run in the wider dtype.
-        entries: operands' values of an element-wise operator at the first element that is not finite; empty for cause
-            `"row"`.
+        entries: values of the operands of an element-wise operator at the first element that is not finite; empty for
+            cause `"row"`.
         rows: rows of the batch with elements that are not finite, if the result has the batch's rows.
         batch: number of rows in the batch; 0 if unknown.
         scale: loss scale of the backward; None without a loss scale.

@@ -30,7 +30,8 @@ class Leak:
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
-        without: the model's input without which the predictions stay the same; "" if there is none.
+        without: the input of the model that makes the leak possible: without this input there is no leak; "" if there
+            is none.
     """
 
     source: Source
@@ -65,8 +66,8 @@ class Labels:
 
     Attributes:
         learned: number of predictions that change the loss.
-        shift: tokens by which labels are ahead of their predictions (1 in a causal model); None if the labels do not
-            repeat the inputs.
+        shift: number of tokens from a prediction to its label (1 in a causal model); None if the labels do not repeat
+            the inputs.
         at_padding: number of labels of tokens that the attention mask leaves out.
         at_pictures: number of labels of picture tokens.
     """
@@ -112,7 +113,7 @@ class Collective:
 
     @property
     def alike(self) -> tuple[str, int]:
-        """A key that is equal for calls of two processes that can complete together."""
+        """A key that is equal for the calls of two processes if these calls can complete together."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -143,7 +144,7 @@ class Unreached:
         weight: name of the parameter.
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
-        behind: modules that had returned with gradients on before the first use, in order.
+        behind: modules whose forward had ended with gradients on before the first use, in order.
         ignored: whether the parameter is used with gradients on, but the loss does not depend on the result.
     """
 
@@ -165,11 +166,11 @@ class Reach:
         labels: the labels in the loss; None if the model returns no logits.
         leaks: predictions that depend on inputs that must not change them.
         unused: inputs and parameters that change no prediction.
-        undecided: clauses about dependences that were not measured, with the reason.
+        undecided: the dependences that were not measured, a clause with the reason for each.
         matrix: the tokens that reach some predictions of one row; None if not measured.
-        skipped: modules with weights that only some batches of the processes run.
+        skipped: modules with weights that run for the batches of some processes only.
         parting: the first place at which the processes call different collectives of FSDP; None if there is no such
-            place, with a single batch, or in a process with a process group.
+            place, if there is only one batch, or if this process already has a process group.
         ungraded: trainable parameters to which the loss of some batch gives no gradient.
     """
 

@@ -19,7 +19,7 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss function (model, inputs) -> loss, and its input tensors by name, which a trace fakes with the model."""
+    """A loss function (model, inputs) -> loss, and its input tensors by name; a trace replaces these by fakes."""
 
     function: Callable[[nn.Module, Any], torch.Tensor]
     inputs: Mapping[str, Any]
@@ -33,34 +33,38 @@ class StepRequest:
         model: any `nn.Module`, real or on the meta device.
         inputs: keyword arguments of the model (with labels), a callable model -> loss, or a `LossOf`.
         policy: the model's intended policy; None for the policy attached to the model, if any.
-        device: a device profile (`"t4"`) or a real device; None for the policy's device or the machine's best one.
-        autocast: dtype of autocast around forward and loss; None for the policy's, if any; False turns autocast off.
+        device: a device profile (`"t4"`) or a real device; None for the policy's device, else the best device of this
+            machine.
+        autocast: dtype of autocast around forward and loss; None for the policy's autocast dtype, if any; False for no
+            autocast.
         scaler: whether a GradScaler is used; None for a GradScaler under float16 autocast only.
         optimizer: a name, an optimizer, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
         fsdp: version (1 or 2) of the FSDP that shards the run; 0 without FSDP.
-        devices: number of devices that train together, sharded under `fsdp`, else each with all weights (DDP); memory
-            is counted for one device.
+        devices: number of devices that train together; with `fsdp` they share the weights, else each has all weights
+            (DDP). Memory is counted for one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         zero3: version of DeepSpeed if its ZeRO-3 shards the run; else "".
         find_unused: whether DDP looks for parameters without a gradient.
-        shard_integers: whether FSDP shards frozen weights stored as integers (isotype does, accelerate does not).
+        shard_integers: whether FSDP shards frozen weights stored as integers (isotype shards them, accelerate does
+            not).
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
             the model's setting.
         generate: function of the model that the phase `"generate"` runs.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
-        fold: whether equal layers are traced once; a finding in one layer then applies to all.
-        evaluation: inputs of an evaluation batch between steps, like `inputs`; None without evaluation.
+        fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
+        evaluation: inputs of an evaluation batch between steps, in one of the forms of `inputs`; None without
+            evaluation.
         reference: kind of the loss's frozen reference copy, `weights` or `adapters`; None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
-        ahead: batches of inputs in the device's memory beside the batch that is computed.
+        ahead: number of batches that are in the device's memory in addition to the current batch.
         room: device memory that the step may take; None for the device's limit.
-        wiring: whether a small copy measures which inputs reach which predictions; or the inputs for this copy, if a
-            wrapped forward calls the model with other inputs.
+        wiring: whether to measure, on a small copy, which inputs reach which predictions; or the inputs for this copy,
+            if a wrapped forward calls the model with other inputs.
         others: batches that other processes get at the same time.
-        ranges: measured value ranges; None if `run` measures them for a float16 step with available weights, if the
-            measurement takes little time.
+        ranges: measured value ranges; if None, `run` measures them if the step is in float16, the weights are
+            available, and the measurement is short.
     """
 
     model: nn.Module
@@ -93,15 +97,15 @@ class StepRequest:
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:
-    """Return a step's inputs by name; an empty mapping for a callable with its own inputs."""
+    """Return a step's inputs by name; an empty mapping if `inputs` is a callable, which creates its inputs itself."""
     named: Mapping[str, Any] = inputs.inputs if isinstance(inputs, LossOf) else inputs
     return {} if callable(named) else named
 
 
 def batches_ahead(micro_batches: int, kind: str) -> int:
-    """Return the number of batches that a `Trainer` has in a device's memory beside the batch that is computed.
+    """Return the number of batches that a `Trainer` has in a device's memory in addition to the current batch.
 
-    A `Trainer` first fetches all micro-batches of an optimizer step, and accelerate's loader one more, which stays in
-    the host's memory. `kind` is the kind of the device.
+    A `Trainer` first fetches all micro-batches of an optimizer step. accelerate's loader fetches one more batch, which
+    stays in the host's memory. `kind` is the kind of the device.
     """
     return micro_batches - 1 + (kind == "cpu")

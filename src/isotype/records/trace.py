@@ -71,9 +71,9 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: the origin of the operand: the operand of a cast, or the operand that won a promotion.
-        like: origin of the tensor whose dtype a cast or a new tensor takes (`y.to(x.dtype)`); None if the code names
-            the dtype itself.
+        before: origin of a cast's operand, or of the operand whose dtype a promotion has chosen.
+        like: origin of the tensor from which a cast or a new tensor gets its dtype (`x` in `y.to(x.dtype)`); None if
+            the code names the dtype itself.
     """
 
     kind: OriginKind
@@ -93,10 +93,10 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin that caused the dtype: the nearest one on the path that chose the dtype.
+        """The origin on the path that chose the dtype; if several did, the nearest of them.
 
-        The cause of a promotion is the cause of the operand that won, and the cause of a cast to another tensor's
-        dtype is the cause of that tensor. A cast to an explicit dtype, a parameter or an input is its own cause.
+        A promotion has the cause of the operand whose dtype it chose. A cast to another tensor's dtype has the cause of
+        that tensor. A cast to an explicit dtype, a parameter or an input is its own cause.
         """
         cause = self
         while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
@@ -154,7 +154,7 @@ class Call:
         breach: the broken contract, or None.
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         autocast: the active autocast dtype, or None.
-        off: error in radians of the argument of a sine or cosine, from rounding to 16 bits; 0 if unknown.
+        off: error that rounding to 16 bits has caused in the argument of a sine or cosine, in radians; 0 if unknown.
         rounded_at: `file:line` of that rounding, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
         numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
@@ -195,8 +195,8 @@ class Quantization:
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: error of an evaluation on a CPU that repacks 4-bit weights, "" if the weight is already repacked;
-            None if the layout stays.
+        repacking: the error that an evaluation on a CPU raises because it repacks 4-bit weights; "" if the weight is
+            already repacked; None if an evaluation keeps the layout.
     """
 
     format: str
@@ -269,12 +269,13 @@ class Setup:
         learning_rate: learning rate of the optimizer; None if unknown.
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
-        compute: dtype to which breached operands are converted unless a part of the model decides otherwise: the
-            policy's dtype, autocast's dtype, or the dtype of most modules.
+        compute: dtype to which the recorder converts operands that break a contract, unless a part of the model decides
+            otherwise. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint by the model's config; None if the config has none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
-        accumulates: number of micro-batches in an optimizer step; from the second on, gradients are in memory.
+        accumulates: number of micro-batches in an optimizer step; gradients are in memory from the second micro-batch
+            on.
         room: memory limit of the step, with its reason; None for the default of `limit`.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
@@ -282,7 +283,8 @@ class Setup:
         data: known facts about the data set's rows in words; "" if no data set was opened.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
         ranges: measured value ranges; None if not measured.
-        family_ranges: published facts about the values of the model's family, with the source; "" if there are none.
+        family_ranges: published facts about value ranges in the model's family, with their source; "" if there are
+            none.
     """
 
     profile: DeviceProfile
@@ -328,7 +330,7 @@ class Failure:
         phase, module, source: place of the error.
         error: class name and message of the error.
         dtype_related: whether operands of different dtypes were involved.
-        operands: float tensors among the local variables of the raising code, by name.
+        operands: float tensors in local variables of the code that raised the error, by name.
         recomputed: whether gradient checkpointing was recomputing the forward.
         condition: the code of the failed condition: an `assert`, or the line above a `raise`; else "".
     """
@@ -361,17 +363,18 @@ class Trace:
         modules: fully qualified name -> class name.
         memory: memory peaks of the phases.
         failure: the error that ended the trace early, or None.
-        notes: untraced parts with the reason, and other facts, such as the effect of a setting.
+        notes: the parts that were not traced and why, and other facts, such as the effect of a setting.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: float dtypes of the step's inputs.
         by_ranges: name in the base model -> exponent, for modules that compute differently because of value ranges: a
-            layer with an exponent computes on 2^-exponent times its values, a module with 0 in float32.
+            layer with a nonzero exponent multiplies its values by 2^-exponent, and a module with exponent 0 computes in
+            float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters without a gradient, because the forward uses them with gradients off.
         without_effect: inputs that no operator of the forward passes on to the loss.
         reach: dependence of predictions on inputs; None if not measured.
-        stale_casts: whether a forward used autocast's cached casts of weights from before an optimizer step.
+        stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
     """
 
     setup: Setup

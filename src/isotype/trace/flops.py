@@ -1,4 +1,4 @@
-"""FLOPs of operators that multiply matrices, by PyTorch's formulas, and by our own where PyTorch has none."""
+"""FLOPs of operators that multiply matrices, by PyTorch's formulas, and by isotype's formulas if PyTorch has none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 @functools.cache
 def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
-    """Return our formula for an operator, or None if there is none, and the operator's key in torch's formulas."""
+    """Return isotype's formula for an operator (None if there is none), and the operator's key in torch's formulas."""
     packet = operator_packet(func)
     return _OURS.get(str(func).removesuffix(".default")), _IN_PLACE.get(packet, packet)
 

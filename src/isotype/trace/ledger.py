@@ -71,7 +71,8 @@ class Ledger:
 
         Args:
             tensor: the tensor.
-            kind: kind of memory of the storage; None for the ledger's `kind`, or for no change of a counted storage.
+            kind: kind of memory of the storage; None for the ledger's `kind` or, if the storage is already counted, for
+                its present kind.
             repeats: number of storages of the whole model that this storage represents.
             held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
@@ -99,10 +100,11 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Multiply by `times` the bytes of the live activations that were counted after the mark `since`, in `module`.
+        """Multiply by `times` the bytes of the live activations that were counted in `module` after the mark `since`.
 
-        An output of `module` is the input of the next represented module, which is assumed to save its input if `module`
-        has saved its input. Memory freed since the mark (a weight moved to other memory) is not subtracted.
+        An output of `module` is the input of the next represented module, which is assumed to save that input if
+        `module` has saved its own input. Memory freed since the mark (a weight moved to other memory) is not
+        subtracted.
         """
         saved = {
             key

@@ -223,7 +223,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return origin
 
     def _unknown(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a tensor that no operator of the step has returned: a number, or one kept by the code."""
+        """Return the origin of a tensor that no operator of the step has returned: a number, or a tensor kept by the code."""
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self.function or "a tensor", self._like(tensor.dtype)
@@ -255,7 +255,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self.like if self.like is not None and self.like.dtype == dtype else None
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
-        """Return the operands for tensors by argument name, with the origins of their dtypes."""
+        """Return an operand, with the origin of its dtype, for each (argument name, tensor)."""
         return tuple(
             Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
         )

@@ -1,8 +1,8 @@
 """The tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
 All tensors of a dtype share one dtype object, so every read of `Tensor.dtype` is recorded, with the running instruction
-of each frame up to the module's. For a cast, the read is searched in the cast's arguments, and in the variables and
-attributes that the arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+of each frame up to the module's. For a cast, the recorded read is searched in the cast's arguments, and in the
+variables and attributes that they name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Argument:
 
 
 class DtypeReads:
-    """Reads of `Tensor.dtype` in a step, the last one of each instruction."""
+    """Records where the code of a step reads `Tensor.dtype`: for each instruction, the last time."""
 
     def __init__(self) -> None:
         self._reads: dict[CodeType, dict[int, _Read]] = {}

@@ -1,4 +1,4 @@
-"""Operators' arguments and results: numbers that overflow a dtype, casts, and a map of nested values."""
+"""Functions for operators' arguments and results: find numbers that overflow a dtype, cast tensors, map nested values."""
 
 from __future__ import annotations
 

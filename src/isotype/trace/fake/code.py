@@ -46,7 +46,8 @@ class StepCode:
         optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the setup's optimizer.
         generate: code of the phase `generate`; None for one forward without labels and gradients.
         folded: True to trace only one of several equal layers, see `isotype.model.fold`.
-        weights: `weights_of(model)` if they were read before, which takes a while; None to read them.
+        weights: the result of `weights_of(model)` if the caller has it, since that call is slow; None to read the
+            weights.
         evaluation: inputs of the phase `evaluate`; None for no evaluation.
         reference: kind of memory of the frozen copy of the model's weights; None if there is no copy.
     """
@@ -67,7 +68,7 @@ class StepCode:
 
     @property
     def loss(self) -> Any:
-        """The loss function; `inputs` themselves if the model computes the loss."""
+        """The loss function; if there is none, because the model computes the loss, `inputs` unchanged."""
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
     def reached(self) -> Untouched:
@@ -102,7 +103,7 @@ def surroundings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Disable autocast, and make the step's autocast region the outermost one: only that clears the cached casts.
+    """Disable autocast, and make the step's autocast region the outermost one, because only its end clears cached casts.
 
     In the real step, the cached casts of weights are freed when autocast ends with the forward. A recomputation in the
     backward casts the weights again.

@@ -108,7 +108,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return an index inside of `tensor`: the assumed number of the last expert may be out of range."""
+        """Return an index that is inside of `tensor`: the assumed number of the last expert may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -165,7 +165,7 @@ def name_of(func: Any) -> str:
 
 
 def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
-    """Return `values` with floats cast to `dtype`; float64, which autocast leaves alone, only if `doubles` is True."""
+    """Return `values` with floats cast to `dtype`; float64, which autocast keeps, is cast only if `doubles` is True."""
 
     def cast(leaf: Any) -> Any:
         floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -187,7 +187,7 @@ _LEAST_SHARE, _LEAST = 0.01, 1 << 20
 
 
 class Attention:
-    """Runs attention with plain operators if the device has no fused kernel for a call, and counts the scores' bytes."""
+    """Runs attention in plain operators if the device has no fused kernel for a call, and counts its scores' bytes."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile, self._cudnn = profile, cudnn_is_on()
@@ -197,7 +197,7 @@ class Attention:
     def as_on_device(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
     ) -> Iterator[None]:
-        """Call a torch function inside of this block as the device would; only attention differs."""
+        """Run attention in this block with the kernel that the device would use; other functions are unchanged."""
         call = None if func is not scaled_dot_product_attention else _call_of(args, kwargs, autocast)
         if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
             yield
@@ -209,7 +209,7 @@ class Attention:
             yield
 
     def notes(self, peak: int) -> Iterator[str]:
-        """Yield a note for each kind of attention without a fused kernel on the device, for a step with this peak in bytes."""
+        """Yield a note for each kind of attention without a fused kernel on the device; `peak` is the step's in bytes."""
         for (dtype, grouped), scores in self._scores.items():
             if scores < max(_LEAST, _LEAST_SHARE * peak):
                 continue

@@ -77,8 +77,8 @@ class Gradients:
 def _function() -> str | None:
     """Return the name of the running `torch.autograd.Function` that turns gradients off; "" under `torch.no_grad()`.
 
-    Reentrant gradient checkpointing is such a function if none of its inputs requires a gradient. None inside a
-    function that computes its inputs' gradients itself, such as a fused layer, unless it runs under
+    Reentrant gradient checkpointing is such a function if none of its inputs requires a gradient. The result is None
+    inside a function that computes its inputs' gradients itself, such as a fused layer, unless this function runs under
     `torch.no_grad()`.
     """
     frame: Any = frame_above(2)

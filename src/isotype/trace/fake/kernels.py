@@ -79,7 +79,7 @@ class Kernels:
         return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return all that determines a fake kernel's result, and add its operands to `tensors`; None if it is not cached."""
+        """Return all that determines a fake kernel's result (None if that is not cached); add its operands to `tensors`."""
         if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
@@ -109,7 +109,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a shape, strides and a dtype describe a tensor: no constant, on the CPU, and of this mode."""
+        """Return whether a shape, strides and a dtype describe a tensor: a CPU tensor of this mode that is no constant."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None

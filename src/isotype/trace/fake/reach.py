@@ -1,6 +1,6 @@
-"""The inputs of a step on which its loss may depend: the results of an operator may depend on all that its operands do.
+"""The inputs of a step on which its loss may depend: an operator's results may depend on all inputs of its operands.
 
-An input that may reach the loss need not change the loss: the measurement on a small copy (`trace/reach`) decides that.
+An input that may reach the loss need not change the loss: `trace/reach` measures on a small copy whether it does.
 An input that cannot reach the loss cannot change it, in a model of any size.
 """
 
@@ -30,7 +30,7 @@ class InputReach:
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Record that an operator's results, and the operands that it writes, depend on all inputs that its operands do."""
+        """Record that an operator's results and the operands that it writes depend on all inputs of all its operands."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:

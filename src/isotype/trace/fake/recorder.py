@@ -86,11 +86,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         contracts: contracts of the simulated device.
         compute: dtype to which the operands of a breach are converted if nothing else decides.
         fake: mode of the step's fake tensors.
-        lines: a code change to try, `file:line` -> dtype: the dtype of casts and new tensors in this line, and of
-            operands that have several dtypes there.
+        lines: a code change to try, `file:line` -> dtype. In this line, casts and new tensors get this dtype, and so do
+            operands of several dtypes.
 
     Attributes:
-        sides: decides to which of several dtypes operands are converted; `compute` until `sides` is set.
+        sides: decides to which of several dtypes operands are converted; until `sides` is set, they are converted to
+            `compute`.
         deadline: end of the step, in seconds of `time.monotonic`; the first operator after it raises TimeSpentError.
         gradients: the trainable parameters that gradients reach.
         reach: the inputs that may reach the loss.
@@ -120,7 +121,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------- tensors from outside
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Add hooks as any recorder does, and a hook that registers the tensors in a call of `model` as inputs.
+        """Add the hooks of any recorder, and a hook that registers the tensors in a call of `model` as inputs.
 
         Tensors that are plain attributes of modules are registered by name, too: the model's `.to()` does not move them.
         """
@@ -155,7 +156,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self._outside[id(tensor)] = (tensor, fakes[name])
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Register the real tensors with which the caller's loss calls the model as inputs."""
+        """Register as inputs the real tensors with which the caller's loss calls the model."""
         # Reading a tensor's dtype is a function call, too: it would swap the tensor before the tensor has its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
@@ -182,7 +183,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self._outside[id(tensor)][1]
 
     def _origin_outside(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a real tensor: data of the loss or, inside of a module, kept by the module's code."""
+        """Return the origin of a real tensor: the loss's data or, inside of a module, a tensor that its code keeps."""
         if id(tensor) in self._of_loss:
             return Origin("data", tensor.dtype, self._of_loss[id(tensor)][1])
         origin = self._unknown(tensor)
@@ -310,8 +311,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.dtype, bool]:
         """Return the dtype to which operands are converted, and whether the edited line itself converts to it.
 
-        The first that applies: the dtype of a written operand, because no cast changes it; the dtype of the code change
-        to try; the one dtype of the operands that belong to the model; the dtype of the part of the model; the widest.
+        The target is the first of these dtypes that exists: the dtype of a written operand, because no cast changes it;
+        the dtype of the code change to try; the one dtype of the operands that belong to the model; the dtype of the
+        part of the model; the widest.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
@@ -352,7 +354,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """Record a function that raised `error` before any operator; return the dtype to convert to, None to raise the error."""
+        """Record a function that raised `error` before any operator; return the dtype to convert to, or None to raise it."""
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
         # When autocast promotes, it raises for the other 16-bit dtype (at::autocast::prioritize).

@@ -41,12 +41,12 @@ _RETURNED_BY = "_isotype_returned_by"
 
 @dataclass(eq=False)
 class _Gathering:
-    """An FSDP2 group during the step; bytes are those of one layer of the equal layers that the group represents.
+    """An FSDP2 group during the step; if the group represents several equal layers, its bytes are those of one layer.
 
     Attributes:
         group: module and parameters of the group.
         repeats: number of groups of the whole model that the group represents.
-        whole: bytes of its gathered parameters.
+        whole: bytes of the group's gathered parameters.
         reduced: bytes of the buffer in which the group's gradients are reduced.
         is_gathered: True while the group's parameters are gathered.
         is_prefetched: True while the group's parameters are in the flat buffer and not yet copied out of it.
@@ -67,7 +67,8 @@ class _Gathering:
 class ProcessMemory:
     """Counts a process's memory in `ledger` while the step of `setup` runs on `twin`.
 
-    Nothing changes for one device. `repeats` maps the `id` of a parameter to the number of parameters it represents.
+    For one device, nothing is counted differently. `repeats` maps the `id` of a parameter to the number of parameters
+    it represents.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:
@@ -128,7 +129,7 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of `parameter`: whole until its group reduces it, as shards for represented layers."""
+        """Count a new gradient of `parameter`: whole until its group reduces it; for represented layers, as shards."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
         self._ledger.count(parameter.grad, "gradients")

@@ -78,7 +78,7 @@ def trace_step(
         code: the model, the loss and the other code of the step.
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
-        lines: a fix to try, `file:line` -> dtype: the dtype of casts and new tensors in this line.
+        lines: a fix to try, `file:line` -> dtype: casts and new tensors in this line get this dtype.
         deadline: end of the step by `time.monotonic`, in seconds; a step that is still running ends with a failure.
         untouched: saved state that the step's code reaches, shared by several traces; None to save it here.
         enough: called with the trace so far after a forward or backward with breaches; the step ends if it returns
@@ -149,7 +149,7 @@ def _with_history(
 ) -> tuple[Weight, ...]:
     """Return the twin's weights in their current dtypes, with the magnitudes of the real weights.
 
-    `before` contains their dtypes at the start of the step, by name.
+    `before` maps the name of each weight to its dtype at the start of the step.
     """
     by_name = {weight.name: weight for weight in real}
     rows = []
@@ -210,7 +210,7 @@ class _Step:
         return None
 
     def attention_notes(self, peak: int) -> Iterator[str]:
-        """Return notes on attention that no fused kernel of the device computes, for a step with this peak in bytes."""
+        """Return notes on attention that no fused kernel of the device computes; `peak` is the step's memory peak in bytes."""
         attention = self.functions.attention
         return iter(()) if attention is None else attention.notes(peak)
 
@@ -403,7 +403,7 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of the inputs that are small enough to be computed with, and the pictures in tiles themselves."""
+    """Return the inputs whose values the step may use: copies of small inputs, and pictures in tiles without a copy."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)

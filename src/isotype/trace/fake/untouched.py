@@ -365,13 +365,13 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Return whether the attributes of objects are visited whose class is defined in a Python module."""
+    """Return whether the search visits the attributes of an object whose class is defined in the Python module `module`."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 
 @functools.cache
 def _is_code_opened(module: str) -> bool:
-    """Return whether the functions and classes of a Python module are visited."""
+    """Return whether the search visits the functions and classes of the Python module `module`."""
     return module.partition(".")[0] not in _CLOSED
 
 

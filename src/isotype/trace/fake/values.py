@@ -84,7 +84,7 @@ class Values:
         self.loops: Counter[tuple[str, int]] = Counter()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of the fake `tensor`; a value above `LIMIT` is stored only if its zeros are to be `counted`."""
+        """Store the value of the fake `tensor`; more than `LIMIT` elements are stored only if `counted`: to count zeros."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -109,7 +109,7 @@ class Values:
             self._unknown[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
-        """Store the `info` of success in the result of a factorization of unknown values."""
+        """For a factorization of unknown values, store the `info` of success in its result."""
         if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():
@@ -176,7 +176,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Store with the `value` of a result the exact value that it would have without any rounding to 16 bits."""
+        """Store with a result's `value` the exact value that the result would have without any rounding to 16 bits."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -398,7 +398,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Return int8 codes, row scales, and the columns with values above the threshold: none."""
+    """Return int8 codes, row scales, and the columns with values above the threshold: no column."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
@@ -420,7 +420,7 @@ def _dim(args: Any, kwargs: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
-    """Split by sizes that stand-ins have given: cut them to the tensor's size; the last part gets the rest."""
+    """Split a tensor by assumed sizes: cut the sizes to the size of the tensor; the last part gets the rest."""
     rest, fitting = tensor.shape[dim], []
     for size in sizes[:-1]:
         fitting.append(min(size, rest))

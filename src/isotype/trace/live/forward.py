@@ -49,9 +49,9 @@ def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[t
 class StaleCasts:
     """Detects an optimizer step inside of the autocast region in which the next forward runs.
 
-    Autocast casts a weight once and caches the cast until its outermost region ends. A forward after a step inside of
-    that region uses the old weights: `report` is called once. The test uses a separate weight, which is cast, changed,
-    and cast again.
+    Autocast casts a weight once and caches the cast until the outermost autocast region ends. A forward after an
+    optimizer step inside of that region uses the old weights. In this case, `report` is called once. The test uses a
+    separate weight, which is cast, changed, and cast again.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:

@@ -40,7 +40,7 @@ def fresh_elements(
         func: the operator.
         operands: the operator's float operands and numbers.
         result: the operator's result.
-        by_code: for each operand, whether it consists of constants: a mask, or a number in the code.
+        by_code: for each operand, True if it consists of constants, as a mask or a number in the code does.
     """
     values = readable(result)
     if values is None:
@@ -49,7 +49,7 @@ def fresh_elements(
     tensors = aligned or [x for operand in operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return where an operand meets its condition; everywhere or nowhere if the operator is not element-wise."""
+        """Return a mask of elements where a condition is True; one value for all elements unless `func` is element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())

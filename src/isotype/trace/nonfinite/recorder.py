@@ -65,8 +65,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed: the cause of a loss that is not finite
-            without a finding.
+        suspect: the first use of a non-finite value that no operator has computed. If the loss is not finite and there
+            is no finding, this value is the cause.
     """
 
     supports_higher_order_operators = True
@@ -227,7 +227,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Return the numbers of the batch's rows in which `bad` is True; () if its first dimension is another one."""
+        """Return the numbers of the batch's rows in which `bad` is True; () if `bad` does not have the batch's rows."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()

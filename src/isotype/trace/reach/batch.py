@@ -35,7 +35,7 @@ class Batch:
         sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for padding.
         packed_by: name of the input that separates the sequences; "" if there is none.
         labelled: True if the model takes labels. If False, the loss is computed outside of the model, and
-            `inputs["labels"]` are the tokens that it counts.
+            `inputs["labels"]` are the tokens that the loss counts.
     """
 
     inputs: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Batch:
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
     def arguments(self, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the inputs (default: the batch's) as arguments of the model, without labels if it takes none."""
+        """Return the inputs (default: the batch's) as arguments of the model, without labels if the model takes none."""
         values = self.inputs if inputs is None else inputs
         return {name: value for name, value in values.items() if self.labelled or name != "labels"}
 
@@ -90,7 +90,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with labels for a loss outside of the model (DPO, GRPO, a reward): the tokens that it counts."""
+    """Return the inputs with labels for a loss outside of the model (DPO, GRPO, a reward): the tokens that the loss counts."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -192,7 +192,7 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the token ids of the small copy; `tokens` maps the model's ids to them, None if equal."""
+    """Return the batch with the token ids of the small copy; `tokens` maps the model's ids to the copy's, None if equal."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

@@ -120,7 +120,7 @@ def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
-    """Return a mask `[rows, tokens]` of unlearned padding at the ends of rows; all False if there is an attention mask."""
+    """Return a mask `[rows, tokens]` of padding without labels at the ends of rows; all False with an attention mask."""
     batch = probe.batch
     config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None

@@ -136,7 +136,7 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return token ids with other random tokens, without a special meaning, at `where`.
+        """Return token ids with other random tokens at `where`; the new tokens have no special meaning.
 
         Args:
             where: mask of the tokens to replace, `[rows, tokens]`.

@@ -63,7 +63,7 @@ def _ran(model: nn.Module, batch: Batch) -> set[str]:
 
 
 def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the names of the trainable parameters without a gradient from some batch's loss: DDP waits for them."""
+    """Return the names of the trainable parameters that get no gradient from some batch's loss: DDP waits for it."""
     missing: dict[str, None] = {}
     for batch in batches:
         gradients = gradients_of(model, _loss(model, batch))
