@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers as data: what a layer computes with the active adapters, and why a layer cannot be fused."""
+"""Describes PEFT's LoRA layers as data: what a layer computes with its active adapters, and why it cannot be fused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why a PEFT layer cannot be fused with the active adapters, as a clause; None if it can."""
+    """Return why a PEFT layer with these active adapters cannot be fused, as a clause; None if it can be fused."""
     base = layer.get_base_layer()
     if layer.base_layer is not base:  # one PEFT method wraps another
         inner = type(layer.base_layer)
@@ -99,7 +99,7 @@ def _dropout(layer: Any, name: str) -> float:
 
 
 def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
-    """Return (a PEFT layer as data, the layer's tensors in the order of `lora_linear`)."""
+    """Return the description of a PEFT layer, and the layer's tensors in the order of `lora_linear`."""
     base, names = layer.get_base_layer(), _active(layer)
     biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
     biases = [(scale, bias) for scale, bias in biases if bias is not None]
@@ -116,11 +116,11 @@ def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Reading:
-    """A PEFT layer as data, cached because reading the layer takes as long as some products.
+    """The description of a PEFT layer as data; it is cached because its creation takes as long as some products.
 
     Attributes:
         tensors: the layer's tensors in the order of `lora_linear`.
-        device: device of the base weight; PEFT's path may have hooks that move inputs from another device.
+        device: device of the base weight; PEFT's forward may have hooks that move inputs from another device to this one.
     """
 
     layer: Layer
@@ -132,7 +132,7 @@ class Reading:
     _settings: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
-        """Return whether `layer`, from which this was read, is unchanged."""
+        """Return whether `layer` is unchanged since this description of it was made."""
         parts = self._parts
         children, parameters = parts.children(), parts.parameters()
         return (
@@ -145,10 +145,10 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return a PEFT layer as data, `former` if it is still valid; None if only PEFT's forward can compute the layer now.
+    """Return the description of a PEFT layer, `former` if still valid; None if only PEFT's forward can compute the layer.
 
-    Only PEFT's forward calls the hooks of inner modules, and gathers weights that are sharded, as between the steps
-    of FSDP2.
+    Only PEFT's forward calls the hooks of inner modules, and gathers weights while they are sharded, as between steps
+    with FSDP2.
     """
     if former is not None and former.holds(layer):
         return former
@@ -172,8 +172,8 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer with the active adapters.
 
     Attributes:
-        all: `__dict__`s of all modules whose children are compared, the layer first.
-        called: `__dict__`s of the modules that PEFT's forward calls: the base and the parts of active adapters.
+        all: `__dict__` of the layer, and then of each other module whose children are compared.
+        called: `__dict__` of each module that PEFT's forward calls: of the base layer and of the active adapters' parts.
         dropouts: the dropout modules that PEFT's forward calls.
     """
 
@@ -194,7 +194,7 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether an inner module has hooks other than a recorder's; the layer's own hooks always run."""
+        """Return whether an inner module has hooks, except for those of a recorder; the layer's own hooks always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 
@@ -221,7 +221,7 @@ def _settings(
     children: Sequence[nn.Module | None],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Return the state on which the computation depends besides the modules and parameters."""
+    """Return the values on which the computation depends, except for the modules and parameters."""
     active = layer.active_adapter
     return (
         layer.merged,

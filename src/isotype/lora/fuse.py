@@ -45,9 +45,10 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Return (groups of the names of `layers`, why the model could not be run or "").
 
-    The layers of a group are children of one module that are called one after another with the same tensor. A group is
-    within one module, because gradient checkpointing recomputes whole modules. Every layer is in one group. The model is
-    run once in evaluation, without gradients, with `inputs` (None: a few tokens); its random states and modes stay.
+    The layers of a group are children of one module that are called one after another with the same tensor. All layers of
+    a group are in one module, because gradient checkpointing recomputes whole modules. Every layer belongs to exactly one
+    group. The function runs the model once in evaluation, without gradients, with `inputs` (None: a few tokens). It
+    restores random states and modes.
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -74,7 +75,7 @@ def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: 
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer on the meta device return an empty tensor: not all kernels support that device.
+    """Let a linear layer on the meta device return an uninitialized tensor, because not all kernels support that device.
 
     For another layer wrapped by PEFT, the base layer is called, because PEFT would use autocast on the meta device.
     """
@@ -117,22 +118,23 @@ _ATTENTION = "lora_attention"
 
 @dataclass(frozen=True)
 class FusionReport:
-    """The modules that `fuse` has fused or left, with reasons.
+    """The modules that `fuse` has fused, and those that it has left unfused, with reasons.
 
     Attributes:
-        fused: names of the LoRA layers that compute in one function.
+        fused: names of the LoRA layers that one function computes.
         together: groups of fused layers with the same input, whose outputs are computed together.
         gated: name of a gated MLP that does not save its product -> activation.
-        norms: names of the RMSNorms that compute in one function, on a CPU or a GPU with a kernel.
+        norms: names of the RMSNorms that one function computes, on a CPU or on a GPU with a kernel for it.
         attention: the kernels of the model's attention.
         left: name of a LoRA layer that keeps PEFT's forward -> reason.
         unseen: why layers with the same input could not be found; "" if the model could be run.
         copies: number of base weights with a dense copy in the compute dtype.
         copied_bytes: bytes of the dense copies.
-        rotary: names of the attention layers that rotate queries and keys in one function, on a CPU with a compiler or
-            a GPU with a kernel. Partial rotations and calls with several dtypes keep the model's function.
-        kernels: on a GPU, operation between the matrix products -> kernel, with the reasons against earlier candidates.
-        experts: names of the experts modules, with adapters, that compute in one function.
+        rotary: names of the attention layers whose rotation of queries and keys is one function, on a CPU with a compiler
+            or on a GPU with a kernel for it. Partial rotations and calls with several dtypes keep the model's function.
+        kernels: on a GPU, name of an operation between matrix products -> its kernel, with the reasons against earlier
+            candidates.
+        experts: names of the experts modules with adapters that one function computes.
     """
 
     fused: tuple[str, ...]
@@ -229,23 +231,23 @@ def fuse(
 ) -> FusionReport:
     """Let each LoRA layer of a PEFT model compute in one function, and layers with the same input together.
 
-    Parameters, names, files, merging and switching of adapters stay PEFT's. A layer whose active adapter
-    cannot be fused (see `FusionReport.left`) keeps PEFT's forward, as do merged, disabled or compiled layers and
-    layers with inner hooks. Gated MLPs recompute their product in the backward instead of saving it. On a
-    CPU, RMSNorms and rotary positions compute in one function, and attention uses the fastest measured kernel
-    (`isotype.lora.attention`). The model runs once, without gradients, to find layers with the same input.
-    4-bit weights keep their training layout (`isotype.model.quantized.keep_training_layout`): on some CPUs
-    bitsandbytes would repack them in that run. A sharded model is fused after sharding, by all processes
-    together: fused layers read the weights that FSDP2 has gathered.
+    PEFT's parameters, their names, adapter files, and merging and switching of adapters work as before. A layer whose
+    active adapter cannot be fused (see `FusionReport.left`) keeps PEFT's forward, as do merged, disabled or compiled
+    layers and layers with inner hooks. Gated MLPs recompute their product in the backward instead of saving it. On a CPU,
+    each RMSNorm and each rotation by positions becomes one function, and attention uses the kernel that was measured as
+    the fastest (`isotype.lora.attention`). The model runs once, without gradients, to find layers with the same input.
+    4-bit weights keep their training layout (`isotype.model.quantized.keep_training_layout`): on some CPUs bitsandbytes
+    would repack them in that run. A sharded model is fused after sharding, by all processes together: fused layers read
+    the weights that FSDP2 has gathered.
 
     Args:
-        model: a PEFT model; changed in place. A fused model is fused again.
-        inputs: keyword arguments of the forward for that run. By default a few tokens, which reach the language model
-            but no vision tower.
-        budget: bytes for dense copies of quantized or cast base weights. By default 0, but on a CPU a quarter of the
-            free memory, because dequantizing a weight costs more than half of the product; always 0 for sharded
-            (FSDP2) models. With a policy (`isotype.enforce`, `isotype.add_lora`) the copies are created now, otherwise
-            by the first step.
+        model: a PEFT model; changed in place. If the model is fused already, it is fused anew.
+        inputs: keyword arguments of the forward for that run. By default the inputs are a few tokens, which pass through
+            the language model but through no vision tower.
+        budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU, and a quarter of the
+            free memory on a CPU, where dequantizing a weight takes more than half as long as the product. It is always 0
+            for sharded (FSDP2) models. If the model has a policy (`isotype.enforce`, `isotype.add_lora`), `fuse` creates
+            the copies; otherwise the first step creates them.
         device: for a model on the meta device, the kind (`"cpu"`, `"cuda"`) or profile of the device; None: the
             parameters' device.
 
@@ -316,7 +318,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Return operation -> kernel for the operations between products on a GPU, tried now so that no kernel fails in a step."""
+    """Return operation -> kernel, for the operations between products on a GPU; a trial now prevents a failure in a step."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -335,7 +337,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Return (names of experts with adapters that now compute in one function, id of another experts' wrapper -> reason)."""
+    """Return (names of experts with adapters that one function now computes, id of the wrapper of other experts -> reason)."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):
@@ -355,7 +357,7 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
 def _put_in_all(
     model: nn.Module, kind: Any, state_of: Callable[[nn.Module], tuple[Any, ...] | None]
 ) -> dict[str, tuple[Any, ...]]:
-    """Fuse every module for which `state_of` returns a state, with class `kind`; return name -> state."""
+    """Fuse every module for which `state_of` returns a state, by the class `kind`; return module name -> state."""
     modules = dict(model.named_modules())
     states = {name: state for name, module in modules.items() if (state := state_of(module)) is not None}
     for name, state in states.items():

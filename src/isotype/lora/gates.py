@@ -63,7 +63,7 @@ class Gate:
         return product, self.through(grad.mul_(up), gate), d_up
 
     def _kernel(self, *tensors: torch.Tensor) -> Any | None:
-        """Return the module that computes the product or its gradients in one pass on a GPU, without derivatives."""
+        """Return the Python module that computes the product or its gradients in one pass on a GPU, but has no derivatives."""
         first = tensors[0]
         alike = all((x.dtype, x.shape) == (first.dtype, first.shape) for x in tensors)
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -75,7 +75,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward operator that writes the result over the incoming gradient, which is as large as an MLP's hidden state."""
+    """Return a backward operator that overwrites the incoming gradient, as large as an MLP's hidden state, with its result."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -106,7 +106,7 @@ GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACK
 class GatedParts:
     """Names of the children of a gated MLP: `down(gate.product(first(x), second(x)))`.
 
-    `order` has the names `first` and `second` in the order in which the MLP calls the layers.
+    `order` has the values of `first` and `second`, in the order in which the MLP calls these layers.
     """
 
     first: str
@@ -117,7 +117,7 @@ class GatedParts:
 
 
 class _Stub(nn.Module):
-    """Replacement of a layer that records the input and returns `result`."""
+    """Stands in for a layer: records the input, and returns `result`."""
 
     def __init__(self, name: str, result: torch.Tensor, calls: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The GPU kernels of each operation between matrix products, chosen by trials on this machine.
+"""Chooses the GPU kernel of each operation between matrix products, by trials on this machine.
 
-Each candidate is tried once per device and dtype, forward and backward, against float64. A candidate that does not
-build, launch or match is not used, and the reports of `isotype.fuse` and of a run give the reason. On a CPU
-`isotype.lora.loops.elementwise` decides in every call whether compiled loops are used.
+Each candidate is tried once per device and dtype: its forward and backward are compared with float64 results. A candidate
+that does not compile, does not launch or differs too much is not used; the reports of `isotype.fuse` and of a run name
+the reason. On a CPU `isotype.lora.loops.elementwise` decides in every call whether compiled loops are used.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of an operation on a device in a dtype: `aten`, `triton`, or `torch` for torch's single operators.
+    """The kernel of an operation for a device and dtype: `aten`, `triton`, or `torch`, which means several torch operators.
 
     Attributes:
-        functions: module with the kernel's functions; None for torch's operators.
+        functions: Python module with the kernel's functions; None for torch's operators.
         reasons: why earlier candidates are not used, as clauses.
     """
 
@@ -65,9 +65,9 @@ class Kernel:
 
 
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
-    """Return the module that computes an operation of these tensors on a GPU; None for torch's operators.
+    """Return the Python module that computes an operation on these tensors on a GPU; None for torch's operators.
 
-    The kernel is the one for the first tensor's dtype. `detail` is the activation of a gated product.
+    The dtype of the first tensor decides which kernel it is. `detail` is the activation of a gated product.
     """
     first = tensors[0]
     if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():
@@ -83,7 +83,7 @@ def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") ->
 
 @cache
 def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detail: str = "") -> Kernel:
-    """Return the kernel of an operation on a device in a dtype; candidates are tried once per process."""
+    """Return the kernel of an operation for a device and dtype; each process tries the candidates once."""
     reasons: list[str] = []
     for name in TABLE[operation]:
         functions = _CANDIDATES[name][0]
@@ -95,7 +95,7 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
 
 
 def foreseen(operation: Operation, kind: str) -> Kernel:
-    """Return the expected kernel of an operation on a device type, without a trial."""
+    """Predict the kernel of an operation on a type of device, without a trial."""
     name = next((name for name in TABLE[operation] if _why_not(name, kind) is None), None)
     return Kernel("torch", None) if name is None else Kernel(name, _CANDIDATES[name][0])
 
@@ -205,7 +205,7 @@ _SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_preci
 
 @contextmanager
 def float32_reductions() -> Iterator[None]:
-    """Forbid reduced-precision reductions in cuBLAS for this process inside the `with` block."""
+    """Inside the `with` block, forbid cuBLAS to reduce in lower precision, for the whole process."""
     matmul: Any = torch.backends.cuda.matmul
     before = {name: _allowed(matmul, name) for name in _SWITCHES}
     for name, allowed in before.items():
@@ -218,7 +218,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision allowed, split-k allowed); for torch 2.10, which has no second value, the first alone."""
+    """Return (reduced precision allowed, split-k allowed); torch 2.10 lacks split-k, so only the first value."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -1,15 +1,15 @@
-"""LoRA linear layers as one autograd function, for one layer or several with the same input.
+"""Computes one LoRA linear layer, or several with the same input, in one autograd function.
 
 For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` the norm of each row):
 
     Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
-Autocast is off in this module, which casts X and the adapters' master weights once each, and the gradients of the master
-weights back to their dtype. The backward computes one gradient of X for all layers, and all gradients of A in one
-product. Base weights are frozen, so only X and the small X Aᵀ are saved; if X is a gated product, its two factors are
-saved instead. Tensors are saved before Y is computed: gradient checkpointing stops its recomputation when the last
-tensor of a block is saved, so the last product of a block is not computed twice.
+Autocast is off in this function. It casts X and the adapters' master weights once each, and casts the gradients of the
+master weights to the dtype of these weights. The backward computes one gradient of X for all layers, and all gradients of
+A in one product. Base weights are frozen, so only X and the small X Aᵀ are saved; if X is a gated product, its two
+factors are saved instead. The function saves tensors before it computes Y: gradient checkpointing stops its recomputation
+when a block's last tensor is saved, so it does not compute the last product of a block again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _aten = torch.ops.aten
 def drop(
     x: torch.Tensor, source: torch.Tensor, probability: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (X after dropout and scaling, bool mask `[rows, in]` or None without dropout).
+    """Return X after dropout and scaling, and the bool mask `[rows, in]`, or None without dropout.
 
-    On a CPU the mask is drawn in the memory order of `source`, even if it is transposed, as in `nn.Dropout`.
+    On a CPU the mask is drawn in the memory order of `source`, even of a transposed one, as `nn.Dropout` does.
 
     Args:
         x: X as a matrix `[rows, in]` in the dtype of the products.
@@ -79,7 +79,7 @@ def lora_linear(
 
     Args:
         inputs: X `[…, in_features]` in any float dtype; with a gate, the two factors of X.
-        tensors: the tensors of the first layer, then of the next: the biases `[out]`, A `[r, in]` and B `[out, r]` of
+        tensors: the tensors of each layer, one layer after another: the biases `[out]`, A `[r, in]` and B `[out, r]` of
             each adapter, and DoRA's magnitude `[out]`.
     """
     first, second = (*inputs, None)[:2]
@@ -91,7 +91,7 @@ def lora_linear(
 
 
 class _Product(NamedTuple):
-    """The operands of one layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ, whose values are computed after it is returned."""
+    """The operands of one layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ; the values of `out` are computed later."""
 
     layer: _LayerTensors
     x: torch.Tensor
@@ -181,7 +181,7 @@ class _LayerTensors:
 
     Attributes:
         start: position of the layer's first tensor among all tensors of the call.
-        first_pair: position of the layer's first A among all tensors of the call, followed by B.
+        first_pair: position of the layer's first A among all tensors of the call; B follows A.
         first_column: first column of the layer's adapters in X Aᵀ.
         scaled_up: s B of the layer's adapters side by side in the working dtype, `[out, rank]`; None without adapters.
     """
@@ -198,7 +198,7 @@ class _LayerTensors:
 
 
 def _layers_of(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_LayerTensors]:
-    """Return the layers with slices of the flat list of tensors, without `scaled_up`."""
+    """Split the flat list of tensors among the layers; the result lacks `scaled_up`."""
     layers, start, column = [], 0, 0
     for layer in spec.layers:
         pair, end = start + len(layer.biases), start + layer.tensors
@@ -231,7 +231,7 @@ def _adapters(
 ) -> list[tuple[Adapter, torch.Tensor]]:
     """Return (adapter, A in `dtype`) in the order of the columns of X Aᵀ.
 
-    `down` are all A stacked in `dtype`, or None if they have not been rounded.
+    `down` has all A stacked, in `dtype`; it is None if they have not been rounded.
     """
     adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
     if down is None:
@@ -250,7 +250,7 @@ def _hidden(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Return (X Aᵀ of all adapters side by side `[rows, rank]`, dropout masks of the adapters).
 
-    `down` are all A stacked, or None without adapters and if every A was left unrounded because of dropout.
+    `down` has all A stacked. It is None if there are no adapters, or if no A was rounded because of dropout.
     """
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
@@ -267,9 +267,9 @@ def _hidden(
 def _output(
     spec: Spec, layer: _LayerTensors, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (Y, DoRA's sum before the magnitude or None, DoRA's row norms of W + s B A or None).
+    """Return Y, and with DoRA also the sum before the magnitude and the row norms of W + s B A, else None for both.
 
-    Without DoRA, Y is uninitialized, and is added to `products`.
+    Without DoRA, Y is still uninitialized, and `products` gets the entry that computes it.
     """
     bias = None
     if layer.biases:
@@ -291,7 +291,7 @@ def _output(
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Compute the values of the outputs `products`, in one call of the compiled loops unless outputs are cast afterwards."""
+    """Compute the outputs in `products`, in one call of the compiled loops, unless the outputs are cast afterwards."""
     if not spec.keep:
         others = []
         for product in products:
@@ -316,7 +316,7 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 
 def _write_few(product: _Product) -> None:
-    """Compute an output of few rows, without a backward, with the packed 4-bit weight.
+    """Compute an output that has few rows and no backward, directly with the packed 4-bit weight.
 
     The product with the base weight is rounded before the adapters' product is added.
     """
@@ -336,7 +336,7 @@ def _weight(spec: Spec, layer: _LayerTensors, stack: ExitStack, *, keep: bool) -
 
 
 def _row_norms(weight: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
-    """Return ‖W + s B A‖ per row in float32, the root of ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B, without the sum."""
+    """Return ‖W + s B A‖ per row in float32, as the root of ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B, without W + s B A."""
     scale = layer.spec.adapters[0].scale
     down, up = layer.down[0].float(), layer.up[0].float()
     across = (weight @ down.to(weight.dtype).t()).float()
@@ -372,7 +372,7 @@ def _through_up(
 ) -> None:
     """Store the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`.
 
-    `arrived` are the layers with the gradients of their products X Wᵀ.
+    `arrived` has each layer with the gradient of its product X Wᵀ.
     """
     sums, places, summed = [], [], _summed(hidden)
     for layer, rows in arrived:
@@ -390,7 +390,7 @@ def _through_up(
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which products of matrices in `x`'s dtype are summed."""
+    """Return the dtype in which products of matrices with the dtype of `x` are summed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -401,10 +401,10 @@ def _through_products(
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (gradient of X, gradient of all A stacked), each None if it is not requested.
+    """Return the gradient of X, and the gradients of all A stacked; each is None if it is not requested.
 
     Args:
-        arrived: the layers with the gradients of their products X Wᵀ; empty if X needs no gradient.
+        arrived: each layer with the gradient of its product X Wᵀ; empty if X needs no gradient.
         down: all A stacked; None without adapters, or if each adapter has a dropout mask.
         d_hidden: the gradient of X Aᵀ.
         x: X; None if the gradient of A is computed later.
@@ -433,7 +433,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Store the gradient of each A: rows of `d_down`, or products of X Aᵀ's gradient if each adapter has a dropout mask."""
+    """Store the gradient of each A: rows of `d_down`, or products with X Aᵀ's gradient if each adapter has a dropout mask."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return
@@ -453,9 +453,9 @@ def _through_down(
 def _through_input(
     ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return (X, gradients of the inputs in the inputs' dtypes and shapes).
+    """Return X, and the gradients of the inputs in the dtypes and shapes of the inputs.
 
-    If `x` is None, X is a gated product, and is recomputed in the memory of its gradient.
+    If `x` is None, X is a gated product: it is recomputed into the memory of its gradient.
     """
     spec, (dtype, other) = ctx.spec, ctx.dtypes
     if spec.gate is not None and d_x is not None:

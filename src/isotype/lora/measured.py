@@ -25,9 +25,9 @@ Result = TypeVar("Result")
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
-    """Return the path of the measurements under some conditions with this torch; the file need not exist.
+    """Return the path of the file for measurements with this torch under some conditions; the file need not exist.
 
-    The measurements are those of this CPU, or of GPUs with the name `card`.
+    The file is for this CPU, or for GPUs with the name `card`.
     """
     machine = [card, torch.__version__] if card else _machine()
     key = json.dumps([*conditions, *machine])
@@ -57,10 +57,10 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 class Kept(Generic[Result]):
-    """Results of one kind of measurement, stored in files; a result is a frozen dataclass `kind`.
+    """Results of one kind of measurement, stored in files; each result is an instance of the frozen dataclass `kind`.
 
     Attributes:
-        known: (file, name) -> result, as measured or read by this process.
+        known: (file, name) -> result that this process has measured or read.
     """
 
     def __init__(self, kind: Callable[..., Result]) -> None:
@@ -84,7 +84,7 @@ class Kept(Generic[Result]):
         return results
 
     def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
-        """Return (stored or newly measured result, why the result could not be stored or None)."""
+        """Return the stored or newly measured result, and why it could not be stored (None if it could)."""
         with self._lock:
             if (stored := self.get(file, name)) is not None:
                 return stored, None
@@ -101,7 +101,7 @@ class Kept(Generic[Result]):
 def in_turns(
     prepare: Callable[[], Mapping[Name, Callable[[], object]]], turns: int, threads: int
 ) -> dict[Name, list[float]]:
-    """Return name -> milliseconds in each turn of the calls that `prepare` returns, after a warm-up turn.
+    """Time the calls that `prepare` returns, in turns after a warm-up turn; return name -> milliseconds in each turn.
 
     `prepare` and the calls run in a separate thread, without the caller's autocast, saved-tensor hooks
     (gradient checkpointing) or dispatch modes. Errors of the thread are raised in the caller's thread.

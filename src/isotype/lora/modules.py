@@ -33,7 +33,7 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """The argument of a gated MLP's last layer instead of `gate.product(first, second)`, which is not saved."""
+    """The argument that a gated MLP's last layer gets in place of `gate.product(first, second)`, which is then not saved."""
 
     gate: Gate
     first: torch.Tensor
@@ -41,7 +41,7 @@ class GatedInput:
 
 
 def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return (compute dtype, dtype of the result) of the base layer."""
+    """Return the base layer's compute dtype, and the dtype of its result."""
     kind, device = kind_of(base), x.device.type
     low, settings = autocast_dtype(device), boundary_of(base)
     if settings is not None and settings.kind == "int8":
@@ -58,7 +58,7 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 class Siblings:
     """Layers of one module that are called one after another with the same tensor, and are computed together.
 
-    The call of the first layer computes all outputs, the calls of the other layers return the ready outputs. If a
+    The call of the first layer computes all outputs; the calls of the other layers return outputs that are ready. If a
     layer is called with another tensor, with a tensor that has been modified since, or with a tensor without a version
     counter (see `version_of`), the call computes the output of that layer alone.
     """
@@ -106,7 +106,7 @@ class Siblings:
         return output
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
-        """Return the outputs for X of the first layer and of the other layers with the same dtypes."""
+        """Return the outputs for X, of the first layer and of those other layers that have the same dtypes."""
         first, *others = [self._read(layer, x) for layer in layers]
         if first is None:
             return None
@@ -119,7 +119,7 @@ class Siblings:
         return dict(zip(usable, outputs, strict=True))
 
     def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
-        """Return the reading of a layer for X; None if only PEFT's forward can compute the output now."""
+        """Return the description of a layer for the input X; None if only PEFT's forward can compute the output now."""
         former = self._readings.get(layer)
         reading = read(layer, former)
         if reading is None:
@@ -176,7 +176,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer, with the model's base weights, and the layers that are computed together with this layer."""
+    """A fused LoRA layer, which refers to the model's base weights and to the layers that are computed together with it."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights
@@ -244,7 +244,7 @@ def _fused_class(kind: Any, base: Any) -> Any:
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
-    """Swap the class of `module` for one derived from `kind`; `state` has the values of `kind.lora_state`."""
+    """Swap the class of `module` for a subclass of `kind`; `state` has the values of the attributes in `kind.lora_state`."""
     module.__dict__.update(zip(kind.lora_state, state, strict=True))
     base: Any = type(module)
     swap(module, _fused_class(kind, base))

@@ -2,9 +2,9 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-for the halves a and b of a head, computed in float32 and rounded once. The attention layers of transformers' models
-call a function of their Python module for the rotation. A fused layer runs a copy of the forward that calls another
-function; the Python module is unchanged.
+for the halves a and b of a head, computed in float32 and rounded once. In transformers' models, attention layers rotate
+by a function of their Python module. A fused layer runs a copy of its forward that calls another function; the Python
+module stays unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rotates(forward: Any) -> bool:
 def with_loops(forward: Any) -> Any:
     """Return a copy of `forward` that rotates in one function, or `forward` if that is not supported.
 
-    If the rotation of the Python module has been replaced since the call of `rotates`, `forward` is returned.
+    If the rotation in the Python module was replaced after the call of `rotates`, the result is `forward` itself.
     """
     rotate = _rotation_of(forward)
     # For a model that was fused in another process, `rotates` has not been called.
@@ -74,7 +74,7 @@ def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
 
 
 def _is_rotation(rotate: Any) -> bool:
-    """Return whether a function computes this module's formula for a few numbers."""
+    """Return whether a function gives the results of this module's formula, tested on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -110,7 +110,7 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
-    """Return the module that rotates these operands in one pass; None if they are not supported."""
+    """Return the Python module that rotates these operands in one pass; None if they are not supported."""
     operands = (q, k, cos, sin)
     if not all(isinstance(x, torch.Tensor) for x in operands):
         return None

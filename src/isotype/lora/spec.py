@@ -20,7 +20,7 @@ class Adapter:
     Attributes:
         scale: alpha / r, for rsLoRA alpha / sqrt(r).
         dropout: dropout probability; 0 in evaluation.
-        magnitude: whether the adapter is DoRA, which has a magnitude; a layer with DoRA has no other adapter or dropout.
+        magnitude: whether the adapter is DoRA, which has a magnitude. A layer with DoRA has no other adapter and no dropout.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: the frozen base, the factor of every bias (1, or an adapter's scale), and the active adapters."""
+    """A linear layer: its frozen base layer, the factor of each bias (1, or an adapter's scale), and its active adapters."""
 
     base: nn.Module
     biases: tuple[float, ...] = ()
@@ -70,7 +70,7 @@ class Spec:
         result: dtype of the outputs.
         gate: the gate, if X is a gated product of two tensors; else None.
         keep: whether a backward follows, see `DenseWeights.matrix`.
-        compiled: whether compiled loops multiply, see `isotype.lora.loops.products`.
+        compiled: whether compiled loops compute the products, see `isotype.lora.loops.products`.
     """
 
     layers: tuple[Layer, ...]
@@ -83,7 +83,7 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """True if an adapter has dropout, so that the adapters have different X."""
+        """True if an adapter has dropout: then the adapters have different inputs."""
         return any(map(_drops, self.layers))
 
     @property

@@ -1,8 +1,8 @@
 """Batches without padding: rows are concatenated, and each row attends only to itself.
 
-Linear layers, norms and attention then spend no time on padding. The results are equal if tokens interact only in
-attention, and if the attention separates sequences by positions (transformers' packed sequences). A trial of the model
-decides (`tried`).
+Linear layers, norms and attention then spend no time on padding. The results stay the same if tokens interact only in
+attention, and if attention separates sequences by their positions, as for packed sequences in transformers. A trial of
+the model decides (`tried`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Sequences:
     Attributes:
         ends: 0 and the end of each sequence, int32 `[sequences + 1]`, on the tokens' device.
         longest: tokens of the longest sequence, known without synchronization with the device.
-        window: number of last keys, up to the query's position, that a query attends to; None for all.
+        window: number of keys to which a query attends, the last of them at the query's position; None for all keys up to
+            there.
     """
 
     ends: torch.Tensor
@@ -37,7 +38,7 @@ class Sequences:
     window: int | None = None
 
     def mask(self, tokens: int, *, causal: bool) -> torch.Tensor:
-        """Return the keys that each query attends to, bool `[1, 1, tokens, tokens]`, for kernels without lengths."""
+        """Return a mask for kernels without lengths: bool `[1, 1, tokens, tokens]`, True where a query attends to a key."""
         places = torch.arange(tokens, device=self.ends.device)
         owners = torch.bucketize(places, self.ends[1:].long(), right=True)
         mask = owners[:, None] == owners
@@ -61,7 +62,7 @@ _sequences: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the sequences of the row with which a model is being called, as set by `saying`; None if unknown."""
+    """Return the sequences that `saying` has set for the current call of a model; None if they are unknown."""
     return _sequences.get()
 
 
@@ -118,26 +119,26 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """Let `unpadded` remove as much padding from fake batches in the `with` block as from `bare`; None: no padding."""
+    """In the `with` block, let `unpadded` remove as much padding from fake batches as it removed for `bare` (None: none)."""
     return _holding(_traced, bare)
 
 
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding if that saves time and results at padding are not read.
+    """Return a batch without its padding, if this saves time and no results at padding are read.
 
-    The lengths of the rows are read from the device, which synchronizes once.
+    The function reads the lengths of the rows from the device, which synchronizes once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
         sides: sides on which padding may be removed, see `tried`.
         read: positions whose results are read, bool `[rows, length]`.
-        most: maximum tokens without padding; None for any number.
+        most: largest number of tokens in the batch without padding; None for any number.
 
     Returns:
-        None for a batch with almost no padding, with padding between tokens or on another side, with more than text, or
-            if results at padding are read. Also None for fake tensors outside of `traced_as`.
+        None if the batch has almost no padding, has padding between tokens or on another side, or has more than text, or
+            if results at padding are read. Outside of `traced_as`, the result is also None for fake tensors.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:
@@ -179,17 +180,17 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """Prepare a model for calls with `bare.inputs`: attention gets the sequences, hooks of embeddings the padded batch.
+    """Prepare a model for calls with `bare.inputs`: attention gets the sequences, and hooks of embeddings get the padded batch.
 
-    NEFTune draws its noise for padding, too, and divides the noise by the length of the rows. With the concatenated row
-    the noise would be smaller, and depend on the batch.
+    NEFTune draws its noise for padding, too, and divides the noise by the length of the rows. For the concatenated row,
+    the noise would be smaller, and would depend on the other rows of the batch.
     """
     with saying(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield
 
 
 def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
-    """Let hooks of a model's embeddings get the tokens of a batch as one row without padding.
+    """Let the hooks of a model's embeddings get a batch's tokens as one row without padding.
 
     `present` `[rows, length]` is nonzero for tokens, in any dtype. Hooks get a fake batch unchanged.
     """
@@ -201,7 +202,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Rearrange ids with the shape of `back` by the index `into` for the embedding, and the embeddings by `back`."""
+    """Rearrange ids of the shape of `back` by the index `into` before the embedding, and its results by `back` after it."""
     if not _is_hooked(model):
         yield
         return
@@ -223,14 +224,14 @@ def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterato
 
 
 def _is_hooked(model: Any) -> bool:
-    """Return whether embeddings have a hook of another library; the hooks of isotype and torch accept any shape."""
+    """Return whether embeddings have a hook that is not of isotype or torch, whose hooks accept any shape."""
     hooks = forward_hooks(model.get_input_embeddings()).values()
     homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return bool(homes - {"isotype", "torch"})
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens of each row, number of read positions, unsound, sides with padding in nonempty rows).
+    """Return (tokens of each row, number of read positions, whether the batch is unsound, sides with padding in nonempty rows).
 
     A batch is unsound if results at padding are read, or if there is padding between tokens.
     """
@@ -258,9 +259,9 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which a model's padding may be removed without changing results.
 
-    A few rows are run padded, and concatenated without padding. The difference of the results may be a small share of
-    the change that occurs if rows attend to earlier rows. The model runs a few times in evaluation, without gradients;
-    its modes and random states stay.
+    The trial runs a few rows with padding, and runs them again concatenated without padding. The results may differ by a
+    small share of the difference that arises if rows attend to earlier rows. The model runs a few times in evaluation,
+    without gradients; its modes and the random states are restored.
     """
     from transformers import PreTrainedModel
 
@@ -279,7 +280,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why documents that share a row, separated by positions, have other results than alone, as a clause; else ""."""
+    """Return why documents in one row that positions separate have other results than alone, as a clause; else ""."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)
@@ -289,8 +290,8 @@ def mixes_documents(model: Any) -> str:
 
 
 def _mixes(backbone: Any) -> bool:
-    """Return whether the results of the second documents of two rows depend on the first documents, or differ from those of
-    documents without neighbours."""
+    """Return whether a row's second document has results that depend on the first document, or that differ from its
+    results alone."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT

@@ -1,7 +1,7 @@
-"""Dense matrices of frozen base weights (dense, packed in 4 bits, or int8) and of adapters, for products.
+"""Provides the matrices for products: of frozen base weights, which may be packed in 4 bits or int8, and of adapters.
 
-A base weight that is quantized or has another dtype than the product is written into scratch memory for each product,
-or kept as a dense copy within the user's budget.
+If a base weight is quantized or has another dtype than the product, each product writes it as a dense matrix into scratch
+memory, or uses a dense copy that is kept within the user's budget.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Workspace:
     ) -> Iterator[torch.Tensor]:
         """Yield an uninitialized tensor of `shape`, valid inside the `with` block.
 
-        `keep` is True if the buffer stays in the pool for the next product, False for a forward without backward.
+        If `keep` is True, the buffer stays in the pool for the next product; it is False for a forward without a backward.
         """
         key = (device, _stream(device), dtype)
         size = prod(shape)
@@ -125,7 +125,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 @cache
 def _transposed(cls: Any) -> bool:
-    """Return whether a class stores the weight as `[in_features, out_features]`, as transformers' Conv1D does."""
+    """Return whether a class of layers stores the weight as `[in_features, out_features]`, as transformers' Conv1D does."""
     return any(base.__name__ == "Conv1D" for base in cls.__mro__)
 
 
@@ -173,7 +173,7 @@ class DenseWeights:
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
         """Return the weight `[out_features, in_features]` of `layer` in `dtype`, valid until the stack is closed.
 
-        `keep` is True if scratch memory stays for the next product, see `Workspace.borrow`.
+        If `keep` is True, scratch memory stays allocated for the next product, see `Workspace.borrow`.
         """
         ready = self._ready(layer, dtype)
         if ready is not None:
@@ -187,10 +187,10 @@ class DenseWeights:
         return out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state; on a GPU, while there is room, with float32 block constants.
+        """Return a 4-bit layer's quantization state; on a GPU its block constants are float32 as long as there is room.
 
-        Doubly quantized constants need two more kernels per product; float32 constants need a sixteenth of a byte per
-        weight.
+        With doubly quantized constants, a product launches two more kernels; float32 constants take a sixteenth of a byte
+        per weight.
         """
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
@@ -209,7 +209,7 @@ class DenseWeights:
         return single
 
     def in_4_bits(self, layer: Any, x: torch.Tensor) -> bool:
-        """Return whether bitsandbytes multiplies the few rows of `x` by the packed weight, which reads less memory."""
+        """Return whether bitsandbytes can multiply the few rows of `x` by the packed weight, which reads less memory."""
         device = x.device.type
         if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
             return False
@@ -330,7 +330,7 @@ def total_memory(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The adapters of one layer: every A `[rank, in]`, every B `[out, rank]`, and every scale."""
+    """The adapters of one layer: the A `[rank, in]`, the B `[out, rank]` and the scale of each adapter."""
 
     downs: Sequence[torch.Tensor]
     ups: Sequence[torch.Tensor]
@@ -344,7 +344,7 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
     """Return A and s B of layers with the same input in `dtype`; s B is multiplied in B's dtype and rounded once.
 
-    If `stacked` is False, None is returned for A.
+    If `stacked` is False, the result has None in place of A.
     """
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):

@@ -36,28 +36,28 @@ def add_lora(
 ) -> Any:
     """Add a LoRA adapter (DoRA: `use_dora=`, rsLoRA: `use_rslora=`) whose parameters have the policy's master dtype.
 
-    The base weights are frozen and keep their dtypes: nothing is upcast. If the model has adapters already, the new
-    adapter becomes the active and trained one, unlike in PEFT's `add_adapter`; `model.set_adapter` switches
-    back. `save_pretrained` saves the policy beside every adapter.
+    The base weights are frozen and keep their dtypes: nothing is upcast. If the model already has adapters, the new
+    adapter becomes active and is trained; PEFT's `add_adapter` does not activate it. `model.set_adapter` activates
+    another adapter. `save_pretrained` saves the policy beside every adapter.
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT supports.
         policy: from `isotype.resolve_precision`.
-        config: a `peft.LoraConfig` (or another PEFT config); by default one from `lora_kwargs`, on all
-            linear layers.
+        config: a `peft.LoraConfig` or another PEFT config; by default a `LoraConfig` of `lora_kwargs` for all linear
+            layers.
         adapter_name: name of the adapter in PEFT.
-        adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`,
-            `"audio"`, several of these (`"language,projector"`, or a list), or `"all"`; by default every part
-            with target layers.
+        adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`, several
+            of these (`"language,projector"`, or a list), or `"all"`. By default every part with target layers gets
+            adapters.
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
     Returns:
-        The PEFT model. Its attribute `adapter_notes` (a tuple of sentences) names weights that could not be
-            adapted as requested, for which `add_lora` also warns.
+        The PEFT model. Its attribute `adapter_notes` (a tuple of sentences) names the weights that could not be adapted
+            as requested; `add_lora` also warns about them.
 
     Raises:
         UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part.
-        PrecisionError: the policy trains every weight, or is for a model with another storage.
+        PrecisionError: the policy trains every weight, or its storage format is not the model's.
     """
     import peft
 
@@ -103,7 +103,7 @@ def _adapt(parts: str | Sequence[str] | Adapt | None) -> Adapt | None:
 
 
 def _take_dropout(config: Any) -> float:
-    """Set the dropout of a config with target parameters to 0, and return the dropout before, for `_set_dropout`.
+    """Set the dropout of a config with target parameters to 0, and return the previous dropout for `_set_dropout`.
 
     PEFT 0.21 rejects dropout for adapters on parameters (`ParamWrapper`), even when it loads a saved adapter for
     inference.
@@ -123,10 +123,10 @@ def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Write the absolute path of the base model, or the commit of its hub id, into an adapter's config.
+    """Write the base model's absolute path, or the commit of its hub repository, into an adapter's config.
 
-    PEFT copies the model's name into the config. A relative path would name another folder, or a hub id, if the adapter
-    is loaded in another working directory.
+    PEFT copies the model's name into the config. In another working directory, a relative path would name another folder,
+    or would be read as a hub id.
     """
     base = without_peft(model)
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
@@ -141,10 +141,10 @@ def remember_base(model: Any, config: Any) -> None:
 
 @torch.no_grad()
 def _magnitudes_again(model: Any, adapter_name: str) -> None:
-    """Compute the initial magnitudes of DoRA's linear layers again in float32.
+    """Recompute the initial magnitudes of DoRA's linear layers in float32.
 
-    PEFT 0.21 creates adapters in the base weight's dtype and rounds norms to this dtype
-    (`DoraLinearLayer.update_layer`): the norm of a float16 weight can be infinite.
+    PEFT 0.21 creates adapters in the base weight's dtype, and rounds the norms to this dtype
+    (`DoraLinearLayer.update_layer`). So the norm of a float16 weight can become infinite.
     """
     for place in places(model):
         layer: Any = place.module
@@ -175,7 +175,7 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:
-    """Return a phrase for each adapter of a PEFT model: kind, rank, alpha and targets; no phrase for another model."""
+    """Return a phrase for each adapter of a model: kind, rank, alpha and targets; the tuple is empty without PEFT."""
     configs = getattr(model, "peft_config", None) or {}
     words = []
     for config in configs.values():
@@ -194,10 +194,11 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 
 @contextmanager
 def _without_a_silent_hub(model: Any) -> Iterator[bool]:
-    """Let code save a PEFT model without waiting for an unreachable hub; yield True if PEFT misses a resized vocabulary.
+    """Let the block save a PEFT model without waiting for a silent hub; yield True if PEFT misses a new vocabulary size.
 
     On each save PEFT (0.21) reads the base model's config from the hub, to decide whether to save the embeddings. If it
-    gets no config, it assumes that the vocabulary is unchanged. So the size is read here from the hub's local cache.
+    gets no config, it assumes that the vocabulary is unchanged. So this function reads the vocabulary size from the hub's
+    local cache.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]

@@ -1,8 +1,8 @@
 """Boundaries: casts around float32 modules of a 16-bit model, and around quantized layers.
 
 A float32 module (a pinned norm, a trained embedding, a `modules_to_save` head, a layer with a trained bias) would pass
-float32 tensors to 16-bit modules, or raise for 16-bit inputs. A boundary casts inputs and outputs of such a module: the module's
-class is swapped for a subclass (see `isotype.compat.swapped`), and can be restored.
+float32 tensors to 16-bit modules, or raise for 16-bit inputs. A boundary casts the inputs and outputs of such a module:
+isotype swaps the module's class for a subclass (see `isotype.compat.swapped`), and can restore the class.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class BoundarySettings:
       float32, autocast is disabled inside, and float outputs are cast to `result`.
     - `"compute"`: for linear and other layers with float32 masters. The forward runs under autocast to `compute`,
       which casts weight, bias and input; float outputs are cast to `result`.
-    - `"bias"`: for 4-bit layers with a float32 bias. The bias is added outside of the 4-bit kernel, because bitsandbytes
-      would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: for 8-bit layers. The bias is added as in `"bias"`; the input is cast to `compute` and reshaped to a
-      matrix, as bitsandbytes' int8 kernels require.
-    - `"scale"`: for linear layers whose values exceed float16. The input is multiplied by 2^-exponent and the layer
-      computes in `compute`; the product is cast to `result` and multiplied by 2^exponent; then the bias is added.
+    - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias outside of the 4-bit kernel, because
+      bitsandbytes would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"int8"`: for 8-bit layers. The boundary adds the bias as `"bias"` does, casts the input to `compute`, and reshapes
+      it to a matrix, as bitsandbytes' int8 kernels require.
+    - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent, and the
+      layer computes in `compute`. The product is cast to `result` and multiplied by 2^exponent; then the bias is added.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`; the first float input and the outputs are cast to `result`.
-    - `"autocast"`: for the model and modules outside of its blocks. The forward runs under autocast to `compute`: with
-      a float32 residual stream every matmul needs autocast, also in evaluation and generation.
-    - `"inputs"`: for towers of pictures and sound, whose processors return float32 or another dtype. Float inputs are
-      cast to `result`.
+    - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast to
+      `compute`: if the residual stream is float32, every matmul needs autocast, also in evaluation and generation.
+    - `"inputs"`: for towers that encode pictures or sound: their processors return float32 or another dtype. Float inputs
+      are cast to `result`.
 
     Every kind also keeps the row scales of an 8-bit layer when its weight is copied (see `_init_8bit_state`).
 
@@ -94,7 +94,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a boundary for value ranges, 0 if it computes in float32, or None without such a boundary."""
+    """Return the exponent of a module's range boundary: 0 if it computes in float32; None if there is no such boundary."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent
@@ -106,7 +106,7 @@ def exponent_by_ranges(module: nn.Module) -> int | None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return a nested structure with its float tensors cast to `dtype`."""
+    """Return a copy of a nested structure, with all float tensors cast to `dtype`."""
 
     def cast_leaf(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -115,7 +115,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a copy of `module` with other `parameters` that shares everything else; other threads may call `module`."""
+    """Return a copy of `module` that has other `parameters` and shares the rest; other threads may still call `module`."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -153,7 +153,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer whose weight is an `Int8Params`: FSDP2 gathers the codes into a plain parameter."""
+    """Return an 8-bit layer whose weight is an `Int8Params` again, since FSDP2 gathers the codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

@@ -1,7 +1,7 @@
-"""Choice of each module's boundary under a policy.
+"""Chooses the boundary of each module under a policy.
 
-A module needs a boundary because of value ranges (a float32 residual stream, exceptions), because its own weights are
-float32, or because it returns float32.
+A module needs a boundary if value ranges require one (a float32 residual stream, an exception), if its own weights are
+float32, or if it returns float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANSWERS: dict[Hashable, bool] = {}
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """Return module name -> boundary, for boundaries that value ranges or float32 routers need under `policy`."""
+    """Return module name -> boundary, for modules that need one under `policy` because of value ranges or float32 routers."""
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
@@ -64,7 +64,7 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """Return module name -> boundary that casts inputs, of towers of pictures or sound and of speech encoders."""
+    """Return module name -> boundary that casts inputs, for vision and audio towers and for speech encoders."""
     names = {id(module): name for name, module in model.named_modules()}
     boundaries = {}
     for tower in entrances(without_peft(model)):
@@ -95,7 +95,7 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a place needs for a float32 residual stream, or None if it needs none of its own."""
+    """Return the kind of boundary that a module needs if the residual stream is float32; None if it needs no boundary."""
     if place.tuner:
         return None
     if root:
@@ -169,7 +169,8 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a norm without its boundary returns float32 for an input of the 16-bit `dtype`.
 
-    The norm runs on the meta device. Returns False if the norm has no weight `[n]`, or fails for a single input `[1, n]`.
+    The norm runs on the meta device. Returns False if the norm has no weight of shape `[n]`, or raises for an input of
+    shape `[1, n]`.
     """
     weights = {name: weight for name, weight in own_parameters(norm).items() if weight is not None}
     if all(weight.dim() != 1 for weight in weights.values()):

@@ -1,4 +1,4 @@
-"""Restoring a policy on a live model whose dtypes other code may have changed."""
+"""Restores a policy on a model in memory, whose dtypes other code may have changed."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
     - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. Under
       `keep_frozen` all frozen weights keep their dtypes.
-    - Quantization states and quantized layers get the compute dtype. Float32 buffers that were cast to 16 bits become
-      float32 again; their values stay rounded, except rotary frequencies, which are recomputed.
+    - Quantization states and quantized layers get the compute dtype. Float32 buffers that other code has cast to 16 bits
+      become float32 again. Their values stay rounded; only rotary frequencies are recomputed.
     - Modules with float32 weights, and norms that always return float32, get a boundary that casts to the
       compute dtype.
-    - Quantized experts compute in isotype's function; methods that Liger-Kernel has bound are removed.
+    - Quantized experts compute in isotype's function: methods that Liger-Kernel has bound to them are removed.
 
     Raises:
-        PrecisionError: the model has another storage than the policy, or a quantized layer has lost its
-            quantization state.
+        PrecisionError: the model's storage format is not the policy's, or a quantized layer has lost its quantization
+            state.
     """
     liger = "Liger's forward -> the module's own, which follows the policy"
     by_expert = "bitsandbytes' parametrization -> one that is read by expert"
@@ -126,7 +126,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype in which every unquantized float parameter is loaded under `policy`."""
+    """Return the dtype in which each unquantized float parameter is to be loaded under `policy`."""
     by_ranges = range_boundaries(model, all_places, policy)
     return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 
@@ -138,10 +138,10 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of every unquantized float parameter in `all_places` under `policy`.
+    """Return the dtype that each unquantized float parameter in `all_places` has to get under `policy`.
 
-    A parameter that modules share gets float32 if one of the modules needs it. `by_ranges` is the result of
-    `range_boundaries`, `frozen` says whether all parameters except adapters will be frozen.
+    A parameter that several modules share gets float32 if one of these modules needs float32. `by_ranges` is the result
+    of `range_boundaries`; `frozen` says whether all parameters except those of adapters will be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
@@ -216,7 +216,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Cast 16-bit buffers of a place back to float32: rotary frequencies are recomputed, pinned buffers stay rounded."""
+    """Cast a module's 16-bit buffers back to float32: rotary frequencies are recomputed, pinned buffers keep rounded values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
@@ -235,7 +235,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """Return a new module with exact rotary frequencies, built from the config of `module`; `name` is for the error."""
+    """Return a new module with exact rotary frequencies from the config of `module`; the error message contains `name`."""
     config = getattr(module, "config", None)
     if config is None:
         what = f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from"

@@ -19,7 +19,7 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return tensor name -> counts of NaN and infinity in words, for tensors that have some."""
+    """Return tensor name -> counts of NaN and infinity in words, for tensors that contain NaN or infinity."""
     return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }

@@ -1,4 +1,4 @@
-"""4-bit codes with constants that are fitted to a layer's inputs, in bitsandbytes' format.
+"""4-bit quantization in bitsandbytes' format, with block constants that are fitted to a layer's inputs.
 
 bitsandbytes takes a block's largest magnitude as its constant, but can dequantize with any constant. If a few input
 channels are much larger than the others, as in most language models, their weights dominate the output error:
@@ -30,7 +30,7 @@ _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round t
 def quantize_by(
     moments: torch.Tensor | None, weight: torch.Tensor, form: str, *, first: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Return codes and state by `quantize_fitted`, or by `quantize_4bit` if `moments` is None."""
+    """Quantize with `quantize_fitted`, or with `quantize_4bit` if `moments` is None; return the codes and their state."""
     if moments is None:
         return quantize_4bit(weight, form, **settings)
     return quantize_fitted(weight, form, moments, first=first, **settings)
@@ -55,8 +55,8 @@ def quantize_fitted(
         first: column of the first element of `weight`.
 
     Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, the codes are nearest under the constants before these are
-        quantized themselves.
+        Packed codes and the `QuantState`. As in bitsandbytes, each code is the nearest one for its block's constant
+        before double quantization rounds the constant.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -79,8 +79,8 @@ def nearest_values(
 ) -> torch.Tensor:
     """Return the values of a float32 weight after rounding to 4 bits, without computing codes.
 
-    If `moments` is None, constants are the blocks' largest magnitudes. A value within 1/32767 of the midpoint between
-    two 4-bit values may be rounded to another one of them than by bitsandbytes.
+    If `moments` is None, constants are the blocks' largest magnitudes. If a value is within 1/32767 of the midpoint
+    between two 4-bit values, this function may round it to one of them, and bitsandbytes to the other.
 
     Args:
         weight: `[rows, columns]`, or whole blocks of its rows.
@@ -101,7 +101,7 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield (first block, float32 values, moments of their channels) of pieces, as zero-padded `[blocks, blocksize]`."""
+    """Yield (first block, float32 values, moments of the channels) for each piece; both are zero-padded `[blocks, blocksize]`."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
     if moments is not None:  # repeated, because a piece can begin at any column
@@ -140,7 +140,7 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Return the blocks' values with 0 in place of NaN and infinity, which the block's constant shows."""
+    """Return the blocks' values with 0 in place of NaN and infinity; the block's constant is then not finite."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 
@@ -152,7 +152,7 @@ def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest 4-bit value and its code for 65535 cells of [-1, 1]: a search would be several times slower."""
+    """Return the nearest 4-bit value and its code for 65535 cells of [-1, 1], since a search is several times slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

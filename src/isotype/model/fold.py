@@ -1,4 +1,4 @@
-"""Folding of equal layers: of 80 equal layers two are traced, which represent all 80.
+"""Removes equal layers before a trace: two of 80 equal layers are traced, and represent all 80.
 
 Folding changes the model in place: use it only for models without weights and for copies.
 """
@@ -35,10 +35,10 @@ _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 @dataclass(frozen=True)
 class _Fold:
-    """The folding of one list: `kept` has the original numbers of its remaining layers.
+    """The folding of one list: `kept` has the original numbers of the layers that remain.
 
-    `stands_for` has the number of layers that each of them represents, `represents` the position in the folded list of the
-    layer that represents each original number.
+    `stands_for` has the number of layers that each remaining layer represents. `represents` maps each original number to
+    the position, in the folded list, of the layer that represents it.
     """
 
     kept: tuple[int, ...]
@@ -47,13 +47,13 @@ class _Fold:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Remove layers of `model` that are equal to other layers in place, and return the model.
+    """Remove, in place, layers of `model` that equal other layers, and return the model.
 
     Only lists of at least 4 layers are folded. Layers are equal if they have the same classes, the same parameters and
     buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for their
-    number. In each run of the same kinds of layers, the first and last layer of each kind stay. The first one
-    represents itself, so that work of only the first layer counts once; the last one represents all others
-    (attribute `_stands_for`). Both keep their names (`model.layers.0`, `model.layers.79`).
+    number. Where layers of the same kinds alternate, the first and the last layer of each kind stay. The first layer
+    represents only itself, so that work that only it does counts once; the last layer represents all others (attribute
+    `_stands_for`). Both keep their names (`model.layers.0`, `model.layers.79`).
 
     Layer numbers (`layer_idx`) are updated. In copies of the configs, the number of layers is updated and lists with one
     entry per layer are shortened.
@@ -117,7 +117,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return names and values of a module's plain attributes; for a float (a scale), only whether it is not zero."""
+    """Return names and values of a module's plain attributes; a float (a scale) counts only as zero or nonzero."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
@@ -139,8 +139,9 @@ def _is_number(value: object) -> bool:
 def _plan(signatures: Sequence[Any]) -> _Fold:
     """Return the layers that folding keeps.
 
-    The list is cut before the first and after the last layer of each kind. Inside of a piece the kinds repeat, so that
-    layers of one kind pass on the same dtypes and shapes. In each piece the first and last layer of each kind stay.
+    The list of layers is split before the first layer and after the last layer of each kind. Within a piece of the list
+    the kinds repeat, so layers of one kind return the same dtypes and shapes. In each piece, the first and the last layer
+    of each kind stay.
     """
     count = len(signatures)
     first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}

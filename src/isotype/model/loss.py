@@ -21,10 +21,11 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the field `loss` of a model's output, or a scalar of shape `[]` in it that is a loss, or None.
+    """Return the field `loss` of a model's output, or else a scalar (shape `[]`) of the output that is a loss, or else None.
 
-    A scalar is a loss if it depends on every parameter that any tensor of the output depends on: nanoGPT returns
-    `(logits, loss)`; CLIP's temperature is no loss. Several scalars of one mapping (a detector's losses) are summed.
+    A scalar is a loss if it depends on every parameter that any tensor of the output depends on: this finds the loss in
+    nanoGPT's output `(logits, loss)`, and rejects CLIP's temperature. If a mapping has several such scalars (a detector's
+    losses), they are summed.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

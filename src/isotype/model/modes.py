@@ -72,9 +72,10 @@ _PLACED = (PARAMETERS, CHILDREN)
 def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Set the model to evaluation mode without gradients inside the `with` block; then restore it and the random states.
 
-    The modules' training modes, attributes, dicts and lists are restored, and parameters and buffers: a forward may change
-    them. Routers keep the capacity of their first batch, caches keep the last keys, and PEFT's Arrow changes adapters in
-    its first forward. On the meta device, conditions (`if mask.all():`) are true, and numbers are 1.
+    The modules' training modes, attributes, dicts, lists, parameters and buffers are restored, because a forward may
+    change them. Routers keep the capacity of their first batch, caches keep the last keys, and PEFT's Arrow changes
+    adapters in its first forward. On the meta device, a condition on a tensor (`if mask.all():`) is true, and a number
+    read from a tensor is 1.
     """
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
@@ -92,7 +93,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that saves parameters and buffers before an operator writes into them, and returns numbers of meta tensors."""
+    """Mode that saves parameters and buffers before an operator overwrites them, and reads meta tensors as 1."""
 
     supports_higher_order_operators = True
 

@@ -20,7 +20,7 @@ _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
 
 
 class Parts:
-    """The parts of a transformers model without PEFT's wrapper; a model without towers is one part, language."""
+    """The parts of a transformers model without PEFT's wrapper; a model without towers has only the part `language`."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -39,7 +39,7 @@ class Parts:
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
-        """Yield names of the outermost modules with weights outside of the language model; no name without towers."""
+        """Yield the names of the outermost modules with weights outside of the language model; nothing without towers."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
             around = any(f"{inner}.".startswith(f"{name}.") for inner in self._language)
@@ -51,7 +51,7 @@ class Parts:
 
 
 def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts that a list or a text (`language,projector`, `all`) names; raises ValueError for an unknown word."""
+    """Return the parts named by a list or a text (`language,projector`, `all`); raises ValueError for an unknown word."""
     words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])
@@ -61,7 +61,7 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of blocks in a tower whose output the model does not read.
 
-    LLaVA's `vision_feature_layer` is an index, or several, into the tower's hidden states; 0 is the input of the blocks.
+    LLaVA's `vision_feature_layer` has one or several indices of the tower's hidden states; index 0 is the input of the blocks.
     """
     indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [indices] if isinstance(indices, int) else list(indices or ())
@@ -86,7 +86,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) for every tower of a transformers model; a text model or a single tower has none."""
+    """Yield (part, module) for every tower of a transformers model; nothing for a text model or a single tower."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

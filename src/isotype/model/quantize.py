@@ -1,11 +1,11 @@
 """nf4, fp4 and int8 quantization on a CPU: bitwise equal to that of bitsandbytes, and several times faster.
 
 On CPUs bitsandbytes (0.50.2, `backends/default/ops.py`) calls operators on the whole tensor, mostly a binary search for
-every element. This file reads codes from a table, for pieces of the tensor that fit the caches.
+every element. This file processes pieces of the tensor that fit into the caches, and looks up their codes in a table.
 
 An element is divided by its block's absmax, which gives a number in [-1, 1]; its code is the number of boundaries
 (midpoints between neighbouring values) below this number. The table has a code for each of 65536 equal cells of
-[-1, 1]. If a cell contains a boundary, the code is searched with bitsandbytes' arithmetic.
+[-1, 1]. If a cell contains a boundary, a search with bitsandbytes' arithmetic finds the code.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
-    code = round(127 x / absmax of the row), x in float16 (https://arxiv.org/abs/2208.07339, section 2). A row of zeros has
-    codes 0.
+    code = round(127 x / absmax of the row), where x is the weight in float16 (https://arxiv.org/abs/2208.07339,
+    section 2). A row of zeros has codes 0.
     """
     if not _on_cpu(weight):
         from bitsandbytes import functional
@@ -148,10 +148,10 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the codes of `blocks` [blocks, blocksize], one in a byte, and write the blocks' absmax.
+    """Return the codes of `blocks` [blocks, blocksize], one code per byte, and write the blocks' absmax.
 
-    Returns None if a value is not finite. `work` is float32 memory [3, at least the number of elements]: to allocate it for
-    each piece would take half as much time again.
+    Returns None if a value is not finite. `work` is float32 memory [3, at least the number of elements]; allocating it
+    for each piece would make the work 1.5 times as slow.
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)
@@ -174,7 +174,7 @@ def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _last_block(flat: torch.Tensor, form: _Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absmax and packed codes of an incomplete block; as in bitsandbytes, absmax is not zero."""
+    """Return absmax and packed codes of an incomplete block; its absmax is never zero, as in bitsandbytes."""
     most = flat.abs().max().clamp(min=_LEAST)
     scaled = torch.nn.functional.pad(flat / most, (0, flat.numel() % 2))
     single = _nearest(form, scaled.nan_to_num())

@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes: their quantization states, their dtypes under a policy, and layers of a model without weights."""
+"""Layers of bitsandbytes: their quantization states, their dtypes under a policy, and their creation without weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the distinct quantization states of a 4-bit layer: of its weight, and of the layer, which FSDP2 keeps."""
+    """Return the distinct quantization states of a 4-bit layer: the weight's, and the layer's own, which FSDP2 does not drop."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -68,8 +68,9 @@ def holds_turned(layer: Any) -> bool:
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Set the dtypes of a `Linear4bit`, its quantization state and its constants; return the changes in words.
 
-    The quantization state names the dtype of dequantized weights. It is saved with the checkpoint, whose dtype it keeps
-    when it is loaded (https://github.com/unslothai/unsloth/issues/4005). The absmax constants become float32.
+    The quantization state names the dtype of dequantized weights. A checkpoint saves this dtype, and loading restores it
+    even if the policy has another dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants become
+    float32.
 
     Raises PrecisionError if the state was lost or the packed codes were cast.
     """
@@ -174,7 +175,7 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 
 
 def repacking(layer: Any) -> str | None:
-    """Return why the first evaluation forward cannot repack a 4-bit layer on a CPU with AVX512-BF16.
+    """Return why the first forward in evaluation cannot repack a 4-bit layer on a CPU with AVX512-BF16.
 
     Returns "" if it can repack the layer, and None if it leaves the layout unchanged: because of `keep_training_layout`,
     because the layer is repacked already, or because this bitsandbytes does not repack.
@@ -207,9 +208,9 @@ _BITS = {"linear4bit": 4, "linear8bit": 8}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Give the layers that the policy names their formats, in place; return the names of weights that become int8.
+    """Give each layer that the policy names its format, in place; return the names of the weights that become int8.
 
-    The model has layers of bitsandbytes with weights on the meta device that are not yet quantized. Raises PrecisionError
+    The model has bitsandbytes layers, whose weights are on the meta device and not yet quantized. Raises PrecisionError
     if the model lacks a layer that the policy names.
     """
     modules = dict(model.named_modules())
@@ -233,7 +234,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers whose weights are in no file by dense layers, which are then initialized and trained."""
+    """Replace quantized layers whose weights the checkpoint lacks by dense layers, which are initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:

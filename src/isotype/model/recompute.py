@@ -12,7 +12,7 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
     """Return the arguments with which a trainer calls `gradient_checkpointing_enable`, or None if it does not call it.
 
-    `offload` is left out: a traced step has no other memory for activations.
+    `offload` is left out, because a traced step has no second memory to which activations could move.
     """
     if not arguments.gradient_checkpointing:
         return None
@@ -23,7 +23,7 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
-    """Return whether checkpointing with these arguments needs embeddings with gradients, as torch's reentrant kind does."""
+    """Return whether checkpointing with these arguments needs gradients of the embeddings, as reentrant checkpointing does."""
     return bool((arguments or {}).get("use_reentrant"))
 
 
@@ -45,7 +45,7 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of TrainingArguments that enable checkpointing with `arguments`, or disable it for None.
+    """Return the fields of TrainingArguments that enable checkpointing with `arguments`; if these are None, disable it.
 
     In transformers 5.23 `activation_checkpointing` is a newer name of `gradient_checkpointing`.
     """

@@ -1,10 +1,10 @@
-"""Sharding of a model under a policy by FSDP2, in which every tensor keeps its dtype.
+"""Shards a model under a policy with FSDP2, so that every tensor keeps its dtype.
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group together and reduces their gradients
 together, and requires one dtype for all trained parameters of a group. A model under a policy has several dtypes:
 float32 norms among bfloat16 weights, integer codes, float32 adapters. So FSDP2 casts nothing when it gathers
 (`param_dtype=None`: the model casts where it computes), and parameters that are trained in another dtype than the rest of
-their block become a group.
+their block become a group of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters: some groups keep them if no backward follows a forward."""
+    """Free gathered parameters, which some groups keep if no backward follows the forward."""
     for module in filter(is_gathered, model.modules()):
         module.reshard()  # type: ignore[operator]
 
@@ -77,9 +77,8 @@ def mesh_over_all(device: torch.device) -> Any:
 def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
     """Shard `model`, which is under `policy`, in place by FSDP2: each process keeps some rows of every parameter.
 
-    Each block is a group; frozen input embeddings that are not shared are a group; and the rest (final norm, head) is a
-    group that stays gathered from the forward to the end of the backward. Gradients are summed in the policy's reduce
-    dtype.
+    Each block is a group, and so are frozen input embeddings that are not shared. The rest (final norm, head) is a group
+    that stays gathered from the forward to the end of the backward. Gradients are summed in the policy's reduce dtype.
 
     Args:
         model: any module; its parameters may be on the meta device.
@@ -124,9 +123,9 @@ class Group:
 def groups_of(
     model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
 ) -> tuple[Group, ...]:
-    """Return the groups that `shard_model` creates, in order: inner groups first, the rest of the model last.
+    """Return the groups that `shard_model` creates: inner groups come first, the rest of the model last.
 
-    `more_blocks` are further modules that become groups, such as those of folded lists. Raises PrecisionError if one
+    `more_blocks` are further modules that become groups, such as the layers of folded lists. Raises PrecisionError if one
     module has trained parameters of different dtypes.
     """
     all_blocks = {id(block): block for block in (*blocks_in(model), *more_blocks)}
@@ -150,7 +149,7 @@ def groups_of(
 
 @contextmanager
 def integers_named() -> Iterator[None]:
-    """Raise PrecisionError in place of torch's error if this torch cannot shard integers.
+    """Raise PrecisionError instead of torch's error if this torch release cannot shard integers.
 
     Older releases (2.10 among them) first create every sharded parameter with `requires_grad`, which integers cannot
     have.
@@ -167,10 +166,10 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make quantized codes plain parameters, with their constants on the layer: FSDP2 drops a parameter's attributes.
+    """Make quantized codes plain parameters and store the constants on the layer, because FSDP2 drops a parameter's attributes.
 
-    In a 4-bit layer bitsandbytes reads the constants of the layer (`fix_4bit_weight_quant_state_from_module`), in an
-    8-bit layer the boundary does.
+    In a 4-bit layer, bitsandbytes reads these constants (`fix_4bit_weight_quant_state_from_module`); in an 8-bit layer,
+    the boundary reads them.
     """
     for place in places(model):
         layer: Any = place.module
@@ -184,7 +183,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules whose trained parameters have another dtype than most, without those in modules of `outside`."""
+    """Return the modules whose trained parameters have another dtype than most, except modules inside of those in `outside`."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {

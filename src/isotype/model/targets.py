@@ -1,8 +1,9 @@
 """The layers that `all-linear` adapts, and sentences about weights without adapters.
 
-`all-linear` leaves out routers, and layers whose weight the model reads itself (`F.linear(x, self.out_proj.weight)`,
-Mamba's fused scans), because that bypasses an adapter. PEFT 0.21 has two names of such layers in five architectures
-(`_check_lora_target_modules_mamba`), for which it raises. Targets that the user names are kept.
+`all-linear` leaves out routers, and layers whose weight the model uses without calling the layer
+(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans): they bypass an adapter. PEFT 0.21 knows two names of such
+layers in five architectures, and raises for them (`_check_lora_target_modules_mamba`). If the user names targets, all of
+them stay.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Set `model.drawn_parameters` to names of parameters in no file of the checkpoint, which an adapter has to save."""
+    """Set `model.drawn_parameters` to the names of parameters that no checkpoint file has, so that an adapter saves them."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add modules with weights that are in no file to an adapter's `modules_to_save`; return a sentence about them.
+    """Add modules whose weights no checkpoint file has to an adapter's `modules_to_save`; return a sentence about them.
 
     Raises UsageError if such a module also has weights from files, or if this kind of adapter saves no modules.
     """
@@ -98,7 +99,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the outermost module around a parameter whose parameters are all in `drawn`, or "" if there is none."""
+    """Return the name of the outermost module that has this parameter, and whose parameters are all in `drawn`; else ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -120,7 +121,7 @@ class Targets:
     Attributes:
         wide: whether the config targets `all-linear`.
         unable: settings of the config for which PEFT cannot adapt the stacked experts that it targets.
-        reads: name of a layer without an adapter -> the class that reads the layer's weight itself.
+        reads: name of a layer without an adapter -> the class that uses the layer's weight without calling the layer.
         excluded: name of a layer in a part without adapters -> the reason.
     """
 
@@ -132,7 +133,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model that get adapters (names of `isotype.model.parts`), and a clause why the others get none."""
+    """The parts of a model that get adapters (names of `isotype.model.parts`), and why the other parts get none, as a clause."""
 
     parts: tuple[str, ...] = PARTS
     why: str = "adapt= leaves their part out"
@@ -190,7 +191,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 
 def _excluded_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
-    """Return layer name -> reason, for layers outside of the adapted parts and for layers whose output is not read."""
+    """Return layer name -> reason, for layers outside of the adapted parts, and for layers whose output the model ignores."""
     parts, unread = Parts(base), dict(unread_layers(base))
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
@@ -254,7 +255,7 @@ _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences about weights with and without adapters; none if all weights that the config names have one."""
+    """Return sentences about weights with and without adapters; no sentence if each weight that the config names has one."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -305,7 +306,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
-    """Return weights in words: `4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
+    """Return a description of weights: `4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
@@ -352,7 +353,7 @@ def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Return whether a layer is a router: by names of the layer and its parents, or if it has one output per expert."""
+    """Return whether a layer is a router: it or a parent is named as one, or it has one output per expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
@@ -378,7 +379,7 @@ _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Return the name of every linear layer whose weight a parent's method reads -> the parent's class."""
+    """Return layer name -> class of the parent module, for linear layers whose weight a method of the parent reads."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)

@@ -1,4 +1,4 @@
-"""The walk over a model's modules with the kind of every module, and copies of modules."""
+"""Iterates over a model's modules with the kind of each module, and copies modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place:
         module: the module.
         kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (also convolutions), `"embedding"`, `"norm"` or
             `"other"`.
-        tuner: whether the module belongs to a tuner layer of PEFT, which casts its inputs itself.
+        tuner: whether the module belongs to one of PEFT's tuner layers, which cast their own inputs.
         adapter: whether the module is part of an adapter: in a tuner layer, or a copy that PEFT trains and saves.
     """
 
@@ -49,7 +49,7 @@ _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Con
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the kind of a module, one of those of `Place.kind`."""
+    """Return the kind of a module, one of the kinds that `Place.kind` lists."""
     cls: Any = type(module)
     return _kind_of(cls)
 
@@ -83,7 +83,7 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 def is_router(module: nn.Module) -> bool:
     """Return whether a module is one of transformers' routers, which multiply hidden states with a weight of their own.
 
-    Such a router returns logits, and scores and indices of the chosen experts.
+    Such a router returns the logits, and the scores and indices of the chosen experts.
     """
     weight = own_parameters(module).get("weight")
     named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
@@ -117,12 +117,12 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """Return the blocks of all lists of at least `fewest` blocks, also those of lists inside of blocks."""
+    """Return the blocks of all lists of at least `fewest` blocks, including lists inside of blocks."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Return whether a layer has an attention, a mixer or an MLP, and so returns hidden states of its input's shape."""
+    """Return whether a layer has attention, a mixer or an MLP: then it returns hidden states of its input's shape."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
@@ -160,9 +160,9 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the unregistered float tensors of `module`, which `.to()` does not move.
 
-    A tensor in a dict or list has the name of the attribute and its key (`meta.scale`, where quantizers keep scales and
-    zero points); so have the weights of modules in a list (`blocks.0.weight`). If an attribute refers to the parent of
-    `module`, the parent's weights are among the tensors.
+    The name of a tensor in a dict or list consists of the attribute and the key (`meta.scale`, where quantizers keep
+    scales and zero points). Weights of modules in a list are named in the same way (`blocks.0.weight`). If an attribute
+    refers to the parent of `module`, the parent's weights are yielded, too.
     """
     yield from _unregistered(module, "", {id(module)})
 
@@ -218,7 +218,7 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Add an empty module of the same class to `memo` for every module of `model` that has no copy in `memo`."""
+    """Add an empty module of the same class to `memo`, for each module of `model` without a copy in `memo`."""
     for module in model.modules():
         # A scripted module is a C++ object, which the copy shares.
         scripted = isinstance(module, torch.jit.ScriptModule)
@@ -226,10 +226,10 @@ def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
-    """Copy the attributes of modules into the modules' copies in `memo`, except of modules whose `id` is in `leave`.
+    """Copy the attributes of modules into their copies in `memo`; modules whose `id` is in `leave` are skipped.
 
-    `memo` has the copies of modules, tensors and containers by `id`, as for `copy.deepcopy`. Attributes that cannot be
-    copied (a lock, a file, a process group) are shared.
+    `memo` maps the `id` of a module, tensor or container to its copy, like the memo of `copy.deepcopy`. Attributes that
+    cannot be copied (a lock, a file, a process group) are shared.
     """
     for module in list(model.modules()):
         copy = memo[id(module)]

@@ -1,4 +1,4 @@
-"""Application of a fix's actions to a model or to its copy on fake tensors, and their undoing."""
+"""Applies the actions of a fix to a model, or to its copy on fake tensors, and undoes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply the actions that change the model, and return functions that undo them, in the same order.
+    """Apply the actions that change the model, and return functions that undo them, in the order of the actions.
 
     Raises UsageError if the target of an action does not exist in the model; actions before it are undone.
     """
@@ -97,7 +97,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return (container, key) of the item `step` of a container, or of a module's dictionaries."""
+    """Return (container, key) of the item `step`, in a container or in a module's dictionaries."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -112,7 +112,7 @@ def _cast_parameter(target: Any, value: str) -> list[Undo]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Cast a parameter by replacing its data: optimizers and other modules refer to the parameter."""
+    """Cast a parameter by replacing only its data, because optimizers and other modules refer to the parameter object."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -154,7 +154,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
 
 
 class _Cast:
-    """Base of hooks that cast float tensors. They are classes, so that the model can be pickled and copied."""
+    """Base of hooks that cast float tensors. The hooks are classes, so that the model can be pickled and copied."""
 
     def __init__(self, value: str) -> None:
         self.dtype = parse_dtype(value)
@@ -208,7 +208,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Set the boundaries that `enforce_model` would set for a float32 residual stream and for exceptions."""
+    """Set the boundaries that `enforce_model` would set if the residual stream is float32, and for exceptions."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -233,7 +233,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions; an exception of a layer that folding removed goes to the layer that represents it."""
+    """Return the exceptions; if folding removed a layer, its exception applies to the layer that represents it."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

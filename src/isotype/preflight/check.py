@@ -29,7 +29,7 @@ from isotype.report.check.report import Report
 
 
 class Options(TypedDict, total=False):
-    """Keyword-only arguments of `check`; all but the last two are fields of `StepRequest`."""
+    """Keyword-only arguments of `check`; all except the last two are fields of `StepRequest`."""
 
     learning_rate: float | None
     fsdp: int
@@ -62,19 +62,19 @@ def check(
 ) -> Report:
     """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
-    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only for a
-    float16 step, one block after another, to measure the values of the step.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. Only for a float16 step does
+    `check` read weights, one block after another, to measure the values of the step.
 
     Args:
-        model: any `nn.Module`, real or on the meta device; or a transformers/TRL trainer (with its first
-            batch and arguments) or a `StepRequest`: then the other arguments are optional and replace those
-            of the trainer or request.
+        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. A
+            trainer provides its first batch and its arguments. For a trainer or a request, the other arguments are
+            optional, and replace those that it provides.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
         policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
         device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
             of this machine.
-        autocast: dtype of autocast around forward and loss; False disables autocast. By default the policy's
-            autocast, or none without a policy.
+        autocast: dtype of autocast around forward and loss; False disables autocast. By default the policy's autocast is
+            used; without a policy there is no autocast.
         scaler: whether a GradScaler is used; by default only with float16 autocast.
         optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters
             -> optimizer; by default AdamW.
@@ -82,10 +82,10 @@ def check(
             forward without labels and gradients.
         **options: by keyword:
 
-            - `learning_rate`: the learning rate of the optimizer, for rules on lost updates.
+            - `learning_rate`: the learning rate of the optimizer, for the rules about lost updates.
             - `fsdp`: 0, or the version of FSDP that shards the training.
-            - `devices`: number of devices that train together (default 1); the report has the memory of one of them.
-              Without `fsdp` each device holds all weights (DDP), with `fsdp` a share of them.
+            - `devices`: number of devices that train together (default 1); the report shows the memory of one device.
+              Without `fsdp` each device holds all weights (DDP); with `fsdp` each device holds a share of them.
             - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
             - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True), as isotype
               does and accelerate does not.
@@ -93,25 +93,30 @@ def check(
               the step uses gradient checkpointing if the model has enabled it.
             - `generate`: the function of the model that the phase `"generate"` runs.
             - `autocast_eval`: whether autocast is also active in the phase `"generate"`.
-            - `fold`: whether layers that differ only in their values are traced once; a finding in one holds for all.
-            - `evaluation`: inputs of a batch that is evaluated between steps, as `inputs`; its memory is a phase of its own.
+            - `fold`: whether layers that differ only in their values are traced once; a finding about one of them then
+              applies to all.
+            - `evaluation`: inputs of a batch that is evaluated between steps, in the form of `inputs`; the report shows
+              its memory as a separate phase.
             - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
-            - `room`: the part of the device's memory for the step (`isotype.precision.devices.room.Room`);
-              by default a share of it.
-            - `ranges`: the result of `isotype.measure_ranges`, for rules on float16 overflow. By default the values of a float16
-              step are measured on these inputs, if the model has its weights and the measurement takes little time.
-            - `wiring`: whether a small copy of the model is run to measure which inputs reach which predictions (default
-              True): packed rows, padding, later tokens, labels, pictures, adapters. The inputs need token ids with values,
-              and labels.
+            - `room`: how much of the device's memory the step may use (`isotype.precision.devices.room.Room`); by default
+              a share of the memory.
+            - `ranges`: the result of `isotype.measure_ranges`, for the rules about float16 overflow. By default `check`
+              measures the values of a float16 step on these inputs, if the model has its weights and the measurement
+              takes little time.
+            - `wiring`: whether `check` runs a small copy of the model to measure which inputs influence which predictions
+              (default True). These inputs are packed rows, padding, later tokens, labels, pictures and adapters. This
+              measurement needs token ids with values, and labels.
             - `verify`: whether every fix is tried by a second trace (default True).
-            - `seconds`: time limit of the trace without trials of fixes; the part of the step before the limit is judged.
+            - `seconds`: time limit of the trace, without the trials of fixes. If the trace reaches the limit, the report
+              covers the part of the step before it.
 
     Returns:
         The report: findings with their causes, fixes that a second trace has verified, memory and FLOPs of the
-        step. If a part of the step cannot be traced, that is a finding (IST199) besides the findings of the other parts.
+        step. If a part of the step cannot be traced, the report has the finding IST199, besides the findings of the other
+        parts.
 
     Raises:
-        UsageError: lists all incompatible arguments; or `model` is no model, trainer or request.
+        UsageError: arguments are incompatible (the error lists all of them), or `model` is no model, trainer or request.
         PrecisionError: an unknown device or dtype.
         TypeError: an option that does not exist.
     """
@@ -137,7 +142,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a request with changes; a new autocast also resets the scaler, a new optimizer the learning rate."""
+    """Return a request with changes; a new autocast also resets the scaler, and a new optimizer resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
@@ -146,7 +151,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs; a request with a loss function keeps this function for a new batch."""
+    """Return a request with other inputs; if the request has a loss function, it keeps this function for the new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -172,7 +177,7 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 def function_arguments(text: str) -> dict[str, Any]:
     """Call the function `package.module:function` and return its result as arguments of `isotype.check`.
 
-    Raises UsageError if there is no such module or function, or if the function raises or returns something else.
+    Raises UsageError if there is no such module or function, or if the function raises an error or returns no such arguments.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)
@@ -218,14 +223,14 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return the error for the user's code that raised `error`, with its message and line."""
+    """Return the error to raise for user code that raised `error`; it has the message and the line of `error`."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     fix = "correct it; --debug shows the whole traceback"
     return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line of the traceback outside of installed packages and isotype, for a message; "" if none."""
+    """Return the innermost line of the traceback that is outside of installed packages and isotype, for a message; else ""."""
     if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]

@@ -1,4 +1,4 @@
-"""Requests to check a step of a transformers or TRL trainer, from its model, first batch, loss and arguments."""
+"""Builds the request to check a step of a transformers or TRL trainer, from its model, first batch, loss and arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     RLOO), the request is for forward and backward over prompt and completion, without generation and rewards.
 
     Args:
-        trainer: of transformers or TRL.
+        trainer: a trainer of transformers or TRL.
         inputs: a batch in place of the trainer's first batch, or a callable model -> loss in place of the trainer's
             loss.
 
@@ -64,7 +64,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with the number of labels that the trainer passes to its model, as of two such micro-batches."""
+    """Return the batch, with the number of labels that the trainer would pass to its model for two such micro-batches."""
     labels = batch.get("labels")
     if not getattr(trainer, "model_accepts_loss_kwargs", False) or not isinstance(labels, torch.Tensor):
         return batch
@@ -89,7 +89,7 @@ def request_of_first_step(
 
     Args:
         model: the trainer's model.
-        call: positional and keyword arguments of the model's forward.
+        call: positional and keyword arguments with which the model was called.
         arguments: the trainer's TrainingArguments.
         optimizer: the optimizer as accelerate wraps it, with its GradScaler.
     """
@@ -117,8 +117,8 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     """Return the fields of a request that describe FSDP, DeepSpeed and DDP.
 
-    They are read from a model that is sharded already; otherwise they are those of accelerate, which will shard the model.
-    accelerate 1.15 does not shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    If the model is sharded already, the fields describe its sharding; otherwise they describe how accelerate will shard
+    it. accelerate 1.15 does not shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
     """
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
@@ -146,7 +146,7 @@ def _zero3(arguments: Any) -> str:
 
 
 def _finds_unused(arguments: Any) -> bool:
-    """Return whether DDP looks for parameters without a gradient, as transformers' Trainer decides it.
+    """Return whether DDP will look for parameters without a gradient, by the same rules as transformers' Trainer.
 
     See `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py.
     """
@@ -187,7 +187,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Return the loss over a batch of token ids as long as the longest completion: the data set has only prompts."""
+    """Return the loss over a batch of token ids as long as the longest completion, for a data set with only prompts."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128
@@ -202,7 +202,7 @@ def _over_completions(trainer: Any) -> LossOf:
 
 
 def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return a batch of two prompts with completions and padding, whose completions are trained."""
+    """Return a batch of two prompts with completions and padding; only the completions have labels."""
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     ids = (torch.arange(2 * 16) + vocabulary // 2).remainder(vocabulary).view(2, 16)
     mask, learned = torch.ones_like(ids), torch.zeros_like(ids)
@@ -213,7 +213,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """Return a copy of the trainer with `twin` as its model, whose metrics and state are copies, too."""
+    """Return a copy of the trainer that has the model `twin`, and copies of the trainer's metrics and state."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):

@@ -1,4 +1,4 @@
-"""`isotype.repair`: applies fixes to the real model that a second trace has verified."""
+"""`isotype.repair`: applies the fixes that a second trace has verified to the real model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from isotype.report.check.report import Report
 
 @dataclass(frozen=True)
 class Repairs:
-    """The fixes of a model by `repair`, over which this object iterates, and the findings that remain.
+    """The result of `repair`: the fixes, over which this object iterates, and the findings that remain.
 
     Attributes:
         fixes: the fixes that together resolve the findings, in order; a fix is applied if it changes only the model.
-        settings: name of an argument of the step that the caller also has to change (`autocast`, `scaler`, …) -> its
-            new value.
-        lines: `file:line` of code that the caller also has to change -> dtype.
+        settings: name of an argument of the step that the caller has to change, too (`autocast`, `scaler`, …) -> its new
+            value.
+        lines: `file:line` of code that the caller has to change, too -> dtype to use there.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.
-        pending: findings that will be gone when the caller has changed `settings` and `lines`.
+        pending: findings that disappear only when the caller has changed `settings` and `lines`.
     """
 
     fixes: tuple[Fix, ...]
@@ -74,15 +74,15 @@ class Repairs:
 
 
 def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
-    """Apply verified fixes to `model` in place, cheapest first, until the report's findings are gone.
+    """Apply verified fixes to `model` in place, the cheapest first, until the report's findings are resolved.
 
-    A fix is chosen for one finding after another, errors first. After each choice the step is traced with all chosen
-    fixes, so that no finding is fixed twice, and that fixes which only work alone are not combined.
+    `repair` chooses a fix for one finding after another, and for errors first. After each choice it traces the step with
+    all chosen fixes. So it fixes no finding twice, and combines no fixes that only work alone.
 
     Args:
         model: the model that was checked.
         report: from `isotype.check(model, …)`.
-        unsafe: whether fixes that change stored digits or the meaning of the step are applied, too.
+        unsafe: whether `repair` also applies fixes that change stored digits or the meaning of the step.
 
     Raises:
         UsageError: the report has no step to trace again, or is about another model. The model stays unchanged.
@@ -115,7 +115,7 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 
 
 def faults(findings: Iterable[Finding]) -> set[tuple[str, str]]:
-    """Return (code, cause) of findings, by which a finding is recognized in another trace of the same model."""
+    """Return the pair (code, cause) of each finding; the pair identifies the finding in another trace of the same model."""
     return {(finding.code, finding.cause) for finding in findings}
 
 
@@ -124,13 +124,13 @@ def plan(
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
     """Return the fixes that together resolve the most findings of `report`, and (finding, reason) for the others.
 
-    After a fix all findings are read again, since one cause can hide another. A fix is looked for once for each finding:
-    then the finding is resolved or left.
+    After each fix, all findings are determined anew, since one cause can hide another. For each finding, a fix is
+    searched only once: after that, the finding is resolved, or it remains.
 
     Args:
-        report: of a step that can be traced again.
+        report: a report on a step that can be traced again.
         unsafe: whether fixes that change stored digits or the meaning of the step may be chosen.
-        command: whether the arguments of a training command are repaired instead of a model.
+        command: whether the fixes are for the arguments of a training command instead of a model.
     """
     assert report.again is not None
     chosen: list[Fix] = []
@@ -156,7 +156,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes, which lead to the findings `after`, without those that a later fix makes superfluous."""
+    """Return the chosen fixes without those that a later fix makes superfluous; `after` are the findings after all fixes."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)
@@ -215,9 +215,9 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether the finding is gone and the number of errors has not grown: one error may reveal another.
+    """Return whether the finding is gone without an increase in errors; another error may appear in its place.
 
-    Returns False if only `after` is of a step that was not traced to its end, which hides findings.
+    Returns False if the trace for `after` ended early and the trace for `before` did not, because an early end hides findings.
     """
     if (finding.code, finding.cause) in faults(after):
         return False

@@ -1,4 +1,4 @@
-"""The check of a requested step: its trace, its findings, and trials of their fixes."""
+"""Checks a requested step: traces the step, finds the problems, and tries their fixes."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ def run(
 ) -> Report:
     """Trace the requested step on fake tensors and return a report with findings and tried fixes.
 
-    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only if
-    `measured` has to measure a float16 step. If a part of the step cannot be traced, that is a finding (IST199), and the
-    part before it is judged.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only if the
+    function `measured` has to measure a float16 step. If a part of the step cannot be traced, the report has the finding
+    IST199 and the findings of the part before.
 
     Args:
         request: the step.
         verify: whether every fix is tried by a second trace.
-        seconds: time limit of the trace without trials of fixes; the part of the step before the limit is judged.
+        seconds: time limit of the trace, without the trials of fixes; the findings are about the part of the step before
+            the limit.
         measure: whether the values of a float16 step may be measured.
         traced: the result of `trace_of` for this request, or None if the step is not traced yet.
 
@@ -111,8 +112,8 @@ def trace_of(request: StepRequest) -> Trace:
 class _Step:
     """A step that can be traced again with a fix.
 
-    `known` has the findings of the step with given actions. `tried` has the same for the actions of tried fixes, or None if
-    these cannot be applied or cause another error.
+    `known` maps actions to the findings of the step with these actions. `tried` does so for the actions of tried fixes;
+    the value is None if the actions cannot be applied, or cause another error.
     """
 
     code: StepCode
@@ -150,7 +151,7 @@ class _Step:
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings with only those fixes that work, and advice; downstream errors become notes."""
+        """Return the findings, with advice and only those fixes that work; errors that another error causes become its notes."""
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
         return _roots(fixed, self.tried, _order(trace))
@@ -176,8 +177,8 @@ class _Step:
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`, or None if these cannot be applied or do not resolve `finding`.
 
-        The trace stops after a forward with a new error, for which the actions fix no finding, or with the error of
-        `finding`, for which they do not fix `finding`.
+        The trace stops after the forward if it shows a new error or still shows the error of `finding`: in both cases the
+        actions are no fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -221,11 +222,10 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings, in which downstream errors are notes of the error that causes them.
+    """Return the findings; errors that another error causes become notes of that error.
 
-    An error is downstream of another error if it comes later in the step, a fix of the other error resolves both, and no
-    fix of its own resolves the other. Only changes of the model count: a change of an argument or a line may fix several
-    causes at once.
+    Error B counts as caused by error A if B comes later in the step, a fix of A resolves both, and no fix of B resolves
+    A. Only fixes that change the model count, because a change of an argument or a line may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -249,7 +249,7 @@ def _roots(
 
 
 def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
-    """Return place -> order, for the places in the step at which operators get dtypes that they do not accept."""
+    """Return place -> position in the step's order, for the places at which operators get dtypes that they do not accept."""
     return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
 
 
@@ -306,7 +306,7 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
 
 
 def setting_value(value: str) -> Any:
-    """Return the value of a `setting` action from its text: `True`, `False`, `None`, a number, a dtype's name, a word."""
+    """Return the value of a `setting` action from its text: `True`, `False`, `None`, a number, a dtype's name or a word."""
     words = {"True": True, "False": False, "None": None}
     if value in words:
         return words[value]
@@ -322,10 +322,11 @@ COPIED = 64 << 20
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
-    """Return which inputs of the step reach which predictions.
+    """Return which inputs of the step influence which predictions.
 
-    Returns None if the request excludes it, or if the inputs lack token ids or labels. `most_bytes` limits the size of a
-    copy of the model's layers; a larger model is replaced by a smaller one of its class, if one can be built.
+    Returns None if the request disables this measurement, or if the inputs lack token ids or labels. `most_bytes` limits
+    the size of a copy of the model's layers; a larger model is replaced by a smaller one of its class, if one can be
+    built.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
@@ -355,7 +356,7 @@ _AGAIN = 4 / 3
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return (measured ranges or None, notes): what the measurement leaves out, or why there is none."""
+    """Return the measured ranges or None, and notes: they say what the measurement leaves out, or why there is none."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()

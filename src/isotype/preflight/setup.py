@@ -1,4 +1,4 @@
-"""Settings of a requested step with every default decided, and the errors of its arguments."""
+"""The settings of a requested step, in which every default is decided, and the errors of invalid arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.trace.weights import unread_weights
 
 
 def setup_of(request: StepRequest) -> Setup:
-    """Return the settings of the step with every default decided.
+    """Return the settings of the step, in which every default is decided.
 
     Raises:
         UsageError: lists all invalid arguments.
@@ -137,5 +137,5 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the weights of most modules that compute; in a tie, the dtype of most elements."""
+    """Return the weight dtype of most modules that compute; if two dtypes are equally frequent, that of more elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

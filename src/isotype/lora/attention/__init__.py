@@ -1,1 +1,1 @@
-"""Attention for training on a CPU: kernels that work in the caches, and a measured choice among them."""
+"""Attention for training on a CPU: kernels whose data fit into the caches, and a choice between them by measured times."""

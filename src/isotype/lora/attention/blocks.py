@@ -1,6 +1,6 @@
-"""Attention by torch's kernel in blocks of queries, each with only the keys to which the block attends.
+"""Calls torch's attention kernel for blocks of queries, each with only those keys to which the block attends.
 
-Blocks speed up packed rows and windows if there is no compiler: torch's kernel reads every key of a row, masked keys too.
+If there is no compiler, blocks make packed rows and windows faster: torch's kernel reads every key of a row, even masked keys.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def recomputed(
 ) -> torch.Tensor:
     """Return `compute(q, k, v)`; only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` is called before `compute`, and before the backward, with the tensors that are read and written. The result
-    of `beside` stays alive until they are computed, so that a trace counts the copies that a kernel works on.
+    `beside` is called before `compute` and before the backward, with the tensors that `compute` or the backward reads and
+    writes. The result of `beside` stays alive during the computation, so that a trace counts a kernel's temporary copies.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
 
 
 def float32_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return empty float32 tensors with the shapes of `tensors`, as large as the copies that a kernel works on."""
+    """Return uninitialized float32 tensors with the shapes of `tensors`, as large as a kernel's temporary copies."""
     return [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in tensors]
 
 
@@ -60,8 +60,8 @@ class _Recomputed(torch.autograd.Function):
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, where the plan has the keys and the mask of each query.
 
-    The sums are computed in float32, or in float64 for float64 inputs: in 16 bits torch's kernel rounds every term of the
-    gradients' sums. `spec_of` gives the shapes of q, k and v.
+    The sums are computed in float32, or in float64 for float64 inputs: for 16-bit inputs, torch's kernel would round
+    every term of the gradients' sums. `spec_of` gives the shapes of q, k and v.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype, a transposed view of contiguous

@@ -55,7 +55,7 @@ def _own(kernel: OwnKernel) -> Kernel:
 
 
 def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return a causal mask, which stands for masks of all kinds."""
+    """Return a causal mask, with which every kind of masked attention is measured."""
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
@@ -74,7 +74,7 @@ def offered(dtype: torch.dtype) -> tuple[Name, ...]:
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of attention's products: `x`'s dtype, but float32 for float16 and for an emulated bfloat16.
 
-    The gradients of scores, multiplied by a loss scale, exceed the range of float16.
+    With float16, the gradients of the scores, which contain the loss scale, would exceed the dtype's range.
     """
     return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
 
@@ -84,11 +84,11 @@ class Shape:
     """A class of calls that share one measurement.
 
     Attributes:
-        batch, key_heads: measured rows of the batch and key heads, at most those of the call.
+        batch, key_heads: numbers of batch rows and of key heads in the measurement, at most those of the call.
         group: query heads per key head.
         head, value_head: dimensions of a head of q and k, and of v.
         length: the larger number of queries and keys, rounded up to a power of two.
-        kind: causal, full or masked attention; the latter is measured with a causal mask.
+        kind: causal, full or masked attention; masked attention is measured with a causal mask.
         trained: whether gradients are computed.
     """
 
@@ -117,7 +117,7 @@ class Choice:
     Attributes:
         own: name of isotype's fastest kernel.
         milliseconds: name of a kernel -> median time of one call.
-        faster: torch's time over the time of `own`, at the lower quartile of the repetitions.
+        faster: torch's time divided by the time of `own`: the lower quartile over the repetitions.
     """
 
     kernel: Name
@@ -147,7 +147,7 @@ _CHOICES = measured.Kept(Choice)
 def choose(shape: Shape) -> tuple[Choice, str | None]:
     """Return (choice for a class of shapes, why the choice could not be stored or None).
 
-    A new class is measured, which takes some tenths of a second, once per machine.
+    A new class is measured once per machine, which takes some tenths of a second.
     """
     threads = torch.get_num_threads()
     return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
@@ -158,7 +158,7 @@ def measure(shape: Shape, threads: int) -> Choice:
 
 
 def decided(times: dict[Name, list[float]]) -> Choice:
-    """Return the choice by the kernels' milliseconds in each turn."""
+    """Return the choice that follows from the kernels' milliseconds in each repetition."""
     medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
     fastest = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
     ratios = sorted(by_torch / by_own for by_torch, by_own in zip(times["sdpa"], times[fastest], strict=True))
@@ -167,7 +167,7 @@ def decided(times: dict[Name, list[float]]) -> Choice:
 
 
 def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
-    """Return name -> call of each kernel, with the backward if gradients are computed."""
+    """Return kernel name -> function that calls the kernel, and its backward if gradients are computed."""
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 

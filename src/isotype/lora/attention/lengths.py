@@ -1,8 +1,9 @@
-"""Attention on NVIDIA GPUs: FlashAttention's kernel for concatenated rows of any lengths, and repeated heads.
+"""Attention on NVIDIA GPUs: FlashAttention's kernel for concatenated rows of any length, and attention with repeated heads.
 
 `torch.nn.attention.varlen.varlen_attn` (torch 2.11 with a scale and windows) takes 16-bit queries, keys and
 values `[tokens, heads, head]` on NVIDIA GPUs of compute capability 8.0 and later. It supports grouped heads, causal
-attention, windows and a backward, but no dropout, soft cap or bias, and a single head size.
+attention, windows and a backward. It supports no dropout, soft cap or bias, and queries, keys and values must have the
+same head size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "he
 
 
 def takes_lengths() -> bool:
-    """Return whether `varlen_attn` of this torch has a scale and windows; an import would import torch's compiler, too."""
+    """Return whether torch's `varlen_attn` has a scale and windows; this imports nothing, not to load torch's compiler."""
     return torch.__version__ >= _SINCE
 
 
@@ -42,7 +43,7 @@ def varlen_attention() -> Any:
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Return why attention by lengths is impossible with a device, compute dtype and model config, as a clause; else None."""
+    """Return why a device, compute dtype and model config rule out attention by lengths, as a clause; None if they do not."""
     if profile.kind != "cuda":
         return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
@@ -56,9 +57,9 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """Return the current sequences as a model's mask, or transformers' mask for `sdpa` if there are none.
+    """Return the current sequences in place of a model's mask, or transformers' mask for `sdpa` if there are no sequences.
 
-    Raises NotImplementedError if a function of the model makes the mask, which sequences cannot represent.
+    Raises NotImplementedError if the model has its own mask function, because sequences cannot represent such a mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -74,7 +75,7 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Return why a call cannot use lengths and needs the sequences' mask, as a clause; else None.
+    """Return why a call needs a mask instead of lengths, as a clause; None if it can use lengths.
 
     Args:
         inputs: query, key and value `[batch, heads, tokens, head]`.
@@ -101,7 +102,7 @@ def why_not_call(
 def by_lengths(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, *, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """Return attention's result `[1, tokens, query heads, head]` for a call for which `why_not_call` returns None."""
+    """Return the result of attention, `[1, tokens, query heads, head]`, for a call that `why_not_call` accepts (None)."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}

@@ -1,4 +1,4 @@
-"""Plans of attention: for each block of queries the keys to which it attends. A kernel computes only these scores."""
+"""Plans of attention: a plan has the keys to which each block of queries attends. A kernel computes only these scores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows `batch` of the batch, which have the same blocks. The result is zero for queries in no block."""
+    """Some rows of the batch, `batch`, that have the same blocks. The result is zero for queries in no block."""
 
     batch: Span
     blocks: tuple[Block, ...]
@@ -50,8 +50,9 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        closed_finitely: whether finite numbers mask some query from every key. torch's kernels then let the query attend
-            to all keys about equally, because rounding removes the scores from the sums; no block represents that.
+        closed_finitely: whether the mask hides every key from some query by finite numbers. torch's kernels then let this
+            query attend to all keys about equally, because the scores vanish when they are added to the large mask
+            values. Blocks cannot represent such a query.
     """
 
     batch: int
@@ -62,7 +63,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """For each block (number of queries over all rows of the batch, number of keys)."""
+        """For each block: its number of queries, summed over all rows of the batch, and its number of keys."""
         return [
             ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts
@@ -105,8 +106,7 @@ def spec_of(
         k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
         plan: the keys of each query.
-        scale: factor of q kᵀ; None: 1 / √head.
-        work: dtype of products of 16-bit inputs; None: the inputs' dtype.
+        scale: factor of q kᵀ; None: 1 / √head. work: dtype of products of 16-bit inputs; None: the inputs' dtype.
 
     Raises:
         ValueError: shapes or dtypes do not match one another or the plan.
@@ -128,8 +128,8 @@ def spec_of(
 def block_rows(group: int) -> int:
     """Return the number of queries per block for `group` query heads per key head.
 
-    On a core with AVX512 and 1 MiB of L2 cache, products of about 200 rows reached the machine's rate. With more rows,
-    causal attention reads more masked keys.
+    On a core with AVX512 and 1 MiB of L2 cache, products reached the machine's full rate from about 200 rows on. With
+    more rows per block, causal attention reads more masked keys.
     """
     return max(32, min(128, 192 // group))
 
@@ -140,7 +140,7 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
     Args:
         size: (batch, queries, keys).
         rows: queries per block, see `block_rows`.
-        causal: whether a query attends to no later key; the last query has the position of the last key.
+        causal: whether queries attend to no later keys; the last query and the last key have the same position.
     """
     batch, queries, keys = size
     return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
@@ -148,7 +148,7 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
 
 @lru_cache(maxsize=32)
 def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
-    """Return `plan_of` these sizes, cached for all layers and steps."""
+    """Return the result of `plan_of` for these sizes, cached for all layers and steps."""
     with torch.inference_mode(False):  # a training step may read the plan's tiles next
         return plan_of((batch, queries, keys), rows, causal=causal)
 
@@ -181,7 +181,7 @@ class _Cached:
     """A cached plan with the identity of the mask.
 
     Attributes:
-        view: the part of the storage that the mask shows, the rows of the batch, and the queries per block.
+        view: the part of the storage that the mask covers, the number of batch rows, and the queries per block.
         version: the mask's version, see `version_of`.
         values: a copy of the mask if it has no version counter.
     """
@@ -203,12 +203,13 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
     """Return the plan of a mask, cached for all layers that share it.
 
-    Padding, packed sequences and windows are detected in the mask. A block reads all keys from the first to the last one
-    to which any of its queries attends, and blocks begin where sequences begin.
+    The function detects padding, packed sequences and windows in the mask. A block reads all keys between the first and
+    the last key to which one of its queries attends. A new block begins where a sequence begins.
 
     Args:
-        mask: `[1 or batch, 1 or heads, queries, keys]`; bool (True: attends), or added to the scores.
-            Values at or below half of the lowest number of the mask's dtype count as masked, see `Plan.closed_finitely`.
+        mask: `[1 or batch, 1 or heads, queries, keys]`; either bool (True: the query attends to the key), or numbers that
+            are added to the scores. Values at or below half of the lowest number of the mask's dtype count as masked, see
+            `Plan.closed_finitely`.
         batch: rows of the batch.
         rows: queries per block, see `block_rows`.
     """
@@ -225,7 +226,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask with a single row if the rows of the batch are expanded from one."""
+    """Return a mask with a single row if all rows of the batch are an expanded view of this row."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
@@ -240,7 +241,7 @@ def _tile_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(mask: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces of a mask `[…, queries, keys]`, so that the results of comparisons are smaller than the mask."""
+    """Yield pieces of a mask `[…, queries, keys]`, so that a comparison never creates a tensor as large as the mask."""
     rows = max(1, _AT_ONCE // max(1, mask[..., :1, :].numel()))
     return (mask[..., first : first + rows, :] for first in range(0, mask.shape[-2], rows))
 
@@ -266,7 +267,7 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
-    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`; `biased` is True if it has values besides 0 and -inf."""
+    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`; `biased`: the mask has values besides 0 and -inf."""
     if not mask.numel():
         return
     firsts, ends, live = list[int](), list[int](), list[bool]()
@@ -292,7 +293,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries that attend to keys; a block begins where the first key jumps (a new sequence).
+    """Yield blocks of at most `rows` queries that attend to keys; where the first key jumps (a new sequence), a block begins.
 
     Short sequences share a block, because another block would cost more than it saves.
     """
@@ -308,7 +309,7 @@ def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Itera
 
 
 def attention_to_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return zeros with zero gradients, as torch's kernel does if no query attends to a key.
+    """Return zeros whose gradients are zero, as torch's kernel does if no query attends to any key.
 
     The result is `[batch, query heads, queries, value head]`, a transposed view of contiguous
     `[batch, queries, query heads, value head]`.

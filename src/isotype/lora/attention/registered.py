@@ -1,4 +1,4 @@
-"""Attention of transformers' models by the fastest kernel on this machine, through transformers' registries."""
+"""Registers attention functions in transformers, which compute a model's attention by the fastest kernel on this machine."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class AttentionReport:
     Attributes:
         taken: whether the model's attention is one of isotype's functions.
         reason: why the model keeps another attention, as a clause; None if `taken`.
-        repeated: title of the device on which keys and values are repeated for torch's kernel; None if they are not.
+        repeated: title of the device, if keys and values are repeated for torch's kernel on it; None if they are not repeated.
         slow: why attention materializes all scores on this device, as a clause; None if it does not.
         choices: class of shapes -> chosen kernel and measured times.
-        left: reason why a call used torch's kernel -> number of such calls.
+        left: reason why calls used torch's kernel -> number of these calls.
         unkept: why choices could not be stored; None if they were stored.
         sides: sides of a row on which padding may be removed from a batch, see `isotype.lora.unpadded`.
-        padded: why padding is computed on this GPU, as a clause; None if it may be removed.
-        name: registered name of the model's attention; "" for an attention of transformers.
+        padded: why padding has to stay in a batch on this GPU, as a clause; None if padding may be removed.
+        name: registered name of the model's attention; "" if transformers provides the attention.
     """
 
     taken: bool
@@ -133,19 +133,20 @@ def use_fast_attention(
 ) -> AttentionReport:
     """Let a model on a CPU compute attention by the fastest kernel of this machine, if transformers uses `sdpa`.
 
-    On other devices `sdpa` stays, which is FlashAttention or cuDNN there. If FlashAttention supports the compute dtype,
-    a variable-length kernel computes concatenated rows without padding. On an NVIDIA GPU without a fused kernel for
-    grouped heads, keys and values are repeated for torch's kernel. Attention that the user has chosen (`eager`,
-    `flex_attention`), and features that torch's kernel lacks (soft caps, attention sinks), stay. The results for every
-    token, and for padding, equal those of torch's kernel up to rounding.
+    On other devices `sdpa` stays, because there it calls FlashAttention or cuDNN. If FlashAttention supports the compute
+    dtype, its variable-length kernel is used for concatenated rows without padding. On an NVIDIA GPU without a fused
+    kernel for grouped heads, keys and values are repeated for torch's kernel. Attention that the user has chosen
+    (`eager`, `flex_attention`), and features that torch's kernel lacks (soft caps, attention sinks), stay. Up to
+    rounding, the results equal those of torch's kernel, for tokens and for padding.
 
     Args:
         model: a transformers model, or a model that contains one (a PEFT model); changed in place.
-        device: device kind of a model without weights.
+        device: kind of the device (`"cpu"`, `"cuda"`) if the model has no weights.
         profile: profile of the model's (simulated) device; None if unknown.
 
     Returns:
-        The decision and the reason; later calls add measurements, and the reasons of calls that used torch's kernel.
+        The decision and its reason. Later calls of the model's attention add measurements, and the reasons for calls of
+        torch's kernel.
     """
     from transformers import PreTrainedModel
 
@@ -178,7 +179,7 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
 
 
 def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
-    """Repeat keys and values if that enables a fused kernel in `dtype`; otherwise the report says why attention is slow."""
+    """Let keys and values be repeated if that enables a fused kernel in `dtype`; otherwise report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
@@ -192,7 +193,7 @@ def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch
 def _with_lengths(
     model: nn.Module, owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
-    """Use attention by lengths if a trial of the model gives the same results; otherwise report `reason`."""
+    """Use attention by lengths if it gives the same results in a trial of the model; otherwise report `reason`."""
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
@@ -231,7 +232,7 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which isotype's attention needs no padding; none for a model with other attention."""
+    """Return the sides of a row on which isotype's attention needs no padding; an empty set for another attention."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 
@@ -260,7 +261,7 @@ def _why_not_registered(owners: list[Any]) -> str | None:
 
 
 def _implementations(config: Any) -> Any:
-    """Return the attention implementations of a config and its sub-configs, as `set_attn_implementation` takes them."""
+    """Return the attention implementations of a config and its sub-configs, in a form for `set_attn_implementation`."""
     parts = ((key, getattr(config, key, None)) for key in config.sub_configs)
     inner = {key: _implementations(part) for key, part in parts if part is not None}
     return {"": attention_of(config), **inner} if inner else attention_of(config)
@@ -299,9 +300,9 @@ def attention_forward(
         module: the attention layer.
         query: `[batch, query heads, queries, head]`.
         key, value: `[batch, key heads, keys, head]`.
-        attention_mask: four dimensions, bool or added to the scores; None for causal or full attention.
+        attention_mask: has four dimensions, and is bool or is added to the scores; None for causal or full attention.
         scaling: factor of the scores; None: 1 / √head.
-        is_causal: whether attention without a mask is causal; None: the attribute of the module.
+        is_causal: whether attention without a mask is causal; None: as the module's attribute `is_causal` says.
 
     Returns:
         (`[batch, queries, query heads, head]`, None)
@@ -362,9 +363,9 @@ def lengths_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention by lengths if the mask has the sequences of a row, else by transformers' `sdpa`.
 
-    A call that the kernel does not support uses a mask made from the sequences, with the same result. Arguments and
-    results are those of `attention_forward`. Raises NotImplementedError if the window of the layer differs from the
-    window of the mask, as in layers with chunked attention.
+    If the kernel does not support a call, `sdpa` gets a mask made from the sequences, which gives the same result.
+    Arguments and results are those of `attention_forward`. Raises NotImplementedError if the window of the layer differs
+    from the window of the mask, as in layers with chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -387,7 +388,7 @@ def lengths_attention_forward(
 
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the inputs in autocast's dtype, to which torch's kernel casts them, too."""
+    """Return the inputs in autocast's dtype: torch's kernel would cast them to this dtype, too."""
     low = autocast_dtype(inputs[0].device.type)
     return inputs if low is None else tuple(x.to(low) for x in inputs)
 

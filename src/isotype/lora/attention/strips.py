@@ -1,6 +1,6 @@
-"""Attention by compiled loops (strips.cpp) in strips of query rows, whose scores stay in the caches of a core.
+"""Computes attention by compiled loops (strips.cpp), in strips of query rows whose scores fit into the caches of a core.
 
-Products of 16-bit matrices are summed in float32; torch has no CPU operator for such products.
+The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
-    Scores, softmax, the gradients of both and all sums are float32. Computed operands (probabilities, gradients of
-    scores) are rounded to `spec.work`, as in torch's kernel, or stay float32 if there are no loops for that dtype. Up to
-    32 keys and values beside those of a block are multiplied by zero. If such a key or value is not finite, the result
-    is NaN, as with masked keys in torch's kernel.
+    Scores, softmax, the gradients of both and all sums are float32. Operands that are computed (probabilities, gradients
+    of scores) are rounded to `spec.work`, as in torch's kernel. They stay float32 if there are no loops for `spec.work`.
+    The loops also multiply up to 32 keys and values next to those of a block by zero. If such a key or value is not
+    finite, the result is NaN, as with masked keys in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.
@@ -55,8 +55,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
     """Return the arguments (tiles, blocks, scale, whole) of the operators.
 
-    A block has nine numbers; the last number is the index of the tile, or -1 without a tile. If `whole` is False, some
-    query is in no block, and the result must be filled with zeros first.
+    Each block is nine numbers; the last of them is the index of the block's tile, or -1 if it has no tile. If `whole` is
+    False, some query is in no block, and the result must be filled with zeros first.
     """
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []

@@ -1,6 +1,6 @@
-"""Gated products, RMSNorms and rotations on a GPU: the Triton kernels as torch operators.
+"""Makes the Triton kernels of gated products, RMSNorms and rotations available as torch operators.
 
-Dispatch modes see operators, and operators work with fake tensors. The kernels need contiguous tensors, except for
+Dispatch modes can observe operators, and operators accept fake tensors. The kernels need contiguous tensors, except for
 `rotate`. `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
 
@@ -75,7 +75,7 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps of a program with `block` elements, for 16 elements per thread, which fit into registers."""
+    """Return the number of warps of a program with `block` elements: a thread has 16 elements, which fit into registers."""
     return min(16, max(1, block // 512))  # at most 1024 threads, with AMD's warps of 64 threads, too
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels of RMSNorm, gated products and rotary positions, in float32 and rounded once.
+"""Triton kernels of RMSNorm, gated products and rotary positions; they compute in float32 and round the result once.
 
 `isotype.lora.norms`, `isotype.lora.gates` and `isotype.lora.rotary` compute the same with torch's operators. Offsets are
-int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` has the numbers of the activations.
+int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` defines the number of each activation.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def gated_backward(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute the gradients of gate and up; the product overwrites the product's gradient."""
+    """Compute the gradients of gate and up, and overwrite the product's gradient with the product."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     gate = tl.load(gate_at + place, mask=inside, other=0.0).to(tl.float32)
@@ -127,7 +127,7 @@ def rotary(
     pairs_block: tl.constexpr,
     back: tl.constexpr,
 ):
-    """Compute (a, b) -> (a cos - b sin, b cos + a sin), with `back` the gradient of (a, b); one token per program."""
+    """Compute (a, b) -> (a cos - b sin, b cos + a sin), or with `back` the gradient of (a, b); one token per program."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // tokens, token % tokens
     pair = tl.arange(0, pairs_block)

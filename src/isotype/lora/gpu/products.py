@@ -1,4 +1,4 @@
-"""RMSNorm, and products of 16-bit matrices with float32 results, by torch's operators on a GPU.
+"""Uses torch's GPU operators for RMSNorm, and for products of 16-bit matrices with float32 results.
 
 The products are `aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda`
 in aten/src/ATen/native/cuda/Blas.cpp). cuBLAS has products of bfloat16 from compute capability 8.0 on.
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Products:
-    """Products by `addmm`, or by `mm` if `scales` is False: in some torch releases `addmm` does not take a float32 sum."""
+    """Products by `addmm`, or by `mm` if `scales` is False: some torch releases have no `addmm` for a float32 sum."""
 
     scales: bool
 
@@ -43,7 +43,7 @@ def rms_norm(
     """Return what `isotype.lora.gpu.elementwise.rms_norm` returns, for a weight in x's dtype and no offset.
 
     The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
-    later). For a weight in another dtype torch warns and uses single operators.
+    later). For a weight in another dtype, torch warns and runs several operators.
     """
     y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
     return y, inverse

@@ -28,7 +28,7 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call the loop `name` for a dtype: an int is passed as int64, a float as float, a tensor by its address."""
+        """Call the loop `name` for a dtype: it gets an int as int64, a Python float as a C float, and a tensor's address."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
             types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
@@ -39,7 +39,7 @@ class Loops:
 
 @cache
 def loops_of(source: Path, *headers: Path) -> Loops:
-    """Return the compiled loops of a source; compiling takes some seconds, once per machine."""
+    """Return the compiled loops of a C++ source; compiling takes some seconds, and happens once per machine."""
     try:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:

@@ -1,6 +1,6 @@
-"""Sums of matrix products on a CPU by compiled loops (products.cpp), summed in float32 and rounded once.
+"""Computes sums of matrix products on a CPU by compiled loops (products.cpp), which sum in float32 and round once.
 
-A LoRA layer computes such sums: the output X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that layers share. With
+A LoRA layer computes such sums: its output X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that several layers share. With
 torch's operators, each product reads and writes the whole sum.
 """
 
@@ -47,9 +47,9 @@ class Sum(NamedTuple):
 
     Attributes:
         out: `[rows, columns]`, in the dtype of the matrices or float32.
-        terms: left `[rows, depth]` and right `[depth, columns]` of each product, at least one, and the smallest terms
-            first (see `write_sums`). Without a bias an iterator may create terms on demand: torch's operators read them
-            in order.
+        terms: the matrices left `[rows, depth]` and right `[depth, columns]` of each product; at least one product, the
+            smallest products first (see `write_sums`). If there is no bias, an iterator may create the terms on demand,
+            because torch's operators read the terms in order.
         bias: `[columns]`, or None.
         factor: factor of all products.
     """
@@ -76,10 +76,10 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     """Compute sums of products of matrices of one dtype on one device, without derivatives.
 
     Args:
-        sums: independent sums: no sum reads the result of another. An iterator may create them on demand, because
+        sums: independent sums: no sum reads the result of another sum. An iterator may create them on demand, because
             torch's operators compute them in order.
-        compiled: whether the compiled loops are used (see `is_used`), if they support all sums. Otherwise torch's
-            operators round the sum after each product, except for float32 results on a GPU with such products
+        compiled: whether the compiled loops compute the sums if they support all of them (see `is_used`). Otherwise
+            torch's operators round the sum after each product, except for float32 results on a GPU with such products
             (`isotype.lora.kernels`). An operator adds a product to the sum before rounding, so small terms come first,
             and a bias, which may be large, is added last.
 
@@ -169,7 +169,7 @@ _memory_of = attrgetter("is_cpu", "layout", "dtype")
 
 @cache
 def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dtype]]:
-    """Return the values of `_memory_of` for tensors in plain CPU memory with one of these dtypes."""
+    """Return the values of `_memory_of` for the tensors, which must be in plain CPU memory and have one of these dtypes."""
     return frozenset((True, torch.strided, dtype) for dtype in dtypes)
 
 
@@ -181,7 +181,7 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 class Timing:
     """Milliseconds of two LoRA layers' products with torch's operators and with the compiled loops.
 
-    `ratio` is the median over the turns of torch's time divided by the loops' time.
+    In each turn torch's time is divided by the loops' time; `ratio` is the median of these quotients.
     """
 
     torch: float
@@ -225,7 +225,7 @@ def measure(dtype: torch.dtype, threads: int) -> Timing:
 
 
 def _layers_of(dtype: torch.dtype) -> list[list[Sum]]:
-    """Return the products of two LoRA layers with the same input: X Aᵀ, the outputs, and all gradients."""
+    """Return the products that two LoRA layers with the same input compute: X Aᵀ, the outputs, and all gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Log-probabilities of a language model without its logits: head and softmax run in chunks, also in TRL's forward."""
+"""Log-probabilities of a language model without the full logits: head and softmax run in chunks, also in TRL's forward."""

@@ -1,7 +1,7 @@
-"""Choice between the language-model heads of isotype and TRL on a GPU by measured times, and the weights of a model's head.
+"""Chooses isotype's or TRL's language-model head on a GPU by measured times, and reads the weights of a model's head.
 
-TRL's Triton kernel reduces a tile of logits in one pass, but projects three times; `isotype.lora.loss.log_probs`
-projects twice. The card, the vocabulary and the width decide which head is faster.
+TRL's Triton kernel reduces a tile of logits in one pass, but projects the hidden states three times;
+`isotype.lora.loss.log_probs` projects them twice. The card, the vocabulary and the width decide which head is faster.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class HeadShape:
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
-        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048; above 2048 the times of both
-            heads grow linearly.
-        stored, compute: dtypes of the weight and of the products.
+        tokens: number of tokens with labels, rounded up to a power of two, at least 256 and at most 2048: above 2048, the
+            times of both heads grow linearly.
+        stored, compute: dtype of the weight, and dtype of the products.
         outputs: names of results besides the log-probabilities.
-        gradients: names of results that are differentiated.
+        gradients: names of the results through which gradients flow.
         trained: whether the weight gets a gradient.
         capped: whether the logits have a soft cap.
     """
@@ -112,7 +112,7 @@ class HeadChoice:
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Return a timer that measures with events of a GPU's stream, so host time counts only if the device waits."""
+    """Return a timer that measures with events of a GPU's stream: host time counts only if the GPU waits for the host."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -143,7 +143,8 @@ def choose(
         card: name of the card in the cache; None: the driver's name.
 
     Returns:
-        TRL's head if nothing can be measured (a sharded weight, not enough memory for both), with the reason.
+        If nothing can be measured (the weight is sharded, or the memory is too small for both heads), the choice is TRL's
+        head, with the reason.
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
@@ -226,7 +227,7 @@ def _theirs(
 def head_of(model: Any, temperature: float = 1.0) -> Head:
     """Return the head of a causal language model; it may be tied, trained (`modules_to_save`) or quantized.
 
-    Each call dequantizes a quantized weight, and gathers a sharded weight.
+    Each call of this function dequantizes a quantized weight, and gathers a sharded weight.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.
@@ -248,7 +249,7 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
 
 
 def _scale(config: Any) -> float:
-    """Return the factor of the model's logits; the config's name of the factor depends on the family."""
+    """Return the factor of the model's logits; its name in the config depends on the model family."""
     # Names of Cohere and MPT (may be None), of Muse Glimmer, and of Falcon-H1.
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale = getattr(config, name, None)

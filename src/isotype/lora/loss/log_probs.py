@@ -9,11 +9,11 @@ softcap):
 The log-probability of a token depends only on the token's hidden state, so the forward computes the gradient from the
 logits, and the backward only multiplies each row by the incoming gradient of the loss. The hidden states are projected
 once, and only the logits of one chunk exist at a time. A chunk covers the whole vocabulary: each product is summed in
-float32 and rounded once. If more is differentiated (entropy, a trained head), the backward recomputes the logits, chunk
-by chunk.
+float32 and rounded once. If the entropy is differentiated or the head is trained, the backward recomputes the logits,
+chunk by chunk.
 
-The target's logit is also computed in float32, because the rounding error of that logit is an error of the
-log-probability: 0.06 for a logit of 20 in bfloat16.
+The target's logit is also computed in float32, because its rounding error would be an error of the log-probability: 0.06
+for a logit of 20 in bfloat16.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PerToken:
         entropy: entropy of p.
         logsumexp: logsumexp of the logits.
         mean_logits: mean of the logits over the vocabulary.
-        log_sum_sq_probs: log of the sum of p², without gradient.
-        is_top1: bool, whether the target is the first of the largest logits.
+        log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
+        is_top1: bool: whether the target has the largest logit, and is the first such token if several have it.
     """
 
     log_probs: torch.Tensor
@@ -71,13 +71,14 @@ def log_probs(
         hidden: hidden states `[N, H]` in any float dtype.
         targets: int64 `[N]`, each in `[0, V)`.
         outputs: names from `OUTPUTS`.
-        gradients: names of results with a backward. Others than the log-probabilities need the logits again in the
-            backward.
+        gradients: names of results with a backward. For all of them except the log-probabilities, the backward recomputes
+            the logits.
         working: dtype of the products; None: autocast's dtype if it is on, else the weight's.
-        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, on a GPU 1 GiB or a 64th of the memory.
+        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, and on a GPU the smaller of 1 GiB and a 64th of
+            its memory.
 
     Raises:
-        RuntimeError: in the backward, for a nonzero gradient of a result that is not in `gradients`.
+        RuntimeError: raised in the backward if a result that is not in `gradients` gets a nonzero gradient.
     """
     call = Call(
         head.scale,
@@ -94,7 +95,7 @@ def log_probs(
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
-    """Return all results from complete logits `[N, V]`, for a model whose logits are more than a projection."""
+    """Return all results for complete logits `[N, V]`: for models that do more than a projection to get logits."""
     z = logits.float() / temperature
     logsumexp, target = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
     logp = z - logsumexp[:, None]
@@ -169,7 +170,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return (name -> result, None or, with `ahead`, (rows of gradients in the working dtype, float32 factors of the rows))."""
+    """Return (name -> result, None); with `ahead`, (gradient rows, their float32 factors) in place of None."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}
@@ -196,7 +197,7 @@ def _backward(
     saved: Sequence[Any],
     gradients: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias from the gradients of the results, with the logits recomputed."""
+    """Recompute the logits, and return the gradients of hidden states, weight and bias from the gradients of the results."""
     hidden, weight, bias, targets = saved[:4]
     results = dict(zip(_SAVED, saved[4:], strict=False))
     tokens = hidden.shape[0]

@@ -1,4 +1,4 @@
-"""Logits of a chunk of tokens: products with a language-model head, and their scratch memory."""
+"""Computes the logits of a chunk of tokens with a language-model head, in reused scratch memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Call:
     Attributes:
         scale, softcap, temperature: as in `Head`.
         working: dtype of the products.
-        scratch: bytes for the logits of one chunk; None: by the device, see `buffers_for`.
+        scratch: bytes for the logits of one chunk; None: the device decides, see `buffers_for`.
         outputs: names of the requested results besides the log-probabilities.
         gradients: names of the results with a backward.
         differentiated: whether gradients are enabled.
@@ -73,7 +73,7 @@ class Call:
 
     @property
     def slope(self) -> float:
-        """dz/dy, without the soft cap."""
+        """The derivative dz/dy without the soft cap's factor."""
         return self.scale / self.temperature
 
 
@@ -96,7 +96,8 @@ class Buffers:
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
     """Return the scratch memory for `tokens` tokens, with the buffers `other` and, if there is a soft cap, `slope`.
 
-    By default a chunk has at most 384 rows and 64 MiB on a CPU, 2048 rows and 1 GiB or a 64th of the memory on a GPU.
+    By default a chunk has at most 384 rows and 64 MiB on a CPU. On a GPU it has at most 2048 rows, and the smaller of 1
+    GiB and a 64th of the GPU's memory.
     """
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
@@ -132,7 +133,7 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 
 def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows of a block within the chunk, rows of the block among all tokens)."""
+    """Yield for each block its rows within the chunk, and its rows among all tokens."""
     for rows in _slices(chunk.stop - chunk.start, buffers.values.shape[0]):
         yield rows, slice(chunk.start + rows.start, chunk.start + rows.stop)
         if isinstance(buffers.values, FakeTensor):
@@ -140,7 +141,7 @@ def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, these rows of the weight in `dtype`): all rows without a cast, or parts that are cast one by one."""
+    """Yield (rows, these rows of the weight in `dtype`): all rows if no cast is needed, else parts that are cast one by one."""
     if weight.dtype == dtype:
         yield slice(0, weight.shape[0]), weight
         return
@@ -160,7 +161,7 @@ def project(
     targets: torch.Tensor,
     logits: torch.Tensor,
 ) -> torch.Tensor:
-    """Write W x + b into `logits`; return the logits of the targets, computed in float32."""
+    """Write W x + b into `logits`; return the targets' logits, which are computed in float32."""
     compiled = is_used(call.working, x)
     for part, matrix in _parts(weight, call.working):
         bias_part = None if bias is None else bias[part].to(call.working)
@@ -185,7 +186,7 @@ def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Ten
 
 
 def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
-    """Transform the float32 y to z in place (scale, soft cap, temperature); write the soft cap's derivative into `slope`."""
+    """Transform y (float32) to z in place, by scale, soft cap and temperature; write the soft cap's derivative into `slope`."""
     if call.scale != 1:
         values.mul_(call.scale)
     if call.softcap is not None:

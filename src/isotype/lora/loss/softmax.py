@@ -1,4 +1,4 @@
-"""The softmax over a chunk's logits in float32, block by block, and the gradients of results.
+"""Computes the softmax over a chunk's logits in float32, block by block, and the gradients of the results.
 
 On a CPU compiled loops (lora/loops/softmax.cpp) read each row of logits once into a core's cache.
 """
@@ -50,9 +50,9 @@ def softmax(
 ) -> torch.Tensor | None:
     """Write the results of a block of tokens into `outputs`; with `ahead`, also overwrite the logits with their gradients.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The quotient is -1 at the target, and elsewhere the share of the
-    other probabilities, without underflow or cancellation however confident the model is. The returned factors undo the
-    division.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. At the target the quotient is -1; elsewhere it is p_j / (1 -
+    p_t), which neither underflows nor loses digits by cancellation, however confident the model is. The returned factors
+    undo the division.
 
     Args:
         logits: `[n, V]`.
@@ -108,7 +108,7 @@ def softmax(
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return whether each target is the `argmax` of the row; `top` `[n, 1]` are the largest values."""
+    """Return whether each target is the `argmax` of its row; `top` `[n, 1]` has the largest value of each row."""
     if z.device.type != "cpu" or isinstance(z, FakeTensor):
         return z.argmax(-1) == targets
     # On a CPU argmax is twenty times slower than amax.
@@ -132,7 +132,7 @@ def gradient(
     """Return the gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
 
     d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j.
-    `results` has the log-probabilities, logsumexp and entropy of the forward, `gradients` the gradients of results.
+    `results` has the log-probabilities, logsumexp and entropy from the forward; `gradients` has the gradients of the results.
     """
     log_p, logsumexp, entropy = results["log_probs"], results["logsumexp"], results.get("entropy")
     assert buffers.other is not None

@@ -1,8 +1,8 @@
-"""TRL's fused language-model head, replaced by isotype's loss where isotype's is better.
+"""Replaces TRL's fused language-model head by isotype's loss, where `own_is_better` prefers isotype's.
 
 TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
-of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. It projects every position, in the forward
-and again in the backward, and multiplies gradients in float32, all in one Triton kernel. Without Triton
+of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. TRL's forward projects every position, and its
+backward projects every position again and multiplies gradients in float32, all in one Triton kernel. Without Triton
 `isotype.lora.loss.log_probs` needs a fifth of the time (`benchmarks/loss.py`). The replacement wraps TRL's forward,
 returns the same `FusedCausalLMOutput`, and passes all other calls on to TRL's forward.
 """
@@ -101,7 +101,7 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether concatenated rows cost a model's attention no more than separate rows, because it has no full mask."""
+    """Return whether a model's attention is as fast for concatenated rows as for separate rows, because it has no full mask."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
@@ -114,11 +114,11 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 
 
 def take_packed_rows(trainer: Any) -> bool:
-    """Let the models of a trainer take rows of several documents, with positions and a padding mask.
+    """Let a trainer's models accept rows with several documents, along with positions and a padding mask.
 
     transformers separates documents by positions only if there is no mask; here the mask is used only for a router's
-    loss and for counting tokens. Returns False, and changes nothing, if another forward computes the loss: that forward
-    would not separate documents, or would count padding as tokens.
+    loss and for counting tokens. Returns False, and changes nothing, if another forward computes the loss: the other
+    forward would not separate documents, or would count padding as tokens.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -142,7 +142,7 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_head(model: Any) -> None:
-    """Give a causal language model the forward of an SFT trainer, for a check of a step without a trainer."""
+    """Give a causal language model the forward that an SFT trainer gives it, to check a step without a trainer."""
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
@@ -160,9 +160,9 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
     """Return whether isotype's head computes the log-probabilities instead of TRL's.
 
     On CUDA and XPU with Triton, TRL's kernel reduces the logits of a tile in one pass and writes no float32
-    probabilities; there `faster` decides, the result of a measurement on the card (`isotype.lora.loss.head_choice`).
-    TRL's head has no label smoothing, cannot read a quantized weight, and gives wrong results for a model whose head
-    does more than project.
+    probabilities; there `faster` decides, which is the result of a measurement on the GPU
+    (`isotype.lora.loss.head_choice`). TRL's head has no label smoothing, cannot read a quantized weight, and gives wrong
+    results if a model's head does more than project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
@@ -231,7 +231,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (whether TRL's forward is not wrapped, arguments of TRL's head); None if `forward` does not wrap TRL's.
+    """Return (whether `forward` is TRL's own, arguments of TRL's head); None if it neither is nor wraps TRL's forward.
 
     TRL stores the arguments only in the closure of the forward.
     """
@@ -242,7 +242,7 @@ def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
 
 def _smoothing(trainer: Any) -> float:
-    """Return the label smoothing of an SFT trainer with the default loss, which needs all logits for it; else 0."""
+    """Return the label smoothing of an SFT trainer whose loss is the default, which needs all logits for smoothing; else 0."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     smoother = getattr(trainer, "label_smoother", None)
@@ -335,7 +335,7 @@ def _fused(
     kwargs: dict[str, Any],
     present: torch.Tensor | None,
 ) -> Any:
-    """Return the output of a fused head in the form of TRL's; `present` is the padding mask of packed rows, or None."""
+    """Return the output of a fused head in the form of TRL's output; `present` is the padding mask of packed rows, or None."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -382,10 +382,10 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """Return (the model's output, hidden states or logits, the batch without its padding or None).
+    """Return the model's output, then hidden states or logits, then the batch without its padding (None if padding stays).
 
-    If `projects` is True the backbone runs and the second result are its states, `[1, tokens, hidden]` without padding.
-    Otherwise the whole model runs and the second result are the logits.
+    If `projects` is True, only the backbone runs, and the second result is its hidden states: `[1, tokens, hidden]`
+    without padding. Otherwise the whole model runs, and the second result is its logits.
     """
     if not projects:
         output = former_forward(model)(*args, **kwargs)

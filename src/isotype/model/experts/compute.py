@@ -7,12 +7,12 @@ Each token t goes to experts e with routing weights w. Each product has adapters
     out_t = Σ_e w_te y_te
 
 Tokens are sorted by expert once. Adapters are multiplied with activations: the delta of an expert's weight is never
-computed, and only experts with tokens are read. Experts are computed a few at a time, so that only their weights are
-dense if the experts are quantized.
+computed, and only experts with tokens are read. Experts are computed a few at a time: if they are quantized, only the
+weights of these few are dense at the same time.
 
-The forward saves x, h and the small products with A for the backward, which recomputes g(h) and computes the gradient of
-w without y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' includes the adapter. The backward draws
-dropout again from its seed.
+For the backward, the forward saves x, h and the small products with A. The backward recomputes g(h), and computes the
+gradient of w without y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' includes the adapter. The
+backward recreates the dropout masks from their seeds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Product:
         inputs_first: True if d1 is the input dimension (x W), False if d2 is (x Wᵀ).
         adapters: the active adapters.
         bytes: size of one expert's dense weight if the weights are quantized, else 0.
-        bias: frozen, `[experts, out]`, or None.
+        bias: the frozen bias `[experts, out]`, or None.
         sizes: d1 and d2 if the weights are quantized, else empty.
     """
 
@@ -110,7 +110,7 @@ def experts_output(
         spec: the experts.
         x: `[tokens, in]`, any float dtype.
         index: `[tokens, k]` integers, the experts of each token; `spec.count` or a larger number means no expert.
-        scores: `[tokens, k]` routing weights, any float dtype; None if all are 1.
+        scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
         factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter of `up`, then of `down`,
             in any float dtype and layout.
     """
@@ -124,7 +124,7 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """Experts `first` to `stop - 1`, whose rows are `begin` to `end - 1` of all rows sorted by expert.
+    """Experts `first` to `stop - 1`; in the order by expert, their rows are the rows `begin` to `end - 1`.
 
     `offsets` are int32 ends of each expert's rows relative to `begin`, or None for one expert.
     """
@@ -142,7 +142,7 @@ class _Group:
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write leftᵀ right of each expert's rows into `out` `[experts of the layer, in, out]`; do nothing if it is None."""
+        """Write leftᵀ right of each expert's rows into `out` `[experts of the layer, in, out]`, unless `out` is None."""
         if out is None:
             return
         if self.offsets is not None:
@@ -164,7 +164,7 @@ class _Group:
 def _sorted(
     spec: Experts, x: torch.Tensor, index: torch.Tensor, factors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[_Group]]:
-    """Return (positions in the flat `index` sorted by expert, groups of experts that are computed together)."""
+    """Return (positions in the flattened `index`, sorted by expert; groups of experts that are computed together)."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     if isinstance(x, FakeTensor) or x.is_meta:
@@ -190,7 +190,7 @@ _ALIGNED = 8
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's grouped product takes these operands: no float64, and all sizes aligned."""
+    """Return whether torch's grouped product accepts these operands: none is float64, and all sizes are aligned."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -225,7 +225,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Return a group's rows after dropout, or the gradient of its rows from their gradient after dropout."""
+        """Apply dropout to a group's rows, or to the gradient that arrives behind the dropout."""
         probability = self.adapter.dropout
         if not probability:
             return rows
@@ -256,9 +256,9 @@ class _Low:
         weighted: torch.Tensor | None,
         gradients: list[torch.Tensor | None],
     ) -> None:
-        """Add the adapter's part of the gradient of `rows` to `d_rows`, and write the gradients of A and B.
+        """Add the adapter's share of the rows' gradient to `d_rows`, and write the gradients of A and B.
 
-        `weighted` are the routing weights of the rows, by which `d_out` is multiplied for the gradients of A and B.
+        `weighted` has the routing weights of the rows; for the gradients of A and B, `d_out` is multiplied by them.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
@@ -305,7 +305,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return a product of rows with bias and adapters, `[n, out]`; `hidden` are drop(rows) A of the adapters `lows`."""
+    """Return a product of `rows` with bias and adapters, `[n, out]`; `hidden` has drop(rows) A for each adapter in `lows`."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))
@@ -423,7 +423,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of (g(h), routing weights) for a group, from the gradient `d_y` of its weighted rows."""
+    """Return the gradients of g(h) and of the routing weights of a group; `d_y` is the gradient of its weighted rows."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):
@@ -445,7 +445,7 @@ def _through_norm(
     group: _Group,
     weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Recompute y of a group and return the gradients of (y, routing weights) if y is normed before it is weighted."""
+    """Recompute a group's y, which is normed before it is weighted, and return the gradients of y and of the routing weights."""
     assert spec.normed is not None
     y = _output(spec, spec.down, a, group, downs, small)
     with torch.enable_grad():

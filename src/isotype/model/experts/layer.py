@@ -1,4 +1,4 @@
-"""Experts modules and PEFT's adapters on them, whose forward becomes `isotype.model.experts.compute` by a class swap.
+"""Swaps the classes of experts and of PEFT's adapters on them, so that `isotype.model.experts.compute` is their forward.
 
 PEFT (0.21) nests a `ParamWrapper` for every adapted weight around an experts module, and computes the delta of every
 expert (`lora/layer.py`). After the swap, the outermost wrapper reads the wrappers inside of it, and multiplies their
@@ -46,8 +46,8 @@ class Layout:
         inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
         biases: whether the products have biases.
         normed: whether outputs are normed before they are weighted.
-        routed: whether the module gets the experts and routing weights of each token. If not, its input has the tokens
-            of one expert after another, equally many of each.
+        routed: whether the module gets the experts and routing weights of each token. If not, its input has the tokens of
+            one expert after another, and equally many tokens per expert.
     """
 
     up: str
@@ -109,7 +109,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Return a clause why experts keep their own forward, or None if isotype's function can compute them."""
+    """Return why experts keep their own forward, as a clause; None if isotype's function can compute them."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -187,7 +187,7 @@ def _swapped(base: Any) -> Any:
 
 
 def put_in(outer: Any) -> None:
-    """Swap the classes of experts and of their wrappers, whose forward then is isotype's function."""
+    """Swap the classes of experts and of their wrappers, so that isotype's function is their forward."""
     for module in _with_wrappers(outer):
         cls: Any = type(module)
         if not isinstance(module, FusedExperts):
@@ -204,14 +204,14 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Let isotype's function compute those experts of a model that need it."""
+    """Let isotype's function compute the experts of a model that need this function."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
-    """Return a clause why isotype's function does not compute this call, or None if it does."""
+    """Return why isotype's function does not compute this call, as a clause; None if it computes the call."""
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
@@ -233,7 +233,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Return whether a weight has a parametrization besides its quantization, as PEFT adds for the time of a call."""
+    """Return whether a weight has a parametrization besides its quantization: PEFT adds one for the duration of a call."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(
         not isinstance(parametrization, QuantizedStack) for parts in lists for parametrization in parts

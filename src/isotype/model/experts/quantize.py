@@ -1,4 +1,4 @@
-"""Quantization of stacked expert weights, also of weights on the meta device."""
+"""Quantizes stacked expert weights; the weights may be on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the name of every stacked expert weight that the policy quantizes -> its format.
+    """Return the format of every stacked expert weight that the policy quantizes, by the weight's name.
 
     The model may be on the meta device. `skipped` are names of modules that stay dense, as in transformers'
     quantization configs.
@@ -66,7 +66,7 @@ def blank_stack(
     transposed: bool = False,
     device: Any = "meta",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return codes and parametrization of a stacked weight in new memory, without values; see `quantize_parts`."""
+    """Return uninitialized codes and the parametrization of a stacked weight; see `quantize_parts`."""
     form = FORMATS[storage]
     experts, rows, columns = shape
     if storage == MXFP4:
@@ -108,16 +108,16 @@ def quantize_parts(
     transposed: bool = False,
     device: Any = "cpu",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return codes and parametrization of a stacked weight, which is quantized one part after another.
+    """Quantize a stacked weight one part after another; return its codes and their parametrization.
 
     Args:
         parts: dense weights `[any number, d1, d2]` of successive experts.
         shape: `[experts, d1, d2]` of the whole weight, for which `why_dense` returns None.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
-        dtype: of the values before quantization and after dequantization.
+        dtype: dtype of the values before quantization and after dequantization.
         double_quant: whether the constants of 4-bit codes are quantized, too.
         transposed: True if d1 is the input dimension, False if d2 is.
-        device: of the codes.
+        device: device of the codes.
 
     Raises:
         CheckpointError: the format is mxfp4, in which isotype loads weights but does not quantize them.
@@ -147,10 +147,10 @@ def quantize_parts(
 
 
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
-    """Return a parametrization like `blank` with these constants.
+    """Return a new parametrization with the settings of `blank` and with these constants.
 
     `constants` are scales for int8 and mxfp4. For nf4 and fp4 they are float32 `[experts, blocks]`, and are quantized if
-    those of `blank` are.
+    the constants of `blank` are quantized.
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

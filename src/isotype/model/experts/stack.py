@@ -5,14 +5,14 @@ A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does
 parameter of codes, and `module.gate_up_proj` is the whole dense weight, which any library can read. isotype computes a
 few experts at a time and calls `QuantizedStack.part`, which dequantizes only these.
 
-The codes of an expert are a slice along the first dimension, by which FSDP2 shards them, too:
+The codes of an expert are a slice along the first dimension. FSDP2 shards the codes along the same dimension:
 
 - 4 bits: uint8 `[experts, d1 * d2 / 2]`, identical to bitsandbytes' codes of the flat weight. A weight stays dense if
   `d1 * d2` is no multiple of the block size, so that no block has values of two experts
   (`isotype.core.formats.why_dense`).
-- int8: int8 `[experts, d1, d2]`, with float32 scales over the input dimension, `[experts, d1, 1]`, or
-  `[experts, 1, d2]` if the module `is_transposed`; a value is `code * scale / 127`.
-- mxfp4: blocks and exponents as in `isotype.model.experts.mxfp4`, the bytes of a checkpoint.
+- int8: int8 `[experts, d1, d2]`, with one float32 scale per output: `[experts, d1, 1]`, or `[experts, 1, d2]` if
+  `is_transposed` is true for the module. A value is `code * scale / 127`.
+- mxfp4: the blocks and exponents that `isotype.model.experts.mxfp4` describes, with the same bytes as in the checkpoint.
 
 In a state dict, 4-bit codes are `gate_up_proj` `[n, 1]` with `.absmax`, `.quant_map` and
 `.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. int8 codes are `gate_up_proj`, their scales
@@ -100,7 +100,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the float constants of the stack, which are not finite if a quantized value was not finite."""
+        """Return the stack's float constants: they are not finite if a value was not finite before quantization."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -119,7 +119,7 @@ class QuantizedStack(UncastBuffers):
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return bitsandbytes' `QuantState` of the quantized constants in blocks `first` to `last - 1`."""
+        """Return bitsandbytes' `QuantState` of the constants of blocks `first` to `last - 1`, which are quantized, too."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self

@@ -1,1 +1,1 @@
-"""Scripts under `isotype run`: the watch over their imports, processes and steps, and the output about them."""
+"""Scripts under `isotype run`: how isotype watches their imports, processes and steps, and what it prints about them."""

@@ -1,4 +1,4 @@
-"""Requests to check a script's step, which are built before the step, and checked then or after a crash."""
+"""Builds the request to check a script's step before the step runs, and checks it then or after a crash."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function from the model to the request that holds neither the model nor values of the script's inputs."""
+    """Return a function that makes the request for a given model; it keeps neither the model nor the values of the inputs."""
 
     def without_values(leaf: Any) -> Any:
         return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
@@ -69,7 +69,7 @@ def request_of_script(
         beginning: the forward.
         loss: (model, inputs) -> loss.
         device: the device profile to simulate, or None for the model's device.
-        phases: the phases of the step; only `"generate"` for a forward without gradients.
+        phases: the phases of the step; for a forward without gradients, only `"generate"`.
     """
     model = unwrapped(beginning.model)
     here = device_of(model)
@@ -102,7 +102,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def tried(report: Report) -> bool:
-    """Return whether the fixes of a report were tried, or there are none: a tried fix has an outcome."""
+    """Return whether all fixes of a report were tried, which means that they have an outcome; True if there are no fixes."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if fix.scope != "advice"]
     return not fixes or any(fix.outcome for fix in fixes)
 
@@ -136,7 +136,7 @@ def _inputs(beginning: Beginning) -> Mapping[str, Any]:
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer like `optimizer`, or its name, as an argument of `check`."""
+    """Return an argument for `check` in place of `optimizer`: a similar optimizer without its parameters, or its name."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
     parameters = signature(type(optimizer).__init__).parameters
@@ -145,7 +145,7 @@ def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
-    """Return the optimizer of `model`, and whether an enabled GradScaler exists, among all objects of the process."""
+    """Search all objects of the process; return the optimizer of `model`, and whether an enabled GradScaler exists."""
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizer, scaler = None, False
     for candidate in gc.get_objects():
@@ -162,7 +162,7 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    accelerate enables its autocast inside of the forward. A trace runs accelerate's code only for a CPU.
+    accelerate enables its autocast inside of the forward. In a trace, accelerate's own code for autocast runs only on a CPU.
     """
     low = autocast_dtype(device)
     if low is not None:

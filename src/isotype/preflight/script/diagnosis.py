@@ -74,12 +74,12 @@ _ABOUT_DTYPES = re.compile(
 
 
 class Diagnosis:
-    """The watch over one script and the output about it.
+    """Watches one script, and prints what isotype finds about it.
 
     Args:
         options: the options of `isotype run`.
         console: the console for the output.
-        family: the processes of this run; one of them reports on the first step, and one explains a crash.
+        family: the processes of this run; only one of them reports on the first step, and only one explains a crash.
     """
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
@@ -127,7 +127,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Keep the request for a forward before the first training step, which is only used if the forward raises."""
+        """Keep the request for a forward before the first training step; it is used only if this forward raises an error."""
         request = request_of_script(beginning, _loss_noting(self._returned), self._device, ("generate",))
         self._request = without_tensors(request)
 
@@ -179,13 +179,13 @@ class Diagnosis:
             self._stale.stepped(torch.device(device_of(model)).type)
 
     def _reused(self) -> None:
-        """Report that a forward used casts of weights from before the watched step."""
+        """Report that a forward used cast weights that autocast had cached before the watched step."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
             self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report findings of the real step whose codes were not reported before."""
+        """Report those findings of the real step whose codes have not been reported yet."""
         codes = {finding.code for finding in (*self._findings(), *self._late)}
         if new := [finding for finding in findings if finding.code not in codes]:
             self._late += tuple(new)
@@ -193,7 +193,7 @@ class Diagnosis:
             self._print_brief(new)
 
     def _setup(self) -> Setup | None:
-        """Return the settings of the watched step, as far as the watch has recorded them; None if its model is deleted."""
+        """Return the recorded settings of the watched step; None if the step's model has been deleted."""
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
@@ -285,7 +285,7 @@ class Diagnosis:
         self._diagnose(call, f"{name}: {_head(text)}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error that no watched operator has raised: it came later, or from code around operators."""
+        """Explain a dtype error that no watched operator raised: it was raised later, or by code around the operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = f"{type(error).__name__}: {_head(text)}"
         assert model is not None
@@ -402,7 +402,7 @@ class Diagnosis:
 
 
 def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """Return a function (model, inputs) -> loss that puts into `returned` whether the model has returned a loss.
+    """Return a function (model, inputs) -> loss, which writes into `returned` whether the model itself returned a loss.
 
     `returned` is a queue, because a check restores all other objects that the function changes.
     """
@@ -417,7 +417,7 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report with its finding about `call` or with a cause of `live` first, or None if it has none."""
+    """Move the finding about `call`, or with a cause of `live`, to the front of the report; return None if there is none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

@@ -1,7 +1,7 @@
 """Communication between the processes of one `isotype run`, by empty files in a shared folder.
 
-A training may run in this process, in a process of multiprocessing, or in many processes of a launcher. One process
-reports on the first step, and one explains a crash.
+A training may run in this process, in a process of multiprocessing, or in many processes of a launcher. Only one of the
+processes reports on the first step, and only one explains a crash.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Options:
         steps: number of optimizer steps to watch.
         device: the device profile to simulate, or None for the model's device.
         seconds: time limit for tracing the first step before it runs; 0 disables this trace.
-        watch: whether all steps are watched, so that a non-finite loss ends the training.
+        watch: whether isotype watches all steps, and ends the training when a loss is not finite.
     """
 
     target: str

@@ -1,8 +1,8 @@
 """`isotype run --watch`: stops a script before the first update with a non-finite loss or gradient.
 
-The watch has a hook on the model, which keeps references to the inputs of the current step's forwards, and a hook on every
-optimizer's step. It wraps two functions of torch: `backward`, to read the loss, and `GradScaler.step`, to notice skipped
-steps. Values are read once per step, just before the update.
+A hook on the model keeps references to the inputs of the current step's forwards. Another hook runs before each
+optimizer's step. The watch wraps two functions of torch: `backward`, to read the loss, and `GradScaler.step`, to notice
+skipped steps. Values are read once per step, just before the update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORWARDS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of the current step: references to its inputs, the random states before it, and its autocast."""
+    """A forward of the current step, with references to its inputs, the random states before it, and its autocast."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -49,7 +49,7 @@ class _Forward:
 
 
 class Numbers:
-    """The watch over the values of a script's training, from `attach` to `detach`.
+    """Watches the values in a script's training, from `attach` until `detach`.
 
     `say` prints a line; `stop` removes all hooks of isotype from the script.
     """
@@ -130,7 +130,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Judge the losses if one is NaN: an infinite loss may come from the loss scale, and then the step is skipped."""
+        """Judge the losses if one is NaN; an infinite loss may only result from the loss scale, and then the step is skipped."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 

@@ -1,4 +1,4 @@
-"""Dtype errors outside of watched steps: the line that raised, the tensors in its variables, and advice."""
+"""Dtype errors outside of watched steps: the line that raised the error, the tensors in the variables there, and advice."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _help(
 
 
 def _owners(error: BaseException) -> Iterator[object]:
-    """Yield the variable `self` of every frame of an error's traceback that has one, the innermost frame last."""
+    """Yield the value of `self` for each frame of a traceback with such a variable; the innermost frame comes last."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if "self" in frame.f_locals:
             yield frame.f_locals["self"]

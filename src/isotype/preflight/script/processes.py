@@ -1,4 +1,4 @@
-"""The watch over processes that a watched script starts.
+"""Watches the processes that a watched script starts.
 
 Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: `isotype run` replaces this command.
 Processes of multiprocessing, forked or spawned, start the watch themselves. The names of other programs (a shell, another
@@ -43,14 +43,14 @@ class Session(Protocol):
 
 
 class Processes:
-    """The watch over the processes that a script starts, from `watch` until `leave`.
+    """Watches the processes that a script starts, from `watch` until `leave`.
 
     Attributes:
         unwatched: names of programs that may have trained and were not watched.
         watched: number of watched processes.
 
     Args:
-        session: the watch over this process.
+        session: the session that watches this process.
         join: starts the watch in a spawned process; a function that can be pickled.
     """
 
@@ -127,7 +127,7 @@ class Processes:
 
 
 class _Joins:
-    """An object that is pickled with a spawned process, and starts the watch when it is unpickled there."""
+    """An object that is pickled along with a spawned process; when it is unpickled there, it starts the watch."""
 
     def __init__(self, join: Callable[[Options], None], options: Options) -> None:
         self._join, self._options = join, options
@@ -144,7 +144,7 @@ _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """Return the command `words` under `isotype run`, or None if it runs no script with this environment's Python."""
+    """Return the command that runs `words` under `isotype run`; None if `words` runs no script with this environment's Python."""
     program = shutil.which(words[0])
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""The watch over one process of an `isotype run`, from the import of torch to the report at the script's end."""
+"""Watches one process of an `isotype run`, from the import of torch to the report at the script's end."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ NOTHING_SEEN = "no training step was seen"
 
 
 class Session:
-    """The watch over one process.
+    """Watches one process.
 
-    An error in the watch prints one line, and neither ends the script nor changes its exit status.
+    If the watch itself raises an error, it prints one line; the script continues, and its exit status does not change.
     """
 
     def __init__(self, options: Options) -> None:
@@ -68,7 +68,7 @@ class Session:
             self.safely(self._diagnosis.stop)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Remove the hooks, and return the script's `error` with its traceback as it would be without the watch."""
+        """Remove the hooks, and return the script's `error`, with the traceback that it would have without the watch."""
         self.stop()
         return cleaned(error)
 
@@ -97,7 +97,7 @@ class Session:
             self._say(f"{NOTHING_SEEN}: {self._why_nothing()}")
 
     def _why_nothing(self) -> str:
-        """Return why no step of the script was watched, and how the user can let it be watched."""
+        """Return why no step of the script was watched, and what the user can do to have a step watched."""
         processes = self._processes
         if processes.unwatched:
             programs = ", ".join(processes.unwatched)
@@ -212,12 +212,12 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return whether a frame is that of torch's compiler switch around the handler of a mode."""
+    """Return whether a frame belongs to the wrapper that torch's compiler puts around the handler of a dispatch mode."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the module that a frame calls has no hooks: then torch called `inner` only for hooks of the watch."""
+    """Return whether the frame's module has no hooks: then torch called `inner` only because of the watch's hooks."""
     # Imported here, because a script without torch must not import it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
@@ -226,7 +226,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return the entry of `Module._call_impl` at the line by which it calls a module without hooks."""
+    """Return the entry of `Module._call_impl`, with the line that calls a module if there are no hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)
