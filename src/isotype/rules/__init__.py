@@ -28,9 +28,9 @@ FAMILIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: the file `rules/ist101_….py` with `TITLE`, a docstring that is its page, and `find`.
+    """A rule: a file such as `rules/ist101_….py` defines `TITLE`, `find`, and a docstring that is the rule's page.
 
-    Findings are about the step unless the file has another `KIND`.
+    Findings are about the step unless the file defines another `KIND`.
 
     Attributes:
         code: `IST###`, from the file's name.
@@ -49,7 +49,7 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return every rule, by code."""
+    """Return every rule, in order of the codes."""
     return tuple(
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()
@@ -57,7 +57,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """Yield (code prefix, topic, rules) of each family with rules."""
+    """Yield (code prefix, topic, rules) for each family that has rules."""
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:
@@ -70,7 +70,7 @@ def page(rule: Rule) -> str:
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
-    """Return the findings of all rules, errors first, then by code; fixes in order of preference."""
+    """Return the findings of all rules: errors come first, then codes decide. Fixes are in order of preference."""
     findings = [
         replace(finding, fixes=by_preference(finding.fixes))
         for rule in all_rules()
@@ -90,7 +90,7 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """Return the finding for a part of the check that failed with `error`.
 
     Args:
-        what: the failed part in words, to which the reason is appended.
+        what: a phrase that names the failed part; the reason is appended to it.
         error: the exception.
         whose: prefix of the finding's cause.
     """
@@ -109,10 +109,10 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
 def resolves(
     finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costly: bool = False
 ) -> bool:
-    """Return whether `finding` is gone without a new error of another cause or a new warning of another code.
+    """Return whether `finding` is gone, with no new cause among the errors and no new code among the warnings.
 
-    If the step ended early, warnings of its later part are accepted: the part was not traced before. `costly` accepts
-    new warnings too, since a step that runs at a cost is better than a crash, but the step must be traced to its end.
+    If the step ended early before, new warnings are accepted: they come from the part that was not traced then. With
+    `costly` they are accepted too, since a slow step is better than a crash, but the step must be traced to its end.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
     codes = {other.code for other in before}

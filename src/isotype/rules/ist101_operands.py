@@ -3,8 +3,8 @@
 PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
 
 **Why it happens.** Something before the operator changed the dtype: a norm whose weight was kept or cast in
-float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, a
-weight in another dtype than its neighbours.
+float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, or
+a weight in another dtype than the weights around it.
 
 **An example that fails**
 
@@ -19,7 +19,7 @@ weight in another dtype than its neighbours.
     isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
 
 **How safe is the fix?** Models trained in 16 bits return a norm's output in the compute dtype too: no stored
-value loses digits. Casting a parameter down is offered as unsafe.
+value loses digits. A cast of a parameter to a narrower dtype is offered as unsafe.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

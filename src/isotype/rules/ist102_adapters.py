@@ -1,11 +1,12 @@
 """
-**What it means.** The weights of an adapter (LoRA, DoRA's magnitude, LoKr, a prompt, a module to save)
-have another dtype than the activations that reach them, and nothing casts between the two.
+**What it means.** An adapter is a LoRA, DoRA's magnitude, a LoKr, a prompt, or a trained copy
+(`modules_to_save`). Its weights have another dtype than the activations that reach them, and no code casts
+between the two.
 
-**Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But their
-layer has to cast its input to the adapter's dtype and its result back, as PEFT's layers do. Custom adapters often
-forget these casts. With PEFT the mismatch happens with `autocast_adapter_dtype=False` and another base dtype, or with
-`cast_input_dtype_enabled` off.
+**Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But the layer
+has to cast its input to the adapter's dtype, and the adapter's result back, as PEFT's layers do. Custom
+adapters often forget these casts. In PEFT the mismatch happens if `autocast_adapter_dtype=False` leaves the
+adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
 **An example that fails**
 
@@ -18,8 +19,8 @@ forget these casts. With PEFT the mismatch happens with `autocast_adapter_dtype=
     isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
 
 **How safe is the fix?** The masters keep their dtype and digits; only the products are computed in the
-compute dtype, as they would be under autocast. Casting the adapter itself down is offered as unsafe: updates
-too small for bfloat16 would be lost (IST801).
+compute dtype, as they would be under autocast. A cast of the adapter to bfloat16 is offered as unsafe:
+updates too small for bfloat16 would be lost (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """

@@ -1,9 +1,9 @@
 """
-**What it means.** Attention kernels take query, key and value of one dtype, and a mask that is boolean, float32 or of
-the query's dtype.
+**What it means.** Attention kernels need one dtype for query, key and value. The mask must be boolean,
+float32, or have the query's dtype.
 
-**Why it happens.** Rotary tables in float32 promote query and key but not value; a norm on query and key returns
-float32; a mask was made in the default dtype; a cache holds another dtype.
+**Why it happens.** Rotary tables in float32 promote query and key but not value; a norm on query and key
+returns float32; a mask was made in the default dtype; or a cache has another dtype.
 
 **An example that fails**
 
@@ -14,7 +14,7 @@ float32; a mask was made in the default dtype; a cache holds another dtype.
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** Rotating in float32 and rounding the result once is the usual practice. FlashAttention accepts
+**How safe is the fix?** It is usual to rotate in float32 and to round the result once. FlashAttention accepts
 16-bit dtypes only: with it, a cast to the compute dtype is the only fix.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.

@@ -2,8 +2,8 @@
 **What it means.** A convolution needs input, weight and bias of one dtype. In most models it is the patch
 embedding of a vision tower, the first operator on the images.
 
-**Why it happens.** The processor returns float32 pixels, and the tower was loaded in 16 bits. Or the tower is kept
-in float32, and the pixels were cast with the rest of the model to 16 bits.
+**Why it happens.** The processor returns float32 pixels, and the tower was loaded in 16 bits. Or the tower
+stays in float32, and the pixels were cast to 16 bits like the rest of the model.
 
 **An example that fails**
 
@@ -14,8 +14,8 @@ in float32, and the pixels were cast with the rest of the model to 16 bits.
 
     batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
 
-**How safe is the fix?** Pixels have 8 bits, as many as the significand of bfloat16: normalised pixels keep them, up to
-one rounding.
+**How safe is the fix?** Pixels have 8 bits, and so has the significand of bfloat16: a cast of normalised
+pixels rounds them once.
 
 **Seen in** OpenGVLab/InternVL #602; haotian-liu/LLaVA #1712; kohya-ss/sd-scripts #1562; unslothai/unsloth
 #5313.

@@ -2,9 +2,8 @@
 **What it means.** Gradient checkpointing runs parts of the forward again during the backward, and there
 they have other dtypes than the first time.
 
-**Why it happens.** The forward ran under autocast and the backward outside of it, and the checkpointing
-function does not restore the autocast state (a custom checkpoint, a hook, a custom Function); or the weights
-were cast in between.
+**Why it happens.** The forward ran under autocast and the backward outside of it, and a custom checkpointing
+function or hook does not restore the autocast state. Or the weights were cast between forward and backward.
 
 **An example that fails**
 
@@ -41,7 +40,7 @@ _mismatches = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield mixed dtypes in a forward that gradient checkpointing recomputes, and a recomputation that fails."""
+    """Yield findings for mixed dtypes in a recomputed forward, and for a recomputation that fails."""
     yield from _mismatches(trace)
     failure = trace.failure
     if failure is None or not failure.recomputed:

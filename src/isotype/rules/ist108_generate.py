@@ -1,9 +1,9 @@
 """
-**What it means.** Training runs under autocast, which hides a mismatch of the model's dtypes; evaluation
-or generation outside of autocast raises.
+**What it means.** Training runs under autocast, which hides a mismatch of the model's dtypes. Evaluation or
+generation outside of autocast raises an error.
 
-**Why it happens.** Float32 adapters, norms or heads in a 16-bit model rely on autocast. `model.generate` in a
-callback, a pipeline or after training runs without it.
+**Why it happens.** Float32 adapters, norms or heads in a 16-bit model rely on autocast. `model.generate` runs
+without autocast in a callback, in a pipeline and after training.
 
 **An example that fails**
 
@@ -15,7 +15,7 @@ callback, a pipeline or after training runs without it.
     isotype.enforce(model, policy)   # the modules' boundaries cast; no autocast needed
     # or: with torch.autocast(device, dtype): model.generate(**prompt)
 
-**How safe is the fix?** Boundaries cast activations only, never stored weights.
+**How safe is the fix?** The casts at the modules' boundaries change activations only, never stored weights.
 
 **Seen in** huggingface/trl #1203; huggingface/diffusers #10617; hiyouga/LLaMA-Factory #5480;
 unslothai/unsloth #3723.

@@ -2,8 +2,8 @@
 **What it means.** The operands have one dtype, but the device has no kernel for it.
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and
-some losses exist in float32 and float64 only; others lack float16 on a CPU or bfloat16 on an older GPU.
-`binary_cross_entropy` is refused under a GPU's autocast in any dtype: the logarithm of a rounded probability
+some losses exist in float32 and float64 only. Other operators lack float16 on a CPU or bfloat16 on an older
+GPU. On a GPU, autocast refuses `binary_cross_entropy` in any dtype: the logarithm of a rounded probability
 overflows.
 
 **An example that fails**

@@ -1,9 +1,9 @@
 """
-**What it means.** The fused kernels of layer norm and similar norms take weight and bias in the input's
-dtype, or both in float32 on some devices; anything else raises.
+**What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's
+dtype. Some devices also accept both in float32. Other dtypes raise an error.
 
-**Why it happens.** Norm weights were upcast to float32 for stability and the input stayed in 16 bits, or one
-of weight and bias was cast and the other was not.
+**Why it happens.** The norm's weights were cast to float32 for stability and its input stayed in 16 bits, or
+the weight was cast and the bias was not.
 
 **An example that fails**
 
@@ -16,8 +16,8 @@ of weight and bias was cast and the other was not.
 
     isotype.repair(model, isotype.check(model, batch))
 
-**How safe is the fix?** A boundary computes the norm in the dtype of its input and does not change the stored
-weight.
+**How safe is the fix?** The fix casts at the norm's boundary: the norm computes in the dtype of its input,
+and its stored weight does not change.
 
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
 """

@@ -1,9 +1,10 @@
 """
 **What it means.** The check could not restore all state that the step's code assigned during the trace.
 
-**Why it happens.** A trace runs the loss and the model's code on fake tensors. Afterwards the check restores the
-state that this code assigned: attributes, globals, containers, memoized results. The check cannot turn back a generator,
-nor restore state inside of another library's objects or beyond the number of objects that it examines.
+**Why it happens.** A trace runs the loss and the model's code on fake tensors. Afterwards the check restores
+the state that this code assigned: attributes, globals, containers, memoized results. The check cannot rewind
+a generator. It cannot restore state inside of another library's objects, and it examines a limited number of
+objects.
 
 **An example**
 
@@ -29,7 +30,7 @@ TITLE = "State that the check could not restore"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one note on state that the trace has left behind."""
+    """Yield one note on the state that the check could not restore."""
     if trace.left:
         yield Finding(
             code="IST198",

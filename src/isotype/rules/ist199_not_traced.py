@@ -2,10 +2,10 @@
 **What it means.** The step raised an error that no operator's contract explains, and the trace ended there. The part
 of the step before the error was checked, the part after it was not.
 
-**Why it happens.** The model needs values and not only dtypes (a loop until convergence, a number that is read from a
-tensor and used as a size), it calls a kernel without a fake implementation, a library is missing, or the
-inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too, so the finding is
-an error; else it is a warning.
+**Why it happens.** The model needs values and not only dtypes (a loop until convergence, a size that is
+computed from a tensor's values), it calls a kernel without a fake implementation, a library is missing, or
+the inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too, so the
+finding is an error; else it is a warning.
 
 **An example**
 
@@ -15,8 +15,8 @@ an error; else it is a warning.
 
     isotype.check(Pooled(), {"x": x})
 
-**What to do.** Run the real step under the live recorder, which needs no fake tensors: `isotype run
-train.py`. Give `check` the inputs of the model. For a kernel of your own, register a fake
+**What to do.** Run the real step with `isotype run train.py`: it records the step without fake tensors. Call
+`check` with inputs that the model accepts. For a kernel of your own, register a fake
 (`torch.library.register_fake`).
 
 **How safe is the fix?** Nothing is changed.
@@ -93,7 +93,7 @@ def _message(failure: Failure) -> str:
 
 
 def _without_state(trace: Trace, failure: Failure) -> bool:
-    """Return whether the step ended in a layer without its quantization state, which IST402 reports."""
+    """Return whether the step ended in a layer that lacks its quantization state: IST402 reports that."""
     return any(
         weight.module == failure.module
         and weight.quantization is not None

@@ -1,13 +1,14 @@
 """
-**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: all operands of a matmul have
-the same wide dtype, because they were promoted, cast or stored in it, and the matmul runs at the slower rate.
+**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: all operands of a
+matmul have the same wide dtype, because they were promoted or cast to it, or stored in it. The matmul runs at
+the slower rate.
 
-**Why it is bad.** A float32 matmul runs at 1/8 to 1/30 of the rate of a 16-bit one on a GPU with tensor cores (TF32
-aside), and attention in float32 has no flash kernel. Every operand takes twice the memory.
+**Why it is bad.** On a GPU with tensor cores a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
+a 16-bit matmul, and attention in float32 has no flash kernel. Every float32 operand takes twice the memory.
 
-**Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or a
-`.float()` of a custom layer makes the hidden states float32. Layers that cast to their own dtype and back, as
-quantized layers do, return float32 again.
+**Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or
+a `.float()` of a custom layer makes the hidden states float32. A quantized layer casts its input to its own
+dtype and its result back, so it returns float32 again.
 
 **An example that costs**
 
@@ -18,14 +19,16 @@ quantized layers do, return float32 again.
 
     isotype.enforce(model, policy)                     # the dtypes of the policy again
 
-**What is not reported.** Matmuls that autocast itself runs in float32; matmuls of adapters; quantized layers with a
-wide compute dtype (IST404); casts in the code of a published transformers model, whose authors chose that arithmetic
-(routers, state-space scans); any matmul on a device without instructions for the compute dtype (IST601, IST602),
-where float32 is faster; less than 2 % of the FLOPs and less than 1.1 times the step time. The share of FLOPs is the
-sum over wide calls divided by the sum over all matmul-like calls.
+**What is not reported.** Matmuls that autocast runs in float32 on purpose; matmuls of adapters; quantized
+layers with a wide compute dtype (IST404); casts in the code of a published transformers model, whose authors
+chose that arithmetic (routers, state-space scans); any matmul on a device without instructions for the
+compute dtype (IST601, IST602), where float32 is faster; matmuls with less than 2 % of the FLOPs that make the
+step less than 1.1 times slower. The share of FLOPs is the sum over wide calls divided by the sum over all
+matmul-like calls.
 
-**How safe is the fix?** Running under autocast, or returning outputs in the compute dtype, changes no stored weight.
-Casting a weight down is safe if the narrow dtype represents every value of the weight, else unsafe.
+**How safe is the fix?** Running under autocast, or returning outputs in the compute dtype, changes no stored
+weight. A cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight,
+else unsafe.
 
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """
@@ -61,7 +64,7 @@ class _Wide:
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield matmul-like operators wider than the compute dtype, by cause."""
+    """Yield one finding per cause of matmul-like operators that run in a wider dtype than the compute dtype."""
     compute = trace.setup.compute
     native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
     if trace.failure is not None or compute not in HALVES or not native:
@@ -73,7 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _groups(trace: Trace) -> list[list[_Wide]]:
-    """Return wide matmuls by cause; those of a backward join their module's group."""
+    """Return wide matmuls, grouped by cause; matmuls of the backward belong to the group of their module."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
     # Adapters are wide on purpose, IST404 judges quantized layers, and by_ranges needs float32 for large values.
@@ -165,7 +168,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
 
 
 def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the fix of weights and inputs together first: if only one of them is cast, the other mismatches."""
+    """Yield first the fix that casts weights and inputs together: if only one of them is cast, their dtypes differ."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

@@ -1,11 +1,12 @@
 """
-**What it means.** The same tensors are cast from one float dtype to another at every step: frozen float32
-weights that autocast casts to 16 bits at each matmul, or inputs that PEFT casts up to a float32 adapter's
-dtype and autocast casts down again.
+**What it means.** The same tensors are cast from one float dtype to another at every step: autocast casts
+frozen float32 weights to 16 bits at each matmul, or PEFT casts inputs to the float32 of an adapter and
+autocast casts them to 16 bits again.
 
 **Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of
-trainable weights for the whole step, but it casts frozen weights at every use, and again in the recomputation of a
-checkpointed layer. No matmul uses their float32 digits, which take twice the memory.
+trainable weights for the whole step, but it casts frozen weights at every use, and again in the recomputation
+of a checkpointed layer. The float32 weights take twice the memory, although no matmul uses their additional
+digits.
 
 **An example that costs**
 
@@ -19,8 +20,9 @@ checkpointed layer. No matmul uses their float32 digits, which take twice the me
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     with disable_input_dtype_casting(model): # peft.helpers; and the adapters' casts, where autocast is on
 
-**What is not reported.** Trainable weights (masters), pinned weights, casts below 2 % of all bytes that the
-step reads and writes. Bytes of a cast: elements x (item size before + item size after).
+**What is not reported.** Trainable weights, which are masters; weights that the model's author keeps in
+float32; casts below 2 % of all bytes that the step reads and writes. A cast moves elements x (item size
+before + item size after) bytes.
 
 **How safe is the fix?** The matmuls get the same 16-bit digits as before. The dropped float32 digits matter only if
 the weights are merged or saved: the fix is safe if the 16-bit dtype represents every value, else unsafe.
@@ -48,7 +50,7 @@ _NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield casts of frozen weights, and up-casts that autocast reverses."""
+    """Yield findings for casts of frozen weights, and for casts to float32 that autocast reverses."""
     weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace)]
     if _notable(weights, trace):
         yield _weights_finding(trace, weights)
@@ -62,7 +64,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
-    """Return whether autocast, or the layer itself, casts a frozen weight down to the compute dtype."""
+    """Return whether autocast or the layer itself casts a frozen weight to a narrower compute dtype."""
     origin = cast.operand.origin
     weight = trace.owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not is_frozen_base(weight):
@@ -105,7 +107,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
 
 
 def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
-    """Yield down-casts in an adapter's module of values that its layer cast up from the same dtype."""
+    """Yield casts in an adapter's module that return values to the dtype from which its layer had cast them."""
     adapters = {weight.module: weight for weight in trace.weights if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)

@@ -1,13 +1,13 @@
 """
-**What it means.** Embeddings, the head, norms or other frozen weights that are not quantized are float32,
-while most of the model is in 16 bits or in a quantization format.
+**What it means.** Most of the model is in 16 bits or quantized, but embeddings, the head, norms or other
+frozen weights are float32.
 
 **Why it is bad.** Float32 weights take twice the memory that they need: for a vocabulary of 128,256 and a hidden
 size of 4,096, embedding and head take 2.1 GB more. Float32 results promote the residual stream, so that every
 layer casts its input, and attention runs in float32 unless autocast is on.
 
-**Why it happens.** `prepare_model_for_kbit_training` of PEFT, which trainers call for quantized models, casts
-every parameter to float32 that is not quantized.
+**Why it happens.** Trainers call PEFT's `prepare_model_for_kbit_training` for quantized models. It casts
+every parameter that is not quantized to float32.
 
 **An example that costs**
 
@@ -19,9 +19,9 @@ every parameter to float32 that is not quantized.
     isotype.enforce(model, policy)            # or: isotype.repair(model, isotype.check(model, batch))
     model.gradient_checkpointing_enable(); model.enable_input_require_grads()   # what else it did
 
-**What is not reported.** Pinned weights, adapters, buffers; less than 1 % of the memory of all weights.
-Trainable weights are float32 masters, which small updates need: they get a note on their cost. The extra memory is
-the sum over these weights of elements x (4 - 2) bytes.
+**What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with
+less than 1 % of the memory of all weights. Trainable weights in float32 are masters, which small updates
+need: a note tells their cost. The extra memory is (4 - 2) bytes for each element of these weights.
 
 **How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without loss.
 For other weights, or without access to their values, the fix is offered as unsafe.
@@ -51,7 +51,7 @@ _LEAST_SHARE = 0.01
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield frozen float32 weights beside narrower ones."""
+    """Yield findings for frozen float32 weights in a model whose other weights are narrower."""
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in HALVES)]
     wide = [
@@ -68,12 +68,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wanted_wide(trace: Trace, weight: Weight) -> bool:
-    """Return whether a weight is float32 on purpose: pinned, or because of its module's value range."""
+    """Return whether a weight is float32 on purpose: the model's author or the values of its module require it."""
     return weight.pinned or base_name(weight.module) in trace.by_ranges
 
 
 def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
-    """Return the model's 16-bit dtype: the policy's, else that of most plain weights, else the compute dtype."""
+    """Return the model's 16-bit dtype: the policy's, else the dtype of most plain weights, else the compute dtype."""
     if trace.setup.policy is not None:
         dtype = trace.setup.policy.plain
     else:

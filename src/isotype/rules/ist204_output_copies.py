@@ -1,13 +1,14 @@
 """
-**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, but nothing reads
-the float32 copy, or the loss reads it piece by piece.
+**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, but no
+operator uses the float32 copy, or the loss uses it piece by piece.
 
 **Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For
 2 x 2,048 tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
 
 **Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every
-output, although the loss inside the model has cast what it needs. Megatron's `Float16Module` does the same
-with `fp32_output=True`, before log-probabilities are taken chunk by chunk.
+output, although the loss inside the model has already cast the outputs that it needs. Megatron's
+`Float16Module` does the same with `fp32_output=True`, before the trainer computes log-probabilities chunk by
+chunk.
 
 **An example that costs**
 
@@ -21,8 +22,9 @@ with `fp32_output=True`, before log-probabilities are taken chunk by chunk.
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** A float32 copy that a loss reads as a whole: softmax and loss need float32. Copies below
-1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the bytes of the copies.
+**What is not reported.** A float32 copy that a loss uses as a whole: softmax and loss need float32. Nor are
+copies below 1 % of the step's peak memory reported; copies below 5 % get a note. The reported memory is the
+bytes of the copies.
 
 **How safe is the fix?** Softmax and loss compute with the same digits.
 
@@ -50,7 +52,7 @@ _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield up-casts in the forward whose results nothing reads, or a loss reads in pieces."""
+    """Yield findings for casts to float32 in the forward whose results no operator uses, or a loss uses in pieces."""
     if trace.failure is not None or trace.setup.compute not in HALVES:
         return
     readers = _readers(trace)

@@ -1,8 +1,8 @@
 """
-**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses float16 gradients: a division by the
-scale in float16 would bring back the underflow that the scale prevents. A gradient has its parameter's dtype, so some
-trainable parameter is float16: an adapter in the base model's dtype, a trained copy (`modules_to_save`), an adapter
-of a model that was cast by `.half()`, or an adapter that was loaded from a float16 file.
+**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them: if it divided them by the
+scale in float16, small gradients would become zero after all. A gradient has its parameter's dtype, so some
+trainable parameter is float16: an adapter in the base model's dtype, a trained copy (`modules_to_save`), an
+adapter that `.half()` cast with its model, or an adapter from a float16 file.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`
@@ -19,8 +19,8 @@ gradients.`
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
-**How safe is the fix?** float32 represents every float16 value: nothing is lost. Frozen weights stay float16;
-adapters are a small part of the memory.
+**How safe is the fix?** float32 represents every float16 value: nothing is lost. Frozen weights stay float16,
+and float32 adapters are a small part of the memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39.
@@ -44,7 +44,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield float16 gradients that the unscale phase refuses, or would refuse if the step reached it."""
+    """Yield a finding for float16 gradients that `unscale_` refuses, or would refuse if the step reached it."""
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)

@@ -17,8 +17,8 @@ few steps.
     scaler = torch.amp.GradScaler()            # float16 compute
     model.float()                              # float32 masters, float16 by autocast
 
-**How safe is the fix?** Loss scaling multiplies by a power of two and divides again; float32 masters keep
-every digit.
+**How safe is the fix?** Loss scaling multiplies the loss by a power of two and divides the gradients by it;
+float32 masters keep every digit.
 
 **Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39.
 """
@@ -83,9 +83,9 @@ def _measured(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:
-    """Yield fixes to float32 masters, since a GradScaler refuses 16-bit ones, and to a scaler for float16 compute.
+    """Yield fixes that make float32 masters, since a GradScaler refuses 16-bit masters, and that add the scaler.
 
-    A step that computes in bfloat16 or float32 with float32 masters needs no scaler (IST302).
+    A step that computes in bfloat16 or float32 needs no scaler (IST302).
     """
     compute = trace.setup.autocast or trace.setup.compute
     scale = Action("setting", "scaler", "True")
@@ -104,7 +104,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _backward_in_float16(trace: Trace) -> bool:
-    """Return whether a matmul of the backward runs in float16, apart from those of 4-bit layers, see IST404."""
+    """Return whether a matmul of the backward runs in float16; 4-bit layers, which IST404 checks, do not count."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
     return any(costs.run_dtype(call) == torch.float16 for call in backward)

@@ -1,11 +1,11 @@
 """
-**What it means.** Trainable parameters are not in the policy's master dtype: a trainer cast them after
-their creation (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them
-float32, or they were created in the base model's dtype.
+**What it means.** Trainable parameters are not in the policy's master dtype: a trainer cast them (TRL casts
+every trainable parameter of a quantized model to bfloat16), a loader made them float32, or PEFT created them
+in the base model's dtype.
 
-**Why it is bad.** 16-bit masters lose updates smaller than half their spacing (IST801), and 32-bit masters take
-twice the planned memory. Under float16 autocast, bfloat16 parameters have fewer digits than the arithmetic
-around them.
+**Why it is bad.** 16-bit masters lose updates that are too small for their digits (IST801), and 32-bit
+masters take twice the memory of 16-bit masters. Under float16 autocast, bfloat16 parameters have fewer digits
+than the arithmetic around them.
 
 **An example that fails**
 
@@ -17,8 +17,8 @@ around them.
 
     trainer.add_callback(isotype.PrecisionCallback())      # the policy is restored when training begins
 
-**How safe is the fix?** A cast to float32 keeps every digit. A cast down is offered as safe only if the
-values are known to fit.
+**How safe is the fix?** A cast to float32 keeps every digit. A cast to a narrower dtype is offered as safe
+only if that dtype represents every value.
 
 **Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl
 #3310.
@@ -40,7 +40,7 @@ TITLE = "Trainable parameters in another dtype than the policy's masters"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield trainable parameters not in `policy.master`; without a policy, bfloat16 ones under float16 autocast."""
+    """Yield trainable parameters not in `policy.master`, or without a policy: bfloat16 under float16 autocast."""
     setup = trace.setup
     if setup.policy is None:
         master = torch.float32

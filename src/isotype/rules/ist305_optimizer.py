@@ -1,10 +1,9 @@
 """
 **What it means.** An optimizer step mixes dtypes: a fused kernel gets parameters, gradients and moments of
-different dtypes, or the trainable parameters themselves are of several dtypes, so that only some of them are
-masters.
+different dtypes, or some trainable parameters are float32 masters and the others have 16 bits.
 
-**Why it is bad.** Fused kernels take one dtype for parameter, gradient and both moments and raise otherwise.
-With mixed parameters the 16-bit ones lose small updates while their neighbours do not.
+**Why it is bad.** Fused kernels need one dtype for parameter, gradient and both moments; otherwise they raise
+an error. In a mix, 16-bit parameters lose small updates and float32 parameters do not.
 
 **An example that fails**
 
@@ -42,7 +41,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield contracts broken in the optimizer's step, and a mix of float32 and 16-bit trainable parameters."""
+    """Yield findings for an optimizer's operators that refuse dtypes, and for mixed float32 and 16-bit parameters."""
     broken = [call for call in trace.breaches() if call.phase == "optimizer" and call.op not in GRADIENTLESS]
     if broken:
         yield _refused(trace, broken)
@@ -85,12 +84,12 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return `[3]` for `grads[3]`: in operators on lists, the tensors of one parameter have the same index."""
+    """Return `[3]` for the role `grads[3]`: all tensors of one parameter have one index in an operator's lists."""
     return "".join(operand.role.partition("[")[1:])
 
 
 def _mismatched(call: Call) -> Operand:
-    """Return the operand to blame among parameter, gradient and state: existing state first, then the gradient."""
+    """Return the operand to blame: an existing state of the optimizer, else a gradient, else a parameter."""
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     updated: dict[str, torch.dtype] = {}
     for operand in floats:
@@ -103,7 +102,7 @@ def _mismatched(call: Call) -> Operand:
 
 
 def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
-    """Return the name of the parameter of a gradient, from its neighbours or its origin; "" for other operands."""
+    """Return the name of a gradient's parameter, found in the other operands or the origin; "" if not a gradient."""
     if operand.origin.kind != "gradient":
         return ""
     neighbours = (other.origin for other in call.operands if _entry(other) == _entry(operand))

@@ -1,9 +1,9 @@
 """
 **What it means.** The step runs under autocast to another dtype than the policy's compute dtype: a trainer
-set `fp16=True` by itself, or a flag was not passed on.
+set `fp16=True` by itself, or the script did not pass a flag on.
 
-**Why it is bad.** The run is not the requested one. float16 in place of bfloat16 overflows above 65504;
-bfloat16 in place of float16 is emulated in software on devices without bfloat16.
+**Why it is bad.** The run does not use the requested dtype. float16 instead of bfloat16 overflows above
+65504. bfloat16 instead of float16 is slow on devices that emulate it in software.
 
 **An example that fails**
 
@@ -13,7 +13,8 @@ bfloat16 in place of float16 is emulated in software on devices without bfloat16
 
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
-**How safe is the fix?** The step then follows the policy; the numbers differ by the rounding of the two dtypes.
+**How safe is the fix?** The step then follows the policy; its numbers change, because the two dtypes round
+differently.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598.
 """
@@ -30,7 +31,7 @@ TITLE = "Autocast in another dtype than the policy's"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield an autocast dtype that is not the policy's compute dtype."""
+    """Yield a finding if autocast's dtype is not the policy's compute dtype."""
     setup = trace.setup
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return

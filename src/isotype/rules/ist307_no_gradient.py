@@ -2,15 +2,15 @@
 **What it means.** Trainable parameters get no gradient in the backward: the forward uses them with
 gradients off, the loss does not depend on them, or nothing requires a gradient at all.
 
-**Why it is bad.** If none has one, `backward` raises `element 0 of tensors does not require grad and does not
-have a grad_fn`, or a GradScaler `No inf checks were recorded for this optimizer`. If some have one, the
-others silently do not change: the adapters inside of checkpointed layers, with a trained head outside of
-them.
+**Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require
+grad and does not have a grad_fn`, or a GradScaler raises `No inf checks were recorded for this optimizer`. If
+some parameters have a gradient (a trained head), the others (adapters inside of checkpointed layers) silently
+do not change.
 
-**Why it happens.** Gradient checkpointing of the reentrant kind (`use_reentrant=True`, and those of DeepSpeed
-and others) computes without gradients unless one of its inputs requires one, and after a frozen embedding
-none does. An adapter was loaded for inference, as `PeftModel.from_pretrained` does; a loss was detached; a
-tower runs under `torch.no_grad()`.
+**Why it happens.** Reentrant gradient checkpointing (`use_reentrant=True`, DeepSpeed's and others) computes
+without gradients unless one of its inputs requires a gradient. The output of a frozen embedding requires
+none. Or `PeftModel.from_pretrained` loaded an adapter for inference, the loss was detached, or a tower runs
+under `torch.no_grad()`.
 
 **An example that fails**
 
@@ -24,10 +24,10 @@ tower runs under `torch.no_grad()`.
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
 **What is not reported.** Parameters that the step does not use (experts without tokens, a tower without
-images), and the model's own parameters whose result the loss ignores. Adapters in such a part (the pooling
-head of a vision tower) are a note.
+images), and parameters of the base model that do not affect the loss. Adapters that do not affect the loss
+(in the pooling head of a vision tower) get a note.
 
-**How safe is the fix?** Safe: requiring gradients of hidden states changes no number.
+**How safe is the fix?** Safe: if hidden states require gradients, no number in the forward changes.
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
 locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039.
@@ -52,7 +52,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a backward without gradients, and trainable parameters used with gradients off."""
+    """Yield findings for a backward without gradients, and for trainable parameters used with gradients off."""
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return
@@ -104,7 +104,7 @@ def _finding(
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, Iterator[Fix]]:
-    """Return (cause, fixes) for reentrant gradient checkpointing, or another function with its own backward."""
+    """Return (cause, fixes) if reentrant checkpointing, or another function with its own backward, is the reason."""
     cause = (
         f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
     )
@@ -112,7 +112,7 @@ def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, Itera
 
 
 def _required(trace: Trace, unreached: Unreached) -> Iterator[Fix]:
-    """Yield fixes that make the function's inputs require gradients: the embeddings, else its latest input."""
+    """Yield fixes that make the function's inputs require gradients, or that replace the function."""
     embeddings = [name for name in unreached.behind if "Embedding" in trace.modules.get(name, "")]
     for name in dict.fromkeys((*embeddings[-1:], *unreached.behind[-1:])):
         yield fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
@@ -127,7 +127,7 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return the parameters without a gradient whose layer is computed again in the backward, but without them."""
+    """Return parameters without a gradient: the backward computes their layer again, but does not use them."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed}
     used = {operand.origin.name for call in recomputed for operand in call.operands}

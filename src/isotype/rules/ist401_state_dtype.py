@@ -1,11 +1,12 @@
 """
-**What it means.** The quantization state of a 4-bit layer names the dtype to which the weight is dequantized, and
-this dtype is not the layer's compute dtype. The state is saved with the checkpoint: loading with another `dtype=`
-does not change it, and neither does `.to()`.
+**What it means.** The quantization state of a 4-bit layer names the dtype to which the weight is dequantized,
+and this dtype is not the layer's compute dtype. The state comes from the checkpoint: neither another `dtype=`
+at loading nor `.to()` changes it.
 
-**Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, which copies the whole weight.
-Other code that dequantizes (fused LoRA kernels, merges, widened layers) gets weights in the state's dtype, but
-activations in another: `expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16`.
+**Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, and each cast copies the
+whole weight. Other code that dequantizes the weight (fused LoRA kernels, merges) gets the weight in the
+state's dtype, but activations in another dtype: `expected m1 and m2 to have the same dtype, but got:
+c10::Half != c10::BFloat16`.
 
 **An example that fails**
 
@@ -16,8 +17,8 @@ activations in another: `expected m1 and m2 to have the same dtype, but got: c10
 
     layer.weight.quant_state.dtype = torch.bfloat16
 
-**How safe is the fix?** The codes and scales are untouched; only the dtype of the result changes, and the
-scales are float32.
+**How safe is the fix?** The fix does not change the codes and the float32 scales; only the dtype of the
+dequantized weight changes.
 
 **Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
 """
@@ -39,7 +40,7 @@ TITLE = "A quantization state of another dtype than its layer computes in"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 4-bit layers by (state dtype, compute dtype) if the two differ."""
+    """Yield one finding for each pair of state dtype and compute dtype that differ in 4-bit layers."""
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
     for weight, state in quantized(trace):
         # IST404 reports a compute dtype of float32, and a state of the model's dtype in a layer of another dtype.

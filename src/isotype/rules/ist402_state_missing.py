@@ -1,7 +1,7 @@
 """
-**What it means.** A quantized layer has packed codes without their state (scales, code book, shape).
-Something has replaced the parameter: the unshard of FSDP2 (older versions of bitsandbytes did not keep the state
-beside the weight), a `load_state_dict` or `setattr` of plain tensors, or a copy without the parameter's attributes.
+**What it means.** A quantized layer has packed codes without their state (scales, code book, shape). Other
+code has replaced the parameter: FSDP2's unshard (older versions of bitsandbytes did not keep the state beside
+the weight), `load_state_dict` or `setattr` with plain tensors, or a copy without the parameter's attributes.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
 is required` or a bare `AssertionError`.

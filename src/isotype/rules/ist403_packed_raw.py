@@ -1,11 +1,12 @@
 """
-**What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are used
-as a weight: multiplied directly, cast, assigned a dense tensor, or read for their dtype, to which activations
-are then cast.
+**What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are used as
+if they were a weight: code multiplies or casts them, replaces them by a dense tensor, or casts activations to
+their dtype.
 
 **Why it is bad.** It fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
 (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex
-dtypes`; or it runs on codes that a cast has changed, or on activations rounded to integers from 0 to 255.
+dtypes`; or it runs without an error, but a cast has changed the codes, or has rounded the activations to
+integers from 0 to 255.
 
 **An example that fails**
 
@@ -50,7 +51,7 @@ _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield cast or dense tensors in place of codes, products with codes, and failures explained by codes."""
+    """Yield findings for cast or replaced codes, products with codes, and failures that codes explain."""
     cast = [(weight, dtype_name(state.packed)) for weight, state in quantized(trace) if _was_cast(state)]
     if cast:
         first, dtype = cast[0]
@@ -119,7 +120,7 @@ def _is_bare(weight: Weight) -> bool:
 
 
 def _codes_in(call: Call) -> list[Operand]:
-    """Return the packed operands of a product with float ones."""
+    """Return the packed operands of a product whose other operands are floats."""
     name = call.op.split(".")[1] if call.op.startswith("aten.") else ""
     if name not in _PRODUCTS or not any(operand.dtype.is_floating_point for operand in call.operands):
         return []
@@ -143,9 +144,9 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Return casts of float activations to the dtype of packed codes around them, and back to a float dtype.
+    """Return casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
 
-    A rounding before the cast means quantization on purpose.
+    If the code rounds the activations before the cast, it quantizes them on purpose.
     """
     codes = {(w.module, w.dtype) for w in trace.weights if w.quantization is not None and w.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}

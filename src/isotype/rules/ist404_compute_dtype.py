@@ -1,10 +1,12 @@
 """
 **What it means.** 4-bit layers compute in float32 while the model runs in 16 bits.
-`BitsAndBytesConfig(load_in_4bit=True)` leaves the compute dtype at float32 and marks it as set, which
-suppresses bitsandbytes' warning. If no compute dtype is marked as set, the layer takes that of its first input.
+`BitsAndBytesConfig(load_in_4bit=True)` leaves the compute dtype at float32 and marks it as set, so that
+bitsandbytes does not warn. If no compute dtype is marked as set, the layer computes in the dtype of its first
+input.
 
-**Why it is bad.** Every input is cast up, every weight is dequantized to float32 and multiplied there, every
-output is cast down: several times slower on GPUs, without more digits in the 4-bit codes.
+**Why it is bad.** The layer casts every input to float32, dequantizes its weight to float32, multiplies in
+float32, and casts the output to 16 bits. On GPUs this is several times slower, and the 4-bit codes have no
+more digits.
 
 **An example that costs**
 
@@ -14,7 +16,8 @@ output is cast down: several times slower on GPUs, without more digits in the 4-
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
-**How safe is the fix?** The products are rounded as in the other layers. Codes and scales are unchanged.
+**How safe is the fix?** The products are then rounded to 16 bits, as in the other layers. Codes and scales
+are unchanged.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682;
 bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
@@ -38,7 +41,7 @@ TITLE = "4-bit layers that compute in another dtype than the model"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 4-bit layers whose compute dtype is not the 16-bit activations', or is unset with float32 ones."""
+    """Yield 4-bit layers that compute in another dtype than the 16-bit dtype of the model."""
     wanted = _activations(trace)
     others = _in_other_dtype(trace, wanted)
     if wanted is None or not others:
@@ -81,7 +84,7 @@ def _in_other_dtype(trace: Trace, wanted: torch.dtype | None) -> list[tuple[Weig
 
 
 def _activations(trace: Trace) -> torch.dtype | None:
-    """Return the dtype in which the model runs: the policy's, autocast's, or that of its plain weights."""
+    """Return the dtype in which the model runs: the policy's, autocast's, or the dtype of its plain weights."""
     setup = trace.setup
     return setup.policy.compute if setup.policy is not None else setup.autocast or _plain(trace)
 

@@ -1,9 +1,10 @@
 """
-**What it means.** The scales (absmax) of a quantized layer are not float32: a cast of the whole model, or
-of its state dict, included them.
+**What it means.** The scales (absmax) of a quantized layer are not float32: some code cast them with the
+whole model, or with its state dict.
 
-**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 has 8 significant bits, so every weight of
-the block is off by up to 0.4 %. CUDA kernels read the bytes of the scales as float32 and return noise.
+**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 has 8 significant bits, so every
+weight of the block is off by up to 0.4 %. CUDA kernels interpret the bytes of the scales as float32 and
+return noise.
 
 **An example that costs**
 

@@ -2,8 +2,8 @@
 **What it means.** An operator reads or writes a tensor that the code stores outside of the model, and this tensor
 has another dtype than the model.
 
-**Why it happens.** A library allocates a scratch buffer once, for the first model (for dequantized weights, a
-cache, a table of positions), and reuses it for the next model. The first model was bfloat16, the second is
+**Why it happens.** A library allocates a scratch buffer (for dequantized weights, a cache, a table of
+positions) for the first model, and reuses it for the next model. The first model was bfloat16, the second is
 float16.
 
 **An example that fails**
@@ -19,8 +19,9 @@ float16.
 
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
 
-**How safe is the fix?** One buffer per device, stream and dtype separates the models; allocating each time is
-safe too, and slower. Only the owner of that code can change it, so the fix is advice.
+**How safe is the fix?** With one buffer per device, stream and dtype, the models do not share buffers of
+different dtypes. A new buffer for each call is safe too, but slower. Only the owner of the library can change
+its code, so the fix is advice.
 
 **Seen in** unslothai/unsloth #4026.
 """

@@ -1,12 +1,12 @@
 """
-**What it means.** The CPU has AVX512-BF16, and the first evaluation forward there makes bitsandbytes
-repack every 4-bit weight in place. For some shapes the repacking itself raises; after it, training is wrong
-or impossible.
+**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the
+first forward in eval mode. For some shapes the repacking raises an error; after it, training is wrong or
+impossible.
 
-**Why it is bad.** The other layout has blocks of 32 rows and scales per row: a weight whose rows are not a
-multiple of 32, or whose columns are not a multiple of the block size (64 × 96), raises in the middle of
-`evaluate` or `generate`. A repacked weight has scales rounded to bfloat16 and no backward, so a loop that
-evaluates between steps learns from wrong gradients.
+**Why it is bad.** The new layout has blocks of 32 rows and scales per row. If a weight's rows are not a
+multiple of 32, or its columns are not a multiple of the block size (64 × 96), `evaluate` or `generate` raises
+an error. A repacked weight has scales rounded to bfloat16 and no backward, so a loop that evaluates between
+steps learns from wrong gradients.
 
 **Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no
 gradient. GPUs and CPUs without AVX512-BF16 keep the layout.
@@ -21,8 +21,8 @@ gradient. GPUs and CPUs without AVX512-BF16 keep the layout.
     isotype.enforce(model, policy)                      # or isotype.load: keeps the training layout
     for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
 
-**How safe is the fix?** The weights stay as loaded; generation on such a CPU loses bitsandbytes' fused
-kernel.
+**How safe is the fix?** The weights keep the loaded layout; generation on such a CPU cannot use bitsandbytes'
+fused kernel.
 
 **Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
 """
@@ -40,7 +40,7 @@ TITLE = "4-bit weights that an evaluation on this CPU repacks"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 4-bit layers that can be repacked: those for which it fails, and those that train afterwards."""
+    """Yield findings for 4-bit layers whose repacking fails, and for repacked layers that are trained afterwards."""
     setup = trace.setup
     if not setup.profile.repacks_4bit:
         return

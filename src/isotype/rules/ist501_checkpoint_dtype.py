@@ -1,15 +1,14 @@
 """
-**What it means.** The frozen weights have another dtype than the model's config names for the checkpoint, and no
-policy requests the other dtype.
+**What it means.** The frozen weights do not have the checkpoint's dtype, which the model's config names, and
+no policy requests their dtype.
 
-**Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate,
-without a single digit more. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against
-3.4e38) and rounds small weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each
-weight.
+**Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate, but
+has no more digits. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against 3.4e38) and
+rounds small weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each weight.
 
-**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader with a
-fixed dtype has cast the weights, or `.float()` or `.half()` did after loading. Or the config names another dtype than
-the file has.
+**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader
+with a fixed dtype has cast the weights, or `.float()` or `.half()` has cast them after loading. Or the config
+names another dtype than that of the weights in the file.
 
 **An example that costs**
 
@@ -19,9 +18,10 @@ the file has.
 
     model = isotype.load(path, isotype.resolve_precision(path))      # or dtype="auto"
 
-**What is not reported.** Trainable and pinned weights, adapters, quantized layers; dtypes that the policy requests;
-a checkpoint dtype that the device does not run natively; a float32 checkpoint in 16 bits, which is always an explicit
-request. The extra memory is the sum of elements x difference of the item sizes.
+**What is not reported.** Trainable weights; weights that the model's author keeps in float32; adapters;
+quantized layers; dtypes that the policy requests; a checkpoint dtype that the device does not run natively; a
+float32 checkpoint in 16 bits, which is always an explicit request. The extra memory is the number of elements
+times the difference of the two item sizes.
 
 **How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (it does if the values
 come from the checkpoint), else unsafe. Rounded digits can only be restored by loading the weights again.

@@ -1,13 +1,14 @@
 """
 **What it means.** The trained adapters have several dtypes.
 
-**Why it is bad.** The saved adapter file has several dtypes. PEFT loads it in float32 (`autocast_adapter_dtype`)
-or in the base model's dtype, so that a resumed run does not continue with the trained values. FSDP refuses to
-flatten parameters of several dtypes together. Adapters in a narrow dtype lose small updates, the others do not.
+**Why it is bad.** The saved adapter file has several dtypes. PEFT loads it in float32
+(`autocast_adapter_dtype`) or in the base model's dtype, so that a resumed run does not continue with the
+trained values. FSDP cannot flatten parameters of several dtypes into one tensor. Adapters in a narrow dtype
+lose small updates, and the other adapters do not.
 
 **Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized
-model to bfloat16, except DoRA's magnitudes), an adapter from a float16 file is loaded beside a new adapter, or the
-copy of a module to save keeps the base model's dtype.
+model to bfloat16, except DoRA's magnitudes), a new adapter is added to an adapter from a float16 file, or a
+trained copy (`modules_to_save`) keeps the base model's dtype.
 
 **An example**
 
@@ -20,9 +21,9 @@ copy of a module to save keeps the base model's dtype.
 
     isotype.enforce(model, policy)        # every adapter in the master dtype
 
-**What is not reported.** Frozen adapters; a bad dtype shared by all (see IST3xx and IST8xx).
+**What is not reported.** Frozen adapters; a wrong dtype that all adapters have (see IST3xx and IST8xx).
 
-**How safe is the fix?** A cast to the widest dtype loses nothing.
+**How safe is the fix?** A cast of all adapters to the widest of their dtypes loses nothing.
 
 **Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
 """

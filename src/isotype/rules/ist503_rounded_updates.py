@@ -1,18 +1,20 @@
 """
-**What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it merges an
-adapter into its base, or updates a statistic or an exponential moving average of trained weights.
+**What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it
+merges an adapter into its base weight, or updates a statistic, or updates an exponential moving average of
+trained weights.
 
 **Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring
-numbers are lost, larger addends are rounded. A merged model is not base plus adapter, and unmerging does not
-restore the base. RL trainers merge and unmerge before each rollout: the base drifts away (by 1 % of its weights' size
-after one round in bfloat16, by two thirds after a thousand). A moving average with decay 0.999 takes a thousandth of
-the difference at a time and never moves. A count in bfloat16 stops at 256. PEFT adds its adapters of parameters
-(`target_parameters`: experts) to the weight in each forward, in the weight's dtype, although the first updates of a
-training are the smallest. PEFT computes the delta of every expert and the gradient of this delta, even for experts
+numbers are lost, larger addends are rounded. The merged weight is not exactly base plus adapter, and
+unmerging does not restore the base. RL trainers merge and unmerge before each rollout, which changes the
+base: in bfloat16 by 1 % of its weights' size after one round, and by two thirds after a thousand rounds. A
+moving average with decay 0.999 adds a thousandth of the difference at each step and never changes. A counter
+in bfloat16 stops at 256. PEFT's adapters of parameters (`target_parameters`, used for experts) are added to
+the weight in each forward, in the weight's dtype. This rounding loses the first updates of a training, which
+are the smallest. PEFT computes the adapter's product and its gradient for every expert, even for experts
 without tokens.
 
-**Why it happens.** The base is loaded in 16 bits to be trained, and merged in that dtype; the average is a
-copy of a 16-bit model; `model.to(bfloat16)` casts buffers along.
+**Why it happens.** The base is loaded in 16 bits for the training, and the merge uses that dtype. A moving
+average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 
 **An example that costs**
 
@@ -26,8 +28,8 @@ copy of a 16-bit model; `model.to(bfloat16)` casts buffers along.
     average = copy.deepcopy(model).float()       # averages and statistics in float32
     isotype.fuse(model)                          # adapters of experts act on activations
 
-**What is not reported.** Updates by the optimizer (IST801); other sums recomputed in each forward and not
-stored; weights whose sum is float32.
+**What is not reported.** Updates by the optimizer (IST801); other sums that each forward computes and does
+not store; weights whose sum is float32.
 
 **How safe is the fix?** A cast of an average to float32 keeps every digit. Rounded digits can only be
 restored from the checkpoint.
@@ -71,7 +73,7 @@ _HEADLINES = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield sums into frozen 16-bit weights and buffers: merges of adapters, PEFT's deltas of experts, others."""
+    """Yield findings for additions to frozen 16-bit weights and buffers, such as merges of adapters."""
     updates = [(_kind(call, trace), call) for call in trace.calls]
     for kind, (headline, singular, plural) in _HEADLINES.items():
         calls = [call for of_kind, call in updates if of_kind == kind]
@@ -92,7 +94,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _kind(call: Call, trace: Trace) -> str:
-    """Return the key of `_HEADLINES` for a sum into a weight; "" for other calls."""
+    """Return the key of `_HEADLINES` for a call that adds to a weight; "" for other calls."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
     if call.phase not in ("forward", "generate") or call.recomputed or not _ADDING.match(call.op):
@@ -102,7 +104,7 @@ def _kind(call: Call, trace: Trace) -> str:
 
 
 def _share(trace: Trace) -> str:
-    """Return the FLOPs of the deltas and of the gradients of whole stacks, in words."""
+    """Return a phrase on the FLOPs that PEFT needs for the deltas of all experts and for their gradients."""
     of_deltas = sum(
         call.flops * call.repeats
         for call in trace.calls

@@ -2,9 +2,9 @@
 **What it means.** The step computes in bfloat16, and the device has no bfloat16 matmuls in hardware.
 
 **Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx) bfloat16 runs
-without tensor cores, at the float32 rate at best, where float16 would run several times faster. Some kernels
-(flash attention, Triton's `tl.dot`) refuse it there. If a device refuses the dtype altogether, the step
-crashes.
+without tensor cores, at the float32 rate at best. float16 would run several times faster. Some kernels (flash
+attention, Triton's `tl.dot`) refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all, the
+step crashes.
 
 **Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint as it is, or has a
 quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
@@ -17,8 +17,9 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**The estimate.** The step time by the roofline with float32's rate for bfloat16, divided by the time of the same step
-in the dtype of the fix. The estimate is a lower bound, since the conversion in software takes more time.
+**The estimate.** The roofline model gives the step time if bfloat16 runs at float32's rate. The estimate is
+this time divided by the time of the same step in the dtype of the fix. The estimate is a lower bound, since
+the conversion in software takes more time.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, since
 float16 ends at 65,504 and models trained in bfloat16 (Gemma, T5) may exceed this limit: watch the loss.
@@ -46,7 +47,7 @@ _WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.ba
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield bfloat16 matmuls that the device emulates or refuses."""
+    """Yield findings for bfloat16 matmuls that the device emulates or refuses."""
     profile = trace.setup.profile
     if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
         yield from _wide_results(trace)
@@ -54,7 +55,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
-    """Yield bfloat16 products with float32 results, which GPUs without bfloat16 refuse, by line."""
+    """Yield one finding per line of bfloat16 products with float32 results, which GPUs without bfloat16 refuse."""
     wide = (
         call
         for call in trace.calls

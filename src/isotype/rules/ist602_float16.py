@@ -7,7 +7,7 @@ AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AV
 than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. A CPU with AMX runs float16 in
 hardware, as fast as float32 and three times slower than bfloat16. float16 also needs loss scaling.
 
-**Why it happens.** A script for a GPU with `fp16=True` or a float16 checkpoint runs on a CPU for a test.
+**Why it happens.** A script for a GPU, with `fp16=True` or a float16 checkpoint, is tested on a CPU.
 
 **An example that costs**
 
@@ -17,9 +17,9 @@ hardware, as fast as float32 and three times slower than bfloat16. float16 also 
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** On CPUs, the time of the matmuls by their measured rates; on devices with data-sheet rates, the
-roofline with float32's rate for float16. float16 matmuls are reported if they take 1 % of that time, even if they
-have fewer of the FLOPs.
+**The estimate.** On CPUs it compares the times of the matmuls by measured rates. On devices with data-sheet
+rates it uses the roofline model, with float32's rate for float16. The rule reports float16 matmuls that take
+1 % of that time, even if their share of the FLOPs is smaller.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of weights from float16 to bfloat16 loses three bits: unsafe.
 

@@ -1,8 +1,8 @@
 """
 **What it means.** Installed libraries are incompatible with each other, or with this machine's device.
 
-**Why it is bad.** The import fails, a quantized layer finds no kernel, or a library silently switches another
-one off.
+**Why it is bad.** The import fails, a quantized layer finds no kernel, or a library silently disables another
+library.
 
 **Why it happens.** One of torch, transformers, peft, trl, accelerate, bitsandbytes was upgraded alone; a
 wheel was built for another CUDA version than torch's.
@@ -15,9 +15,10 @@ wheel was built for another CUDA version than torch's.
 
     pip install --upgrade "torch>=2.6"
 
-**What is not reported.** Anything for a device that is not in this machine: its libraries are unknown.
-The rule compares the requirements that packages declare, the minimum versions that some packages check only at run
-time, and known incompatible pairs with a public link. `isotype doctor` reports the same without a model.
+**What is not reported.** Incompatible versions if `--device` names a device of another machine: its libraries
+are unknown. The rule compares the requirements that packages declare, the minimum versions that some packages
+check only at run time, and known incompatible pairs with a public link. `isotype doctor` reports the same
+without a model.
 
 **How safe is the fix?** The fix changes the environment, so only you can apply it.
 
@@ -37,7 +38,7 @@ KIND: Kind = "versions"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield incompatible versions, if the device is in this machine."""
+    """Yield findings for incompatible versions, if the device is in this machine."""
     for incompatibility in trace.setup.incompatible:
         yield Finding(
             code="IST603",

@@ -46,7 +46,7 @@ KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a requested flash kernel that does not exist here, and queries too wide for the flash kernels."""
+    """Yield findings for a flash kernel that the device lacks, and for queries that flash kernels refuse."""
     setup = trace.setup
     profile, accepted = setup.profile, setup.profile.flash_attention
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")

@@ -1,23 +1,25 @@
 """
-**What it means.** The peak of a step's tensors, in any step or evaluation, exceeds the memory available to
-a step: 85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the share is that of its
-free memory. Check, plan and `--gradient_checkpointing auto` use the same peak and the same share.
+**What it means.** The peak of a step's tensors, in any step or evaluation, exceeds the memory available to a
+step: 85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the limit is this
+share of its free memory. Check, plan and `--gradient_checkpointing auto` use the same peak and the same
+share.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
-**What is counted.** Every storage once, from its creation until its last tensor is freed, by kind: weights
-with their quantization states, adapters, gradients, optimizer states, activations. From the second step on
-the optimizer states exist beside the activations, and from a step's second micro-batch on the gradients too.
-The rest of the memory is reserved for what is not counted: the allocator's rounding and fragmentation, workspaces of
-kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
+**What is counted.** Every storage counts once, from its creation until its last tensor is freed. The report
+groups storages by kind: weights with their quantization states, adapters, gradients, optimizer states,
+activations. Optimizer states exist beside the activations from the second step on, and gradients from the
+second micro-batch of a step on. The rest of the memory is reserved for what is not counted: the allocator's
+rounding and fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
-**What helps, and by how much.** The report estimates each saving alone. Gradient checkpointing keeps the inputs of
-all n layers and the activations of one layer, about `1/n` of the activations (Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", 2016). nf4 takes 0.5625 bytes per weight: 4 bits, and a float32 scale for 64 weights (Dettmers
-et al., "QLoRA", 2023). Frozen float32 weights take half in 16 bits, and optimizer states take a quarter in 8 bits.
-Activations shrink in proportion to batch times length. Sharded over N devices (FSDP2), each device holds 1/N of the
-weights, gradients and optimizer states, its own activations, everything outside of the blocks, and up to three whole
-blocks: the block in use, its gathering buffer, and the buffer of the next block.
+**What helps, and by how much.** The report estimates each saving alone. Gradient checkpointing keeps the
+inputs of all n layers and the activations of one layer: this is about `1/n` of the activations (Chen et al.,
+"Training Deep Nets with Sublinear Memory Cost", 2016). nf4 takes 0.5625 bytes per weight: 4 bits, and a
+float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023). Frozen float32 weights take half of their
+memory in 16 bits, and optimizer states take a quarter in 8 bits. Activations shrink in proportion to batch
+times length. FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and
+optimizer states, its own activations, everything outside of the blocks, and up to three whole blocks: the
+block in use, its gathering buffer, and the buffer of the next block.
 
 **An example**
 
@@ -27,8 +29,8 @@ blocks: the block in use, its gathering buffer, and the buffer of the next block
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Checkpointing and shorter or fewer rows change no digit; quantization rounds the
-base.
+**How safe is the fix?** Gradient checkpointing changes no digit, nor do shorter or fewer rows. Quantization
+rounds the base weights.
 
 **Seen in** every forum.
 """
@@ -61,7 +63,7 @@ _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a peak that exceeds the available memory."""
+    """Yield a finding if the peak exceeds the available memory."""
     limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
     if limit.size is None or phase is None or limit.holds(peak):
         return
@@ -103,7 +105,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """Yield a sentence on each of the largest tensors and weights; equal ones of several layers share a sentence."""
+    """Yield a sentence on each of the largest tensors and weights; equal tensors of several layers share one."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
@@ -143,7 +145,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (advice, saved bytes, argument, its value) of every applicable saving."""
+    """Yield (advice, saved bytes, argument, value of the argument) for every applicable saving."""
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
@@ -176,7 +178,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield the smallest number of devices on which the step fits under FSDP2, with the saving per device."""
+    """Yield the saving per device under FSDP2 for the smallest number of devices on which the step fits."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:

@@ -15,8 +15,8 @@ makes a tensor from a NumPy array or from a list of NumPy numbers, which are flo
 
     angles = torch.outer(positions, frequencies.float())
 
-**What is not reported.** Numbers (0-dim tensors), which stay on the CPU; the code of published transformers
-and diffusers models, which checks the device and uses float32 on it.
+**What is not reported.** 0-dim tensors, which stay on the CPU; published models of transformers and
+diffusers, whose code uses float32 on such a device.
 
 **How safe is the fix?** float32 has 24 significant bits: integer positions up to 16 million are exact, and angles are
 rounded at the 7th digit.
@@ -43,7 +43,7 @@ _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", 
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield the sources of float64 in a step on a device without it: inputs, and lines that create it."""
+    """Yield findings for inputs and lines that create float64, in a step on a device without float64."""
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
         return
@@ -61,7 +61,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the origins of float64 not derived from other float64: given operands, or the call's results."""
+    """Yield the origins of float64 in a call: its given operands, or its result if no operand is float64."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         if operand.shape and operand.origin.kind in _GIVEN:

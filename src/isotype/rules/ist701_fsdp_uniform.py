@@ -1,7 +1,8 @@
 """
 **What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which
-has one dtype; FSDP2 reduces the gradients of a unit's trained parameters together. Here a unit has parameters of
-several dtypes: float32 adapters on a bfloat16 base (FSDP1), norms that were upcast, 4-bit codes packed in another dtype.
+has one dtype; FSDP2 reduces the gradients of a unit's trained parameters in one collective. Here a unit has
+parameters of several dtypes: float32 adapters on a bfloat16 base (FSDP1), norms that were upcast, 4-bit codes
+packed in another dtype.
 
 **Why it is bad.** FSDP1 raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32` when it
 wraps the model. FSDP2 raises `FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}` in the
@@ -17,10 +18,11 @@ first forward.
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**What is not reported.** FSDP2 over a model under a policy, which isotype shards with a group per trained dtype.
+**What is not reported.** FSDP2 for a model with a policy: isotype shards it with one group for each trained
+dtype.
 
-**How safe is the fix?** FSDP2 changes no dtype. Casting adapters down makes 16-bit masters (IST801) and is
-offered as unsafe.
+**How safe is the fix?** FSDP2 changes no dtype. A cast of the adapters to 16 bits is offered as unsafe,
+because 16-bit masters lose small updates (IST801).
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
 bitsandbytes-foundation/bitsandbytes #1709.

@@ -1,10 +1,10 @@
 """
-**What it means.** The model is sharded by FSDP1 and its quantized weights are stored as integers. 4-bit
-codes can be stored in any dtype of the right size: `bnb_4bit_quant_storage` sets it, and its default is
-uint8. int8 weights have no such setting.
+**What it means.** The model is sharded by FSDP1 and its quantized weights are stored as integers. 4-bit codes
+can be stored in several dtypes: `bnb_4bit_quant_storage` sets the dtype, and the default is uint8. int8
+weights have no such setting.
 
-**Why it is bad.** FSDP1 flattens float parameters only: `Cannot flatten integer dtype tensors`, or `Must
-flatten tensors with uniform dtype but got torch.float16 and torch.int8`, before the first step.
+**Why it is bad.** FSDP1 flattens float parameters only. Before the first step it raises `Cannot flatten
+integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch.float16 and torch.int8`.
 
 **An example that fails**
 
@@ -16,7 +16,8 @@ flatten tensors with uniform dtype but got torch.float16 and torch.int8`, before
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16,
                        bnb_4bit_quant_storage=torch.bfloat16)
 
-**How safe is the fix?** The bytes stay the same under another dtype: no digit changes.
+**How safe is the fix?** The stored bytes stay the same and only their declared dtype changes, so no digit
+changes.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
 axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
@@ -37,7 +38,7 @@ TITLE = "FSDP over integer codes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield quantized weights stored as integers under FSDP1."""
+    """Yield a finding for quantized weights that are stored as integers under FSDP1."""
     if trace.setup.fsdp != 1:
         return
     for four_bit in (True, False):

@@ -1,6 +1,7 @@
 """
-**What it means.** Some batches run a part of the model and others do not: rows with pictures run the vision tower, rows of text alone do not.
-FSDP2 and ZeRO-3 gather the weights of a part when it runs, in all processes together.
+**What it means.** Some batches run a part of the model and others do not: rows with pictures run the vision
+tower, but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather its weights in a collective,
+in which all processes must take part.
 
 **Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and starts its next
 collective, while the other processes gather the tower's weights: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
@@ -14,11 +15,12 @@ collective, while the other processes gather the tower's weights: the sizes diff
 
     batch = collate([*rows, row_with_a_picture])               # for a batch without pictures: one more row, its labels -100
 
-`isotype sft` adds such a row without labels to a batch by itself.
+`isotype sft` adds such a row without labels automatically.
 
 The preflight runs two processes' batches under FSDP2 with torch's fake process group and compares every collective of their steps.
 
-**What is not reported.** Experts and other modules inside of a layer, whose weights are gathered with the layer; DDP (IST705).
+**What is not reported.** Experts and other modules inside of a layer: their weights are gathered with the
+layer. IST705 reports DDP.
 
 **How safe is the fix?** Safe: a row without labels adds nothing to the loss or the gradients.
 
@@ -38,7 +40,7 @@ TITLE = "Processes that do not run the same modules"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield the modules that only some of the processes' batches run, under FSDP."""
+    """Yield a finding for the modules that only some processes run with their batches, under FSDP."""
     reach = trace.reach
     if not trace.setup.fsdp or reach is None or not (reach.skipped or reach.parting):
         return

@@ -1,8 +1,10 @@
 """
-**What it means.** DeepSpeed's ZeRO-3 gathers small parameters of several dtypes after the optimizer's step: float32 adapters beside a bfloat16 base.
+**What it means.** After the optimizer's step DeepSpeed's ZeRO-3 gathers small parameters of several dtypes,
+such as float32 adapters and a bfloat16 base.
 
-**Why it happens.** DeepSpeed 0.19.2 allocates the results of this gather in the dtype of the first parameter. Earlier releases convert every parameter and
-buffer to one dtype first, rotary frequencies and adapters included; later releases gather each parameter in its own dtype.
+**Why it happens.** DeepSpeed 0.19.2 allocates the results of this gather in the dtype of the first parameter.
+Earlier releases first convert every parameter and buffer to one dtype, even rotary frequencies and adapters.
+Later releases gather each parameter in its own dtype.
 
 **An example that fails**
 
@@ -41,7 +43,7 @@ _BROKEN = "0.19.2"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding if the installed DeepSpeed cannot gather the model's dtypes together."""
+    """Yield one finding if the installed DeepSpeed cannot gather parameters of the model's dtypes in one call."""
     if trace.setup.zero3 != _BROKEN:
         return
     floats = [weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point]

@@ -1,9 +1,10 @@
 """
-**What it means.** DDP averages the gradient of every trainable parameter over the processes. Some parameter gets no gradient from a batch, because the
-batch does not run its part of the model, or nothing uses the result.
+**What it means.** DDP averages the gradient of every trainable parameter over the processes. Here a parameter
+gets no gradient from a batch: the batch does not run its module, or the loss does not depend on the result.
 
-**Why it happens.** Rows of text alone do not run the vision tower, whose adapters are trained; a layer or a head is trained and never called. The next step
-raises `Expected to have finished reduction in the prior iteration before starting a new one`, or the processes hang.
+**Why it happens.** Rows with only text do not run the vision tower, whose adapters are trained. Or the
+forward never calls a trained layer or head. The next step raises `Expected to have finished reduction in the
+prior iteration before starting a new one`, or the processes hang.
 
 **An example that fails**
 
@@ -14,7 +15,8 @@ raises `Expected to have finished reduction in the prior iteration before starti
 
     DistributedDataParallel(model, find_unused_parameters=True)        # or train only what every batch uses
 
-**What is not reported.** Trainings with `find_unused_parameters=True`: TrainingArguments' default without gradient checkpointing.
+**What is not reported.** Trainings with `find_unused_parameters=True`, the default of TrainingArguments
+without gradient checkpointing.
 
 **How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. The search for such parameters costs one more walk through the graph per step.
 
@@ -33,7 +35,7 @@ TITLE = "Parameters without a gradient under DDP"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield the trainable parameters that get no gradient from some batch, under DDP that needs all of them."""
+    """Yield a finding for parameters that get no gradient from some batch, if DDP expects all gradients."""
     setup = trace.setup
     missing = () if trace.reach is None else trace.reach.ungraded
     if setup.devices < 2 or setup.fsdp or setup.find_unused or not missing:

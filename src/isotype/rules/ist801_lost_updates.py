@@ -1,11 +1,13 @@
 """
-**What it means.** Trainable parameters are in 16 bits, and their updates are below half the spacing of that dtype at
-the parameters' magnitude, so that the sum rounds back to the old value. An Adam update is about as large as the
-learning rate; an SGD update is the learning rate times the gradient, if the gradient was measured. The spacing at x
-is 2^(floor(log2 |x|) - 7) in bfloat16 and 2^(floor(log2 |x|) - 10) in float16.
+**What it means.** Trainable parameters are in 16 bits, and their updates are too small: the updates are less
+than half the distance to the next number of the dtype, so that the sum rounds to the old value. An Adam
+update is about as large as the learning rate; an SGD update is the learning rate times the gradient, which
+must have been measured. The distance from x to the next number is 2^(floor(log2 |x|) - 7) in bfloat16 and
+2^(floor(log2 |x|) - 10) in float16.
 
-**Why it is bad.** Most weights do not change. Larger weights are affected first, especially those of norms near one.
-Weight decay (learning rate times decay) is lost much earlier. The loss falls a little and stops, without an error.
+**Why it is bad.** Most weights do not change. Larger weights are affected first, especially the weights of
+norms, which are near one. Weight decay (learning rate times decay) is smaller and is lost even at learning
+rates that keep the updates. The loss falls a little and stops, without an error.
 
 **An example that costs**
 
@@ -17,7 +19,8 @@ Weight decay (learning rate times decay) is lost much earlier. The loss falls a 
     model.float()                                            # float32 masters
     with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16
 
-**How safe is the fix?** A cast to float32 keeps every digit; masters and their moments take more memory.
+**How safe is the fix?** A cast to float32 keeps every digit; float32 masters and their moments take more
+memory.
 
 **Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
 kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.
@@ -50,7 +53,7 @@ TITLE = "Updates smaller than the masters' dtype can hold"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit trainable parameters of known magnitude whose first updates are rounded away."""
+    """Yield findings for 16-bit trainable parameters whose typical values the first update does not change."""
     if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
         return
     sizes = {weight.name: _size(weight, trace) for weight in trained(trace, *HALVES)}
@@ -80,9 +83,10 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """Return the largest change of a weight's values in the first step; infinite if unknown.
+    """Return the largest change of a weight's values in the first step; infinity if it is unknown.
 
-    Adam changes them by the learning rate, whatever the gradient; SGD by the learning rate times the gradient.
+    Adam changes them by the learning rate, whatever the gradient is. SGD changes them by the learning rate times the
+    gradient.
     """
     rate, optimizer = trace.setup.learning_rate or 0.0, trace.setup.optimizer.lower()
     if "adam" in optimizer:
@@ -92,7 +96,7 @@ def _update(weight: Weight, trace: Trace) -> float:
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
-    """Return the measured range of a weight's module, or of another module; zeros without a measurement."""
+    """Return the measured range of `module`, by default the weight's module; zeros without a measurement."""
     name = base_name(weight.module if module is None else module)
     measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
@@ -103,12 +107,12 @@ def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
 
 
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
-    """Return the median magnitude of a weight's nonzero values (0 if unknown), and its source in words.
+    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase on its source.
 
-    If the weight has no values and was not measured, the median is that of its initialization. A DoRA magnitude is
-    the norm of each row of its layer's weight (https://arxiv.org/abs/2402.09353, eq. 5): sqrt(n) m / 0.6745 for a row
-    of `n` normally distributed values with the measured median m. Without a measurement, the deviation of the
-    initialization is the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
+    If the values of a DoRA magnitude are unknown, its median is computed from the weight of its layer. A DoRA
+    magnitude has the norms of the rows of this weight (https://arxiv.org/abs/2402.09353, eq. 5): sqrt(n) m / 0.6745
+    for a row of `n` normally distributed values with the measured median m. Without a measurement, the standard
+    deviation of the row is the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values"

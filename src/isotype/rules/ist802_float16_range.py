@@ -1,11 +1,12 @@
 """
-**What it means.** float16's largest number is 65504. A weight is infinite already, or becomes infinite when it is
-cast. Or the weight of a norm is so large that its output can exceed the limit: a normalized vector of n values has
-entries up to sqrt(n), times the largest weight. Or a mask filled with float32's smallest number is cast: its
-fill becomes minus infinity, and the softmax of a fully masked row (padding on the left) becomes NaN.
+**What it means.** float16's largest number is 65504. A weight is already infinite, or becomes infinite by a
+cast to float16. Or the weight of a norm is so large that the norm's output can exceed the limit: a normalized
+vector of n values has entries up to sqrt(n), and the norm multiplies them by its weight. Or a mask that is
+filled with float32's lowest number is cast to float16: this number becomes minus infinity, and the softmax of
+a fully masked row (padding on the left) becomes NaN.
 
-**Why it is bad.** One infinity becomes NaN in the next norm or softmax and the loss is NaN, or sampling stops
-with `probability tensor contains either inf, nan or element < 0`.
+**Why it is bad.** The next norm or softmax turns one infinity into NaN. The loss is then NaN, or sampling
+stops with `probability tensor contains either inf, nan or element < 0`.
 
 **An example that fails**
 
@@ -15,8 +16,8 @@ with `probability tensor contains either inf, nan or element < 0`.
 
     AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.bfloat16)    # or float32
 
-**How safe is the fix?** bfloat16 has float32's range with fewer digits. Infinite weights have to be loaded
-again.
+**How safe is the fix?** bfloat16 has float32's range with fewer digits. No cast repairs infinite weights:
+load them again.
 
 **Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq
 #254; axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
@@ -52,7 +53,7 @@ _written_beyond = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield non-finite weights, weights beyond float16, and norms whose outputs may exceed it."""
+    """Yield findings for infinite weights, weights beyond float16's range, and norms whose outputs may exceed it."""
     for finding in _written_beyond(trace):
         wide = fix(f"fill in float32 at {short(finding.source)}", "line", (finding.source,), "float32")
         yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding
@@ -99,7 +100,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _emptied_rows(trace: Trace) -> Iterator[Finding]:
-    """Yield masks whose fill value becomes minus infinity by a cast, in fully masked rows.
+    """Yield findings for masks with fully masked rows, whose fill value a cast turns into minus infinity.
 
     torch's fused attention returns zeros for such a row; a plain softmax returns NaN.
     """
@@ -128,5 +129,5 @@ def _largest(weight: Weight) -> float:
 
 
 def _reach(weight: Weight) -> float:
-    """Return the bound of a norm's output: entries of a normalized vector of n values are at most sqrt(n)."""
+    """Return the bound of a norm's output: a normalized vector of n values has entries of at most sqrt(n)."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

@@ -1,12 +1,13 @@
 """
 **What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits.
-`.to(bfloat16)`, `.half()` and DeepSpeed cast buffers along with parameters; `from_pretrained(dtype=…)` does
-not. Autocast computes the product of positions and frequencies in 16 bits if the model does not disable it.
+`.to(bfloat16)`, `.half()` and DeepSpeed cast parameters and buffers, but `from_pretrained(dtype=…)` does not
+cast buffers. Autocast computes the product of positions and frequencies in 16 bits if the model does not
+disable it.
 
-**Why it is bad.** An angle of 2000 radians is rounded to the nearest multiple of 8 in bfloat16: its cosine is
-arbitrary. Distant positions become equal, and training and serving disagree, without an error. The timesteps of a
-diffusion model are such numbers too: in bfloat16 998.4 is 1000, and 0.9983 times 1000 is 996. The check computes
-known values of the batch up to the sine.
+**Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is
+arbitrary. Without an error, distant positions become equal, and training and serving compute different
+results. The timesteps of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times
+1000 becomes 996. If the check knows such numbers from the batch, it computes their values up to the sine.
 
 **An example that costs**
 
@@ -16,7 +17,8 @@ known values of the batch up to the sine.
 
     isotype.repair(model, isotype.check(model, batch))      # frequencies are recomputed in float32
 
-**How safe is the fix?** The frequencies come from the config, in float32; a buffer is a few hundred bytes.
+**How safe is the fix?** The fix computes the frequencies from the config in float32. The buffer takes a few
+hundred bytes.
 
 **Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
 #746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405.
@@ -43,7 +45,7 @@ _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit rotary buffers, or angles that were rounded before a sine, and 16-bit products in rotary modules."""
+    """Yield findings for 16-bit rotary buffers, angles that are rounded before a sine, and 16-bit rotary products."""
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
     if rounded:
         yield finding_of(
@@ -77,7 +79,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _angles(trace: Trace) -> Iterator[Finding]:
-    """Yield sines and cosines of timesteps, positions and times that were rounded after the inputs."""
+    """Yield sines and cosines of timesteps, positions and times that had been rounded to 16 bits."""
     off = (call for call in trace.calls if call.off > _OFF and not call.recomputed)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)

@@ -1,10 +1,10 @@
 """
-**What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's
-`wo`, routers, some norms) is in 16 bits. `from_pretrained(dtype=torch.float16)` honours the list, `.half()`
+**What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's `wo`,
+routers, some norms) is in 16 bits. `from_pretrained(dtype=torch.float16)` follows this list, but `.half()`
 and `.to(dtype)` do not.
 
-**Why it is bad.** The author pins a parameter because the model fails otherwise: T5's `wo` overflows float16 and the
-loss is NaN.
+**Why it is bad.** The author keeps a parameter in float32 because the model fails otherwise: T5's `wo`
+overflows in float16, and the loss is NaN.
 
 **An example that fails**
 
@@ -36,7 +36,7 @@ TITLE = "A pinned parameter in 16 bit"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield pinned parameters in float16 (a warning), or in bfloat16 (a note, since transformers restores few)."""
+    """Yield findings for parameters that should be float32: a warning if float16, a note if bfloat16."""
     for dtype in HALVES:
         rounded = [
             w for w in trace.weights if w.pinned and w.dtype == dtype and not w.adapter and not w.quantization

@@ -1,9 +1,11 @@
 """
-**What it means.** Log-probabilities over a vocabulary, or running sums over a long axis, are returned in
-16 bits. Kernels accumulate in float32, but round their result to 8 (bfloat16) or 11 (float16) bits.
+**What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long
+axis, in 16 bits. Kernels accumulate in float32, but round the result to the 8 significant bits of bfloat16 or
+the 11 of float16.
 
-**Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. Ratios of policies in
-RL, distillation losses and perplexities are differences of such numbers; a cumulative sum stops growing.
+**Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. RL's probability ratios
+and distillation losses use differences of such numbers, and perplexities use their mean. A cumulative sum in
+16 bits stops growing.
 
 **An example that costs**
 
@@ -13,7 +15,8 @@ RL, distillation losses and perplexities are differences of such numbers; a cumu
 
     logprobs = model(ids).logits.float().log_softmax(-1)     # in chunks of rows if memory is short
 
-**How safe is the fix?** The cast only adds digits, at the cost of one float32 copy of the logits.
+**How safe is the fix?** The cast to float32 only adds digits, but takes the memory of one float32 copy of the
+logits.
 
 **Seen in** huggingface/transformers #31267.
 """
@@ -37,7 +40,7 @@ _LONG = 256
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit log-softmaxes and cumulative sums over long axes in the forward, by line."""
+    """Yield one finding per line of 16-bit log-softmaxes or cumulative sums over long axes in the forward."""
     rounded = (c for c in trace.calls if c.phase == "forward" and not c.recomputed and _is_rounded(c))
     for calls in grouped(rounded, lambda call: call.source or call.module).values():
         first = calls[0]

@@ -1,10 +1,10 @@
 """
-**What it means.** A mixture-of-experts router multiplies in 16 bits, and experts are chosen by scores with
-8 (bfloat16) or 11 (float16) significant bits. A float32 softmax after it does not restore them.
+**What it means.** A mixture-of-experts router multiplies in 16 bits, and chooses experts by scores with 8
+(bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not restore the lost bits.
 
 **Why it is bad.** Scores that differ by less than a rounding step become equal or swap, so a token goes to
-other experts than in the float32 reference, and to different ones if the batch is padded or the kernel
-changes. The balance loss and the routing weights use the same rounded numbers.
+other experts than in float32. Its experts can also change with the padding of the batch or with the kernel.
+The balance loss and the routing weights use the same rounded numbers.
 
 **An example that costs**
 
@@ -16,8 +16,9 @@ changes. The balance loss and the routing weights use the same rounded numbers.
     scores = F.linear(hidden.float(), self.gate.weight.float())
     weights, chosen = scores.softmax(-1).topk(2)
 
-**How safe is the fix?** A float32 router only adds digits, and its product is small (tokens by experts). A model that
-was pretrained with a rounded router chooses a few other experts than in its training: compare with its reference code.
+**How safe is the fix?** A float32 router only adds digits, and its product is small (tokens by experts). If a
+model was pretrained with a 16-bit router, a float32 router chooses other experts for a few tokens: look into
+its reference code.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """
@@ -47,7 +48,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit products with a router's weight whose largest results choose the experts."""
+    """Yield findings for 16-bit products with a router's weight, if their largest results choose the experts."""
     routers: dict[str, tuple[Call, Operand]] = {}
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
@@ -71,7 +72,7 @@ def _is_weight(owners: Mapping[str, Weight], operand: Operand) -> bool:
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """Return the last product near `choice` that has a number per token and expert, with its weight."""
+    """Return (product, its weight) for the last product near `choice` that has one number per token and expert."""
     wanted = choice.operands[0].shape
     outer = choice.module.rpartition(".")[0]
     for product, weight in reversed(products):

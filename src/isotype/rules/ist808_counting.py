@@ -1,11 +1,11 @@
 """
 **What it means.** `torch.arange` counts in 16 bits, or its numbers are cast to 16 bits, or an optimizer
-counts its steps in 16 bits. bfloat16 represents every integer up to 256 and float16 up to 2048; beyond,
-neighbours become equal.
+counts its steps in 16 bits. bfloat16 represents every integer up to 256, and float16 up to 2048. Beyond this
+limit, neighbouring integers become equal.
 
 **Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on bfloat16
-represents only every fourth position. Nothing fails, and short test sequences are not affected. A count of
-steps stops at 256, and Adam's bias correction with it: every update after that is too small.
+represents only every fourth position. Nothing fails, and short test sequences are not affected. A step count
+in bfloat16 stops at 256, so Adam's bias correction stops too, and every later update is too small.
 
 **An example that costs**
 
@@ -15,8 +15,8 @@ steps stops at 256, and Adam's bias correction with it: every update after that 
 
     positions = torch.arange(hidden.shape[1])                          # integers, or dtype=torch.float32
 
-**How safe is the fix?** Safe: values that are computed from the positions are rounded once, after the computation
-instead of before.
+**How safe is the fix?** Safe: the values computed from the positions are rounded once, and the positions are
+not rounded.
 
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915.
 """
@@ -41,7 +41,7 @@ _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield ranges in 16 bits that are too long for the dtype, and 16-bit step counts, by line."""
+    """Yield one finding per line of 16-bit ranges that are too long for the dtype, and of 16-bit step counts."""
     yield from _counters(trace)
     angles = {call.rounded_at for call in trace.calls if call.off}  # IST803 reports their sines
     too_long = (
@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _counters(trace: Trace) -> Iterator[Finding]:
-    """Yield numbers that an optimizer creates in 16 bits and increments in each step."""
+    """Yield the 16-bit numbers that an optimizer creates and increments in each step."""
     counters = filter(_is_counter, trace.calls)
     for source, calls in grouped(counters, lambda call: call.operands[0].origin.cause.source).items():
         cause = calls[0].operands[0].origin.cause
@@ -104,7 +104,7 @@ def _counts(call: Call) -> bool:
 
 
 def _casts(call: Call, before: Call) -> bool:
-    """Return whether a call casts the result of `before`, an `arange` on the same line."""
+    """Return whether a call casts the result of `before`, which is an `arange` on the same line."""
     return _counts(before) and call.op.startswith("aten._to_copy.") and call.source == before.source
 
 

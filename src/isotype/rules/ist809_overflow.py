@@ -1,8 +1,8 @@
 """
 **What it means.** The values of this model were measured, and an operand or result of a float16 operator
-exceeds 65504, float16's largest number. The residual stream is the usual place: every block adds to the stream,
-which grows in models trained in bfloat16. Other places are the gated product before `down_proj`, queries and keys,
-and gradients.
+exceeds 65504, float16's largest number. The residual stream is the most frequent place: every block adds to
+it, and it grows large in models trained in bfloat16. Other frequent places are the gated product before
+`down_proj`, the queries, the keys and the gradients.
 
 **Why it is bad.** Larger values become infinite, the next norm or softmax turns them into NaN, and the loss
 is NaN from the first step to the last. A GradScaler skips every such step, so nothing is trained.
@@ -17,14 +17,14 @@ is NaN from the first step to the last. A GradScaler skips every such step, so n
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16. Only values too large for float16 are carried in float32,
-or scaled by a power of two around a matmul, which changes no digit. Hidden states in float32 take twice the memory.
-bfloat16 has the range of float32 with fewer digits.
+**How safe is the fix?** Safe: matmuls stay in float16. Only values too large for float16 become float32, or
+the fix scales them by a power of two around a matmul, which changes no digit. Hidden states in float32 take
+twice the memory. bfloat16 has the range of float32 with fewer digits.
 
-**What was compared.** The measurement, in float32, has the largest magnitude of each operator; the trace has
-the operators that run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
-measurement and a new trace. Fill values of attention masks are left out. Other data have other values, so
-the report gives the headroom.
+**What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace
+tells which operators run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
+measurement and a new trace. The comparison ignores fill values of attention masks. Other data can have larger
+values, so the report gives the headroom: 65504 divided by the largest measured value.
 
 **Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
 #4005; unslothai/unsloth-zoo #600.
@@ -52,7 +52,7 @@ KIND: Kind = "values"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield the first operator of the forward, and of the backward, with measured values beyond float16."""
+    """Yield findings for the first operator of forward and backward whose measured values exceed float16's range."""
     ranges = trace.setup.ranges
     if ranges is None:
         return

@@ -1,6 +1,6 @@
 """
-**What it means.** The gradients of this model were measured. Even times 65536, a GradScaler's initial loss
-scale, more than half of their values are below 3e-8, which float16 rounds to zero.
+**What it means.** The gradients of this model were measured. A GradScaler multiplies them by 65536 at first.
+Even then, more than half of their values are below 3e-8, and float16 rounds such values to zero.
 
 **Why it is bad.** Parameters that depend on these values do not change. A GradScaler doubles its scale, but
 only once in 2000 steps without an overflow: most of a short training is over by then.
@@ -15,11 +15,12 @@ only once in 2000 steps without an overflow: most of a short training is over by
     policy = isotype.resolve_precision(model, "float16", ranges=ranges)
     scaler = torch.amp.GradScaler(init_scale=policy.loss_scale)    # the largest gradient is then a sixteenth of 65504
 
-**How safe is the fix?** Safe: the loss is multiplied by a power of two and gradients are divided by it again.
-The scaler halves a scale that is too large, at the cost of a step.
+**How safe is the fix?** Safe: the scaler multiplies the loss by a power of two and divides the gradients by
+the same number. If the scale is too large, the scaler skips one step and halves the scale.
 
-**What was compared.** For every float16 gradient of the step, the share of its nonzero values that become zero,
-weighted by the size of the gradient. Without a GradScaler, IST303 reports the share.
+**What was compared.** The rule computes which share of the nonzero values becomes zero in each float16
+gradient, and averages the shares, weighted by the gradients' sizes. Without a GradScaler, IST303 reports the
+share.
 
 **Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: detection networks whose
 training diverged because most values of their gradients were below float16's range.
@@ -44,7 +45,7 @@ _MOST = 0.5
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield measured gradients that lose more than half of their values in float16 at the current loss scale."""
+    """Yield a finding if measured gradients lose more than half of their values in float16 at the initial loss scale."""
     setup = trace.setup
     shares = flushed(trace) if setup.scaler else None
     if shares is None or shares.scaled <= _MOST:

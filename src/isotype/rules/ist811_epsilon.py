@@ -3,7 +3,8 @@
 number is 6e-8: `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, `F.normalize`, whose default is 1e-12.
 
 **Why it is bad.** The first zero row (padding, an empty span, a closed gate, a sum of squares that float16
-rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, in that row's step only.
+rounds to zero) becomes 0 / 0 or log(0), and the loss of this step is NaN. Steps without a zero row are not
+affected.
 
 **An example that costs**
 
@@ -13,11 +14,11 @@ rounds to zero) becomes 0 / 0 or log(0): the loss is NaN, in that row's step onl
 
     pooled = F.normalize(hidden.half().mean(1), dim=-1, eps=torch.finfo(torch.float16).tiny)    # 6e-5
 
-**What is not reported.** Lines of published transformers models: their routers divide by nonzero sums of
-scores.
+**What is not reported.** Lines of published transformers models, whose routers divide by sums of scores that
+are never zero.
 
-**How safe is the fix?** Safe: a divisor below 6e-5 has already lost most of its digits in float16, and a
-quotient by it exceeds float16's range. If the line computes in float32, it keeps its epsilon.
+**How safe is the fix?** Safe: a divisor below 6e-5 has lost digits in float16, and a division of 4 or more by
+it exceeds float16's range. If the line computes in float32, it keeps its epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368.
@@ -44,7 +45,7 @@ _GUARDS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield numbers that are zero in float16 and are added to float16 values or bound them from below, by line."""
+    """Yield one finding per line that adds a number to float16 values, or bounds them by it, if it is zero in float16."""
     guards = (
         call
         for call in trace.calls
@@ -67,7 +68,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _epsilon(call: Call) -> float:
-    """Return the positive number that is zero in float16; 0 if there is none, or none to report."""
+    """Return the call's positive number that is zero in float16; 0 if there is no such number to report."""
     if TRANSFORMERS in call.source:
         return 0.0
     number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)

@@ -1,13 +1,14 @@
 """
-**What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. The backward of the cuDNN in
-torch 2.11 to 2.14 may return NaN as the gradient of the queries. NaN occurs at lengths that are 64 more than a
-multiple of 128, if all scores of a row are below -88, as in heads of Qwen2.5 that attend to one token only.
+**What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. In torch 2.11 to
+2.14, the backward of this kernel may return NaN as the gradient of the queries. NaN occurs at lengths that
+are 64 more than a multiple of 128, if all scores of a row are below -88. Heads of Qwen2.5 that attend to one
+token only have such scores.
 
 **Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next
 step on. Padded batches differ in length, so the first NaN comes after minutes or days.
 
-**Why it happens.** The kernel works on tiles of 128 keys. The empty half of the last tile counts as scores of 0
-instead of minus infinity, and exp(0 + 88) is infinite in float32.
+**Why it happens.** The kernel works on tiles of 128 keys. It uses scores of 0 instead of minus infinity for
+the empty half of the last tile. If the row's other scores are below -88, exp(0 + 88) is infinite in float32.
 
 **An example that fails**
 
@@ -44,7 +45,7 @@ _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield masked attention trained through cuDNN's kernel: a warning at lengths that may fail, else a note."""
+    """Yield a finding for cuDNN's attention with a mask in training: a warning at lengths that may fail, else a note."""
     if not cudnn_is_on():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]

@@ -1,10 +1,11 @@
 """
-**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Each addition rounds the sum. `n` additions leave a relative
-error of about `sqrt(n / 3) u`, where `u` is 2^-9 for bfloat16 and 2^-12 for float16 (a quarter of a step, the mean error of rounding). For `n` equal
-terms the error is larger, since a term below half a step of the sum adds nothing.
+**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Each addition rounds
+the sum. After `n` additions the relative error is about `sqrt(n / 3) u`, where `u` is the mean rounding
+error: 2^-9 in bfloat16 and 2^-12 in float16. For `n` equal terms the error is larger: a term that is too
+small for the digits of the sum adds nothing.
 
-**Why it is bad.** The first micro-batches weigh more in the step than the last ones. The loss falls, but a large batch that is accumulated trains
-worse than the same batch in one piece.
+**Why it is bad.** The first micro-batches weigh more in the step than the last ones. The loss falls, but many
+accumulated micro-batches train worse than the same rows in one large batch.
 
 **An example that costs**
 
@@ -16,10 +17,11 @@ worse than the same batch in one piece.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     SFTConfig(bf16=True, gradient_accumulation_steps=64)     # float32 gradients, products in bfloat16
 
-**What is not reported.** Errors below 0.5 %: fewer than 20 micro-batches in bfloat16, 1,259 in float16.
+**What is not reported.** Errors below 0.5 %, which means fewer than 20 micro-batches in bfloat16, or fewer
+than 1,259 in float16.
 
-**How safe is the fix?** A cast to float32 keeps every digit; it costs memory for the weights, their gradients and moments. A larger micro-batch costs
-activations instead.
+**How safe is the fix?** A cast to float32 keeps every digit; it costs memory for the weights, their gradients
+and moments. A larger micro-batch needs fewer additions, but more memory for activations.
 
 **Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6.
 """
@@ -41,7 +43,7 @@ _VISIBLE = 0.005
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 16-bit trainable parameters whose gradients lose digits when micro-batches are added up."""
+    """Yield a finding for 16-bit trainable parameters whose gradients lose digits in the sum over micro-batches."""
     micro_batches = trace.setup.accumulates
     for dtype in HALVES:
         weights = trained(trace, dtype)

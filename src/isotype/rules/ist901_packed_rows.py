@@ -2,11 +2,11 @@
 **What it means.** Sequences packed into one row attend to each other: a prediction in one sequence depends
 on the tokens of another one.
 
-**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its
-inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx` or numbered masks. transformers builds it from `position_ids`
-only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask` of ones: positions
-then restart with each sequence, but attention crosses the borders. State-space, linear-attention and convolution
-layers need `seq_idx`, and many ignore it.
+**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of
+its inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers
+builds it from `position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create
+an `attention_mask` of ones: positions then restart with each sequence, but attention crosses the borders.
+State-space, linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
 
 **An example that fails**
 
@@ -17,11 +17,11 @@ layers need `seq_idx`, and many ignore it.
 
     batch.pop("attention_mask")                               # transformers builds the mask of each sequence from position_ids
 
-**What is not reported.** Rows without sequence boundaries: training on concatenated text with end-of-text
-tokens between is common.
+**What is not reported.** Rows whose inputs mark no sequence boundaries: it is common to train on texts that
+only end-of-text tokens separate.
 
-**How safe is the fix?** Safe: the step then computes the same as one row per sequence. The fix is verified on the
-copy on which the finding was measured.
+**How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check
+verifies the fix on the small copy of the model on which it measured the finding.
 
 **Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;
 modelscope/ms-swift #4439.
@@ -41,7 +41,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield predictions in a sequence of a packed row that depend on another sequence's tokens."""
+    """Yield a finding if predictions in a sequence of a packed row depend on another sequence's tokens."""
     leak = leak_of(trace, "packed row")
     if leak is None:
         return

@@ -1,10 +1,10 @@
 """
 **What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
-**Why it happens.** No `attention_mask` reaches the layer: the collator creates no mask, a wrapper drops it, or a
-part of the model ignores it (a convolution, a recurrent layer, a tower). A causal model does not attend to
-padding after a row, but it attends to padding before a row. A model with learned positions counts the padding
-before a row too, unless it gets `position_ids`.
+**Why it happens.** No `attention_mask` reaches the layer: the collator creates no mask, a wrapper drops it,
+or a part of the model ignores it (a convolution, a recurrent layer, a tower). A causal model does not attend
+to padding on the right, but without a mask it attends to padding on the left. A model with learned positions
+also counts the padding on the left as positions, unless it gets `position_ids`.
 
 **An example that fails**
 
@@ -36,7 +36,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield predictions that depend on the padding tokens, or on their number."""
+    """Yield a finding if predictions depend on the padding tokens, or on their number."""
     if trace.reach is not None and any(unused.name == "attention_mask" for unused in trace.reach.unused):
         return  # the mask changes no prediction at all: IST905 reports it
     read, moved = leak_of(trace, "padding"), leak_of(trace, "padding position")

@@ -1,6 +1,6 @@
 """
-**What it means.** A prediction depends on the token to predict: the loss falls, but the model learns
-nothing useful for generation.
+**What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
+learns nothing useful for generation.
 
 **Why it happens.** A causal model runs without its causal mask: an encoder's class is used for a language
 model (`BertLMHeadModel` without `is_decoder=True`), a 4-D mask of zeros replaces the model's mask, an attention
@@ -40,7 +40,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a missing causal mask, labels that reach their own prediction, and unshifted labels."""
+    """Yield findings for a missing causal mask, labels that affect their own prediction, and unshifted labels."""
     later, label, rows = (leak_of(trace, source) for source in ("later token", "own label", "other row"))
     if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
         message = "predictions depend on the tokens that they predict"

@@ -2,9 +2,9 @@
 **What it means.** Tokens that should not count in the loss (padding, pictures) have labels, or each label is
 compared with the wrong prediction: the prediction two tokens earlier.
 
-**Why it happens.** A collator writes `labels = input_ids.clone()` and forgets -100 where the mask is 0: the model
-then learns to predict padding, in short rows more than anything else. Or the collator shifts the labels, and the
-model shifts them again: all models of transformers shift labels.
+**Why it happens.** A collator writes `labels = input_ids.clone()` and forgets -100 where the mask is 0. The
+model then learns to predict padding: in short rows most labels are padding. Or the collator shifts the
+labels, and the model shifts them again: all models of transformers shift labels.
 
 **An example that fails**
 
@@ -36,7 +36,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield labels that are shifted twice, and labels of padding or pictures."""
+    """Yield findings for labels that are shifted twice, and for labels of padding or pictures."""
     reach = trace.reach
     labels = None if reach is None else reach.labels
     if reach is None or labels is None:

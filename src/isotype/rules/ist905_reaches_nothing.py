@@ -2,8 +2,8 @@
 **What it means.** An input that should affect the predictions has no effect: a picture, a sound, or an attention
 mask. The model is trained on the text alone.
 
-**Why it happens.** A wrapper takes the argument and does not pass it on; the row has no token for the
-picture; the model overwrites the picture's features, or replaces the mask.
+**Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the picture,
+or the model overwrites the picture's features or the mask.
 
 **An example that fails**
 
@@ -15,8 +15,9 @@ picture; the model overwrites the picture's features, or replaces the mask.
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-The check runs a small copy of the model with other values of the input. If no copy can be made, the operators of the
-step decide: an input that no operator passes on to the loss cannot change the loss.
+The check changes the values of the input and runs a small copy of the model with them. If the check cannot
+make a copy, it follows the input through the operators of the step: an input that no operator passes on to
+the loss cannot change the loss.
 
 **What is not reported.** A mask of ones, and a mask that hides only positions without effect (padding after the
 rows of a causal model).
@@ -42,7 +43,7 @@ _PICTURES = ("pixel", "features", "audio", "image")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield pictures, sounds and masks without any effect on predictions."""
+    """Yield findings for pictures, sounds and masks without any effect on predictions."""
     reach = trace.reach
     if reach is None:
         return

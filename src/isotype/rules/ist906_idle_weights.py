@@ -1,6 +1,6 @@
 """
-**What it means.** The loss does not depend on an adapter, or another trainable weight: its gradient is
-exactly zero, whatever its values.
+**What it means.** The loss does not depend on an adapter or another trainable weight. The gradient of this
+weight is exactly zero, whatever its values are.
 
 **Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), a gate of 0 multiplies the
 adapter's result, the result is overwritten later, or the forward does not use the trained copy (`modules_to_save`).
@@ -17,9 +17,9 @@ adapter's result, the result is overwritten later, or the forward does not use t
 A note names trainable weights that this batch does not use at all, such as the weights of a vision tower in a batch
 of text.
 
-**What is not reported.** Experts without tokens of the batch; weights that IST307 reports.
+**What is not reported.** Experts that get no token of the batch; weights that IST307 reports.
 
-**How safe is the fix?** The change makes the training the intended one.
+**How safe is the fix?** The fix makes the loss depend on the weight, so that it is trained as intended.
 
 **Seen in** huggingface/trl #6617; unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
 verl-project/verl #1821 (lora_alpha 0).
@@ -41,7 +41,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield trainable weights whose gradient is exactly zero for generic values."""
+    """Yield findings for trainable weights whose gradient is exactly zero, even with random values."""
     reach = trace.reach
     if reach is None:
         return
@@ -77,7 +77,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
-    """Yield one note on the trainable weights outside of the loss's graph that IST307 does not report."""
+    """Yield one note on trainable weights that the graph of the loss does not contain and IST307 does not report."""
     reported = {starred(part.weight) for part in trace.unreached}
     ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
     names = [name for name in ungraded if name not in reported]

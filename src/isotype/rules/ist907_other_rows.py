@@ -1,11 +1,13 @@
 """
 **What it means.** A row's predictions depend on the tokens of another row of the batch.
 
-**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows), rows
-compete for the limited capacity of experts, or rows are flattened into one row and attend to each other.
+**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows),
+rows compete for the limited capacity of experts, or the model flattens the rows into one row, in which they
+attend to each other.
 
-**Why it is bad.** A row's gradient depends on the other rows, and evaluation computes another function, because its
-batches are others. The result of a training depends on the number of processes and on the size of micro-batches.
+**Why it is bad.** A row's gradient depends on the other rows. Evaluation has other batches, so it computes
+another function of the row. The result of a training depends on the number of processes and on the size of
+micro-batches.
 
 **An example that fails**
 
@@ -34,7 +36,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield predictions of a row that depend on another row's tokens."""
+    """Yield a finding if predictions of a row depend on another row's tokens."""
     leak, later = leak_of(trace, "other row"), leak_of(trace, "later token")
     if leak is not None:
         both = later is not None and later.module == leak.module

@@ -1,14 +1,16 @@
 """
-**What it means.** A trainer counts the labels in all micro-batches of a step, passes the number to the model as
-`num_items_in_batch`, and relies on the model to divide its loss by this number. The model's loss ignores it.
+**What it means.** A trainer counts the labels in all micro-batches of a step. It passes the number to the
+model as `num_items_in_batch` and relies on the model to divide its loss by this number. The model's loss
+ignores this number.
 
-**Why it happens.** transformers' Trainer inspects the model's forward. If the forward takes `**kwargs`, the Trainer
-assumes that the model divides by `num_items_in_batch`. A custom forward, a custom loss function or a wrapper around a
-model may ignore it: the loss stays the mean of each micro-batch, and the gradients of a step are the sum over its
-micro-batches.
+**Why it happens.** transformers' Trainer inspects the model's forward. If the forward takes `**kwargs`, the
+Trainer assumes that the model divides by `num_items_in_batch`. A custom forward, a custom loss function or a
+wrapper around a model may ignore it. The loss is then the mean over each micro-batch, and the gradients of a
+step are the sum over its micro-batches.
 
-**Why it is bad.** Gradients are too large by the number of micro-batches per step. Clipping hides the error, Adam
-almost hides it, weight decay and the displayed loss do not. Rows with few labels count as much as rows with many.
+**Why it is bad.** The gradients are too large: they are multiplied by the number of micro-batches per step.
+Clipping hides the error, and Adam almost hides it. Weight decay and the displayed loss do not hide it.
+Micro-batches with few labels count as much as micro-batches with many labels.
 
 **An example that fails**
 

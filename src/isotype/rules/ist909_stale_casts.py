@@ -1,13 +1,13 @@
 """
-**What it means.** A forward computes with weights from before the last optimizer step: autocast has cached their
-16-bit casts.
+**What it means.** A forward computes with weights as they were before the last optimizer step, because
+autocast has cached their 16-bit casts.
 
 **Why it happens.** autocast casts a float32 weight once and caches the cast until the outermost `with
 torch.autocast(…)` ends. If the `with` is around the whole loop, including optimizer steps, the cached casts are
 never updated.
 
-**Why it is bad.** The optimizer changes the float32 masters, but matmuls use the old casts: every step computes the
-gradient of the first weights. The loss varies with the batches and does not fall.
+**Why it is bad.** The optimizer changes the float32 masters, but matmuls use the old casts: every step
+computes the gradient at the first values of the weights. The loss varies with the batches and does not fall.
 
 **An example that fails**
 
@@ -43,7 +43,7 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a forward that used a cast from before the step."""
+    """Yield a finding if a forward used a weight's cast that is older than the last optimizer step."""
     if trace.stale_casts:
         yield Finding(
             "IST909",
