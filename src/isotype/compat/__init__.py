@@ -1,1 +1,1 @@
-"""Private parts of other libraries, one file per library: what is read or replaced, why, and tested versions."""
+"""Access to private parts of other libraries, one file per library; docs/compat.md lists each with its reason."""

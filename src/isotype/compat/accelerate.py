@@ -28,5 +28,5 @@ def mixed_precision() -> str:
 
 
 def only_places(hook: Any) -> bool:
-    """Return whether a hook only moves inputs to the device of resident weights, as the hooks of a device map do."""
+    """Return whether a hook only moves inputs to the device on which the weights stay, as hooks of a device map do."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

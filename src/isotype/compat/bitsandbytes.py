@@ -49,7 +49,7 @@ _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
 
 def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the dense weight by `bitsandbytes.functional.dequantize_4bit`, corrected for shapes that it reads wrong."""
+    """Return the dense weight as `bitsandbytes.functional.dequantize_4bit` does, but correct for all shapes."""
     from bitsandbytes import functional
 
     dequantize_by_blocks()
@@ -99,7 +99,7 @@ def product_4bit(
 
 
 def dequantize_by_blocks() -> None:
-    """Let bitsandbytes' CPU kernels dequantize rows of one block in this process; a second call has no effect."""
+    """Let bitsandbytes' CPU kernels dequantize in rows that are one block long; a second call has no effect."""
     from bitsandbytes.backends.cpu import ops
 
     if not isinstance(ops.lib, _ByBlocks):
@@ -107,7 +107,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """bitsandbytes' native library, whose 4-bit kernels are called with rows of one block."""
+    """bitsandbytes' native library, whose 4-bit kernels are called with rows that are one block long."""
 
     def __init__(self, library: Any) -> None:
         self.library = library

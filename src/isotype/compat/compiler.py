@@ -12,7 +12,7 @@ These modules import all of `torch._dynamo` although they compile nothing (torch
   integrations/deepgemm.py and flex_attention.py mark functions for the compiler,
   https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
 
-tests/compat/test_compiler.py fails once this file can go.
+tests/compat/test_compiler.py fails once this file is no longer needed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the code of the real package, and mark the functions that were marked before."""
+        """Execute the code of the real package; then repeat the calls that marked functions before."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):

@@ -1,4 +1,4 @@
-"""huggingface_hub: a check in seconds whether the Hugging Face hub is reachable; the library tries for half a minute."""
+"""huggingface_hub: test in seconds if the Hugging Face hub is reachable; the library itself tries for half a minute."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ HANGUP: Final[int | None] = getattr(signal, "SIGHUP", None)
 
 
 class Terminated(KeyboardInterrupt):
-    """The exception that SIGTERM and SIGHUP raise in a command, which they end as Ctrl-C does."""
+    """The exception by which SIGTERM and SIGHUP end a command, as KeyboardInterrupt ends it after Ctrl-C."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:

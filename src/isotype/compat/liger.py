@@ -1,9 +1,9 @@
 """Liger-Kernel (0.3 to 0.8): removal of the methods that it binds to a model's modules.
 
 `_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model
-instance (`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). Methods on an instance silently replace
-those of its class, by which a policy and `isotype.fuse` work. Liger's norms round twice ("llama") and write gradients over
-their inputs. tests/compat/test_liger.py binds methods as Liger does.
+instance (`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). Methods on an instance silently hide
+those of its class, which a policy and `isotype.fuse` change. Liger's norms round twice ("llama") and write gradients
+over their inputs. tests/compat/test_liger.py binds methods as Liger does.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ DORA_CACHE: Final = "_dora_cache"
 
 
 def without_peft(model: Any) -> Any:
-    """Return the base model of a `PeftModel`, or `model` itself if it is none."""
+    """Return the base model of a `PeftModel`, or `model` itself if it is no `PeftModel`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

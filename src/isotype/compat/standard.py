@@ -17,7 +17,7 @@ frame_above = sys._getframe
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the arguments of a parser in order, for which argparse has no public list."""
+    """Return the arguments of a parser in order; argparse has no public list of them."""
     return parser._actions
 
 

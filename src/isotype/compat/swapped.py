@@ -18,7 +18,7 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Base of the classes that `swapped_class` creates; for pickle, `made_by` has a function and arguments that do it again."""
+    """Base of the classes that `swapped_class` creates; `made_by` has a function and arguments by which pickle recreates one."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
@@ -90,7 +90,7 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
     """Return a copy of a function and its decorators in which the global `name` has the value `value`.
 
-    Raises ValueError if a decorator does not hold the function in its closure, for which `globals_of` returns None.
+    Raises ValueError if a decorator's closure lacks the function; `globals_of` returns None in that case.
     """
     names, closure = function.__globals__, function.__closure__
     attributes = dict(vars(function))

@@ -128,7 +128,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Return whether an operator (`aten::mm`) has a kernel for a device type that is no composition of other operators.
+    """Return whether an operator (`aten::mm`) has its own kernel for a device type, not a composition of operators.
 
     torch's tests and functorch look up kernels by the same function. bitsandbytes registers its operators when it is imported.
     """
@@ -214,7 +214,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose view `tensor` is, or `tensor` itself if it is no view."""
+    """Return the base tensor of a view, or `tensor` itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -275,12 +275,12 @@ def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale gradients of one device in place as GradScaler does; set `found_inf` to 1 if one is not finite."""
+    """Unscale gradients of one device in place as GradScaler does; set `found_inf` to 1 if any is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Return every tensor times its number, in the tensor's dtype; a GPU runs one kernel if all dtypes are equal."""
+    """Multiply each tensor by its number, in the tensor's dtype; a GPU runs one kernel if all dtypes are equal."""
     return list(torch._foreach_mul(tuple(tensors), list(numbers)))
 
 

@@ -130,7 +130,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute name, new value) of everything in torch that a simulation replaces."""
+    """Return (owner, attribute name, new value) for everything in torch that a simulation replaces."""
     backend = getattr(torch, simulated)
     answers = {name: _quiet(result) for name, result in _QUIET.items()}
     answers |= dict.fromkeys(_STREAMS, _Idle)
@@ -150,7 +150,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
 
 
 def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, attribute name, new function) of torch's queries of the device that `profile` answers."""
+    """Yield (owner, attribute name, new function) for each device query of torch that `profile` answers."""
     if profile is None:
         return
     backend, memory = getattr(torch, simulated), profile.memory_bytes

@@ -31,10 +31,10 @@ def importable() -> Iterator[None]:
 
 
 def make_importable() -> None:
-    """Let `import torchvision` succeed if its operators do not load, as those of PyPI's CUDA wheel with a CPU torch.
+    """Let `import torchvision` succeed if its operators do not load, for example PyPI's CUDA wheel with a CPU torch.
 
     The import needs two operators, which are declared without kernels. No image processor calls the two operators; if
-    other code calls one, torch raises.
+    other code calls one of them, torch raises an error.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

@@ -40,7 +40,7 @@ def pinned_strictly(model: Any) -> Any:
 
 
 def unsplit_classes(model: Any) -> frozenset[str]:
-    """Return the names of module classes that transformers keeps on one device, and accelerate shards as a unit."""
+    """Return the names of module classes that transformers keeps on one device and that accelerate shards as a unit."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
@@ -166,8 +166,8 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
     Args:
         cls: a model class of transformers.
-        float32: returns names of further parameters that stay float32; none by default.
-        read: fills the model with weights; by default transformers does.
+        float32: function that returns names of further parameters that stay float32; none by default.
+        read: function that loads the weights into the model; by default transformers loads them.
     """
 
     def post_init(self: Any) -> None:
@@ -209,8 +209,8 @@ PREPARE_INPUTS: Final = "_prepare_inputs"
 class TrainerSteps:
     """Private methods of transformers' Trainer under public names that a subclass may override and call.
 
-    A subclass names `TrainerSteps` before the Trainer among its bases. The Trainer calls a private name; the method here
-    calls the public name, which by default calls the Trainer's method.
+    A subclass names `TrainerSteps` before the Trainer among its bases. The Trainer calls a private method; here it
+    calls a public method, which by default calls the Trainer's private one.
     """
 
     def run_epoch(self: Any, **options: Any) -> None:
@@ -331,10 +331,11 @@ def incompatibilities(trainer: type) -> list[str]:
 def fakes_taken_for_real() -> Iterator[None]:
     """Let transformers (5.20 to 5.24) run the same code for fake tensors as for real ones inside the `with` block.
 
-    `is_tracing` in transformers/utils/import_utils.py takes a trace on fake tensors for an export: masks are never left
-    out, keys and values are repeated, attention uses another kernel. On the CPU before torch 2.11, `_can_use_grouped_mm` in
-    transformers/integrations/moe.py reads whether memory is aligned to 16 bytes: fake tensors have no memory, and torch
-    allocates aligned memory. tests/compat/test_others.py fails once one of the two replacements can go.
+    `is_tracing` in transformers/utils/import_utils.py takes a trace on fake tensors for an export: then masks are never
+    left out, keys and values are repeated, and attention uses another kernel. On the CPU before torch 2.11,
+    `_can_use_grouped_mm` in transformers/integrations/moe.py reads whether memory is aligned to 16 bytes: fake tensors
+    have no memory, and torch allocates aligned memory. tests/compat/test_others.py fails once one of the two
+    replacements is no longer needed.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     decide: Any = getattr(experts, "_can_use_grouped_mm", None)

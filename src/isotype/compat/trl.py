@@ -47,7 +47,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Set the forward of one model to `forward(model, …)`, until `take_forward` restores the forward before."""
+    """Set the forward of one model to `forward(model, …)`, until `take_forward` restores the former one."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 

@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the form that a trainer takes.
 
-Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. Of parquet files,
-directories of `save_to_disk` and hub data sets the columns and the first 1000 rows are checked.
+Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. For parquet
+files, directories of `save_to_disk` and hub data sets, only the columns and the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CACHE_VERSION = "isotype-2"
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of reading a data set.
+    """Settings with which a data set is read.
 
     Attributes:
         text_field: name of SFT's plain text column.
@@ -84,7 +84,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     def build(self) -> Dataset:
-        """Return the split, memory-mapped from the cache of `datasets`, where the content of the files is its key."""
+        """Return the split, memory-mapped from the cache of `datasets`; its cache key is the files' content."""
         from datasets import Dataset
 
         if self.dataset is not None:
@@ -177,7 +177,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
 def _with_pictures(
     records: Iterable[tuple[str, int, object]], paths: dict[str, tuple[str, int]]
 ) -> Iterator[tuple[str, int, object]]:
-    """Yield the records, with a problem in place of a row whose inline picture is invalid; collect paths in `paths`."""
+    """Yield the records, or a problem for each row with an invalid inline picture; add picture paths to `paths`."""
     for source, line, row in records:
         for picture in pictures_in(row) if isinstance(row, dict) else ():
             if isinstance(picture, str):
@@ -359,7 +359,7 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
 ) -> tuple[list[tuple[str, int, object]], bool]:
-    """Return (source, row number, converted row) of each part's first rows, and if the conversion changes a row."""
+    """Return (source, row number, converted row) for each part's first rows, and whether conversion changes any row."""
     sample: list[tuple[str, int, object]] = []
     changed = False
     start = 0
@@ -427,7 +427,7 @@ def _spelled(dataset: Any) -> bool:
 
 
 def undecoded(dataset: Any) -> Any:
-    """Return the data set with pictures as stored, `{"bytes", "path"}`; unchanged if its types are unknown."""
+    """Return the data set with undecoded pictures, `{"bytes", "path"}`; it is unchanged if its types are unknown."""
     import datasets
 
     def plain(kind: Any) -> Any:
@@ -448,7 +448,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def literal(files: Iterable[Path]) -> list[str]:
-    """Return absolute paths for `load_dataset`, which takes paths as patterns, with wildcards escaped."""
+    """Return absolute paths with escaped wildcards, since `load_dataset` interprets paths as patterns."""
     return [glob.escape(str(path.absolute())) for path in files]
 
 

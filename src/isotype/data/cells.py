@@ -1,4 +1,4 @@
-"""Checks of a row's cells: types of values, roles of messages, parts of a message, marks for the loss."""
+"""Checks of a row's cells: types of values, roles of messages, parts of a message, and marks for the loss."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None; `judge` checks a message, by default {role, content}."""
+    """Return the fault of a list of messages, or None; `judge` checks one message, by default its role and content."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -90,7 +90,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns the fault of a value of none of these types, or None; a bool is no number."""
+    """Return a function that returns None if a value has one of these types, else its fault; a bool is no number."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -217,7 +217,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, sees: bool) -> Iterator[Problem]:
-    """Yield problems with the marks and parts of a row's messages; `sees` is True if the trainer takes pictures."""
+    """Yield problems with the loss marks and the parts of a row's messages; with `sees`, the trainer takes pictures."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)

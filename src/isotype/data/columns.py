@@ -1,6 +1,6 @@
 """Columns that each trainer accepts, and checks of rows (dicts) against them.
 
-The tables follow `_prepare_dataset` of TRL's trainers, which fail in the middle of tokenization and name no line.
+The tables follow `_prepare_dataset` of TRL's trainers; TRL fails in the middle of tokenization and names no line.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Survey:
     """Results of one pass over all rows of a data set.
 
     Attributes:
-        findings: line numbers by (source, problem); an empty list if the problem concerns the whole source.
+        findings: (source, problem) -> line numbers; the list is empty if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
         count: number of rows.
         first: first row that is an object, valid or not; None if there is no such row.
@@ -158,7 +158,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checks of all rows, derived from the first row `columns` at the place `place`."""
+    """Checks for all rows, derived from the first row; `columns` is this row, and `place` is where it is."""
 
     columns: Row
     place: str

@@ -4,8 +4,8 @@
 package. If a path of the given name exists, the hub is not used; a name that looks like a path is never looked up on
 the hub. No code of a data set is executed.
 
-In a directory the words train, validation and test (or synonyms) in the names of files or folders name the splits. If
-some files have such names, each other file is a split with the name of the file.
+In a directory, the split of a file is the word train, validation or test (or a synonym) in its name or its folder's
+name. If some files have such names, each other file becomes a split, named after the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_training_data(
     lines: bool = False,
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the split for training and, with `need_test`, the split for evaluation, by the names in the arguments.
+    """Return the split for training and, with `need_test`, the split for evaluation, which the arguments name.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
@@ -119,7 +119,7 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
 def _checked(
     name: str, splits: Iterable[str], job: Job, check: Callable[[str], Prepared]
 ) -> dict[str, Prepared]:
-    """Return the wanted splits after their check; raise DataError for missing splits, or else for their problems."""
+    """Return the wanted splits after their check; raise DataError if splits are missing or have problems."""
     problems = splits_problems(name, splits, job.wanted)
     prepared = {} if problems else {split: check(split) for split in job.wanted}
     problems += [problem for item in prepared.values() for problem in item.problems]

@@ -189,7 +189,7 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the data files among `paths`; raise DataError for a pipe or a dead link with such a name."""
+    """Return the data files among `paths`; raise DataError for a pipe or dead link named like one."""
     named = sorted(
         path
         for path in paths

@@ -1,4 +1,4 @@
-"""The training methods: command, trainer in TRL, columns of the rows and kind of loss, one record per method."""
+"""A record of each training method: its command, its trainer in TRL, the columns of its rows, its kind of loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Method:
         task_type: PEFT's task type, which decides the parts that are trained beside the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
         model_kwargs: arguments of the model class.
-        reference: when the loss needs a reference model; `compares` decides this for a training.
+        reference: when the loss needs a reference model; `compares` evaluates this for given arguments.
         dropped: beginning of a clause about the rows that the trainer drops by `max_length`; "" if it drops none.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
@@ -91,7 +91,7 @@ class Method:
         return getattr(import_module("trl"), self.trainer)
 
     def dataclass_types(self) -> tuple[Any, ...]:
-        """Return the dataclasses of arguments of TRL's script: script, training, model and data set."""
+        """Return TRL's dataclasses of arguments: for the script, the training, the model and the data set."""
         trl = import_module("trl")
         script = import_module(f"trl.scripts.{self.name}")
         arguments = getattr(script, f"{self.name.upper()}ScriptArguments", trl.ScriptArguments)

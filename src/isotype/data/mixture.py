@@ -1,4 +1,4 @@
-"""Mixtures: several data sets with different columns, named under `datasets:` in a configuration file, as one."""
+"""Mixtures: data sets with different columns, listed under `datasets:` in a configuration file, become one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Part:
 
     Attributes:
         splits: (name, checked split) of each split that the entry names.
-        prepare: function that checks the splits again with another reading.
+        prepare: function that checks the splits again with another `Reading`.
     """
 
     name: str
@@ -141,7 +141,7 @@ def _from_hub(
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Return the parts; parts of different forms are read again, with messages for texts or with conversations for prompts."""
+    """Return parts of one form; if forms differ, read parts again: texts as messages, or prompts as conversations."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]

@@ -139,7 +139,7 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def picture_columns(rows: Any) -> list[str]:
-    """Return the picture columns of a data set or split; of a stream without column names, those of the first row."""
+    """Return the picture columns of a data set or split; for a stream without column names, use its first row."""
     names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
     present = {*names}
     return [name for name in PICTURE_COLUMNS if name in present]

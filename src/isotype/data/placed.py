@@ -1,8 +1,8 @@
 """Move the pictures of a row into one column `images`, each with a place `{"type": "image"}` in a message.
 
-The forms of data sets differ. TRL's rows have a column and places in messages, or no places, which are then before the
-first question. OpenAI and axolotl put the picture into the message. LLaVA, LLaMA-Factory and ms-swift write `<image>`
-into the text. A folder of pictures has captions.
+The forms of data sets differ. TRL's rows have a column of pictures, and places in messages; without places, TRL puts
+the pictures before the first question. OpenAI and axolotl put the picture into the message. LLaVA, LLaMA-Factory and
+ms-swift write `<image>` into the text. In a folder of pictures, the texts are captions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Pictures:
 
     Attributes:
         waiting: pictures of the picture columns that have no place yet.
-        marked: True if there are such pictures, so that `<image>` in a text is a place.
+        marked: True if there are pictures in picture columns, so that `<image>` in a text is a place.
     """
 
     waiting: deque[Any]
@@ -95,7 +95,7 @@ class _Pictures:
 
     @property
     def seen(self) -> int:
-        """Number of places so far, also of places without a picture."""
+        """Number of places so far, including places that have no picture."""
         return max(len(self.taken), self.places)
 
     def of_turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,8 +28,7 @@ class ColumnMap:
     """The columns that a trainer takes, each made of one or several columns of the data set.
 
     Attributes:
-        targets: (trainer's name, data set's names); the texts of several columns are joined by blank lines, without
-            empty texts.
+        targets: (trainer's name, data set's names); non-empty texts of several columns are joined by blank lines.
         origin: argument or file in which the user named the columns.
     """
 
@@ -72,7 +71,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Return the map of `alpaca` or `prompt=question,completion=answer` (None for None); raise DataError for other texts."""
+    """Parse `alpaca` or `prompt=question,completion=answer`; return None for None, raise DataError for other texts."""
     if text is None:
         return None
     if text in PRESETS:
@@ -96,7 +95,7 @@ class Reading:
         joined: True if prompt and completion become one conversation, `messages`; only columns of conversations stay.
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; else the whole file is one.
-        listed: True if a single picture of a stored data set becomes a list, as for files.
+        listed: True if a single picture of a stored data set becomes a list, as a picture in files does.
         pictured: True if rows without pictures take the form of rows with pictures.
     """
 

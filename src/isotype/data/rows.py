@@ -3,7 +3,7 @@
 A reader yields (line, row), or (line, `Problem`) for an unreadable row. The same readers check a file and build the
 data set, so the checked rows are the trained rows.
 
-A plain text is one example, or on request each of its lines is one. Blank lines and a byte order mark are skipped.
+A plain text file is one example, or one per line on request. Blank lines and a byte order mark are skipped.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
 
 
 def read_document(path: Path) -> Iterator[Record]:
-    """Yield the whole file as one text in a column `text`; nothing if the file is blank."""
+    """Yield the whole file as one text in a column `text`; yield nothing if the file is blank."""
     text = path.read_text(encoding="utf-8-sig")
     if text.strip():
         yield 1, {"text": text}
@@ -301,8 +301,8 @@ def read_rows(
 ) -> Iterator[Record]:
     """Return an iterator over (line, row or Problem) of one file.
 
-    Cells of a CSV file are text in the columns `textual`; others may become numbers or bools. A `reading` converts the rows
-    to the form that a trainer takes; `names` counts speakers, see `Reading.apply`.
+    Cells of a CSV file are text in the columns `textual`; cells of other columns may become numbers or bools. A
+    `reading` converts the rows to the form that a trainer takes; `names` counts speakers, see `Reading.apply`.
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()

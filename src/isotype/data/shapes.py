@@ -1,7 +1,8 @@
 """Types of JSON values, merged over all rows of a file into one schema before the first row is stored.
 
-`datasets` infers a schema from the first part of a file. Then ISO dates become timestamps, digits in CSV become
-integers, "NA" becomes null, and objects get the keys of other rows. A schema of all rows keeps the values of the file.
+`datasets` infers a schema from the first part of a file. So `datasets` turns ISO dates into timestamps, digits in CSV
+into integers and "NA" into null, and gives objects the keys of other rows. A schema that is merged over all rows keeps
+the file's values.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape for values of both shapes; it is JSON for objects that differ, else MIXED."""
+    """Return the narrowest shape that fits both; objects with different keys are JSON, other unlike shapes MIXED."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

@@ -51,7 +51,7 @@ COUNTS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Plan(Record):
-    """Settings that fit on a device, as `isotype plan --json` and `Plan.to_json()` write them, numbers unrounded."""
+    """Settings that fit on a device; `isotype plan --json` and `Plan.to_json()` write them without rounding."""
 
     def to_json(self) -> str:
         """Return strict JSON by `planning/schema.json`: bytes, seconds and tokens as unrounded numbers."""
@@ -94,7 +94,7 @@ def plan(
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
         device: name of a device or profile, or several.
-        data: a data set, for lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
+        data: a data set, from which lengths and hours are computed: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
         damages: storage -> KL divergence of next-token distributions from the unquantized model's, in nats; default:
             the cached result of `isotype quality`. The damage of a storage without a key is unknown.
@@ -190,7 +190,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the least of `COUNTS` devices on which the row with the least memory fits under FSDP2; None if none is."""
+    """Return how many devices, of `COUNTS`, at least fit the row with the least memory under FSDP2, or None."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -242,7 +242,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the tokens of a row (requested, of the data's longest row, or the default), at most the model's positions."""
+    """Return the tokens of a row (requested, as in the longest row, or a default), at most the model's positions."""
     step = request.step
     wanted = request.length or step.length
     if request.length is None and step.lengths is not None and step.longest is not None:
@@ -321,7 +321,7 @@ _SHORTER = (512, 256)
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield settings to give up, in words, and the request without them; nothing if experts have no adapters."""
+    """Yield (words for the settings to give up, request without them); yield nothing if experts have no adapters."""
     names = _beside_experts(request, config)
     if not names:
         return
@@ -336,7 +336,7 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
 
 
 def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield requests in nf4 with recomputation, then with shorter rows; nothing if a storage was requested."""
+    """Yield requests in nf4 with recomputation, then with shorter rows; yield nothing if a storage was requested."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -401,7 +401,7 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with the plan's values in place of `auto`, and the chosen row; UsageError if nothing fits."""
+    """Return the command with the plan's values for `auto`, and the chosen row; raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
         what, expected = f"auto in {processes()} processes", "numbers, the same in every process"

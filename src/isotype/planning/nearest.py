@@ -105,7 +105,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def advice(command: Command) -> str:
-    """Return a message with settings that fit instead of a training that ran out of memory, or why there are none."""
+    """Return a message after a training ran out of memory: settings that fit, or why no settings fit."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])

@@ -1,9 +1,9 @@
 """Rates for the estimated time: measured on a device of this machine, else a share of the data sheet's rates.
 
-Five numbers (`REACHED`) define this share. `benchmarks/rates.py` fits them to published runs and tests them on other
-runs (table in docs/plan.md). Products reach a share of the peak rate, which is smaller on larger cards. Operators
-between products are partly fused, so only a share of their traced bytes and launches counts. Other traffic runs at
-the memory's bandwidth, and a launch takes the host some microseconds.
+Five numbers (`REACHED`) define the share of the data sheet's rates. `benchmarks/rates.py` fits them to published runs
+and tests them on other runs (table in docs/plan.md). Products reach a share of the peak rate; this share is smaller on
+larger cards. Operators between products are partly fused, so only a share of their traced bytes and launches counts.
+Other traffic runs at the memory's bandwidth, and a launch takes the host some microseconds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _measured(profile: DeviceProfile) -> DeviceProfile:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes per second that a large copy reads and writes, the best of several."""
+    """Return the bytes per second that the fastest of several large copies reads and writes."""
     size = _load(device).copied
     source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
@@ -106,7 +106,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return the random values per second of a dropout mask, the best of several (a CPU draws them in one thread)."""
+    """Return the random values per second of the fastest of several dropout masks (a CPU draws them in one thread)."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged

@@ -90,7 +90,7 @@ class Row:
         compute: dtype of products.
         checkpointing: layers recomputed in the backward pass: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
-        rows: rows of a micro-batch on one device; the smallest number tried if `fits` is false.
+        rows: rows of a micro-batch on one device; the smallest number that was tried if `fits` is false.
         length: tokens of a row.
         accumulation: micro-batches of a step.
         fits: true if the step takes at most `room`.
@@ -99,13 +99,13 @@ class Row:
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         time: estimated time; None if the device's rates are unknown.
-        longest: tokens of the longest row that fits, with one row per micro-batch unless `rows` is pinned; 0 if no row
-            fits, None if not searched.
+        longest: tokens of the longest row that fits, with one row per micro-batch unless the user set `rows`; 0 if no
+            row fits, None if not searched.
         longest_is_all: true if no longer row was tried or the model has no more positions.
         work: training on the data set; None without a data set.
         damage: KL divergence of next-token distributions from the unquantized model's, in nats, estimated for a mixed
             base; None if unknown.
-        base_memory: most bytes of a mixed base's weights; None if not limited.
+        base_memory: maximum bytes of a mixed base's weights; None if not limited.
         policy: the precision policy.
         command: the training command of the row.
         on_front: true if no other row of the device takes less memory and is as fast.
@@ -299,7 +299,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of the storage by its rounding, the most precise storage first; a rank is no measured damage."""
+    """Return a rank of the storage by its rounding, the most precise first; this rank is not a measured damage."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

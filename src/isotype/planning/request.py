@@ -46,11 +46,11 @@ class PlanRequest:
     Attributes:
         step: the training step with the requested arguments.
         count: number of devices that train together.
-        memory: bytes a step may take; None for the device's limit.
+        memory: bytes that a step may take; None for the device's limit.
         rows: rows of a micro-batch; None if the plan chooses them.
-        at_most: maximum rows of a micro-batch; None for the rows of a step.
+        at_most: maximum rows of a micro-batch; None if only a step's rows limit them.
         length: tokens of a row; None for the data's longest row or a default.
-        step_rows: rows of a step on all devices with all micro-batches; None if `step_tokens` decides.
+        step_rows: rows of a step, summed over all devices and micro-batches; None if `step_tokens` decides.
         quantize: True if the plan chooses the storage unless the arguments name one.
         longest: True if the longest row that fits is searched.
         damages: storage -> measured damage in nats, see `Row.damage`.
@@ -131,7 +131,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, argparse.Namespace]:
-    """Return the request of the arguments of `isotype plan` or of keywords, and the namespace of the plan's arguments."""
+    """Return the request of `isotype plan`'s arguments or of keywords, and the namespace of the plan's arguments."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         parser().print_help()

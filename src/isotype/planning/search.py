@@ -180,7 +180,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the weightless model of a step, with a choice of recomputed layers that will be traced anyway."""
+        """Return the weightless model of a step, with recomputed layers for which a later trace uses the same model."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -337,7 +337,7 @@ class Search:
         )
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the rows of a micro-batch, for as few equal micro-batches per step as fit, and True if they fit."""
+        """Return the rows of a micro-batch for the fewest equal micro-batches per step, and True if one fits."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
@@ -358,7 +358,7 @@ class Search:
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True for the checkpointing with the least memory: traces of long rows take too long for all."""
+        """Return True for the checkpointing with the least memory: tracing long rows for all takes too long."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 

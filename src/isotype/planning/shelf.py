@@ -1,6 +1,6 @@
-"""Models of many sizes for a plan without a model: the shapes in each model's config.json.
+"""Models of many sizes for a plan that names no model; each has the shapes of its config.json.
 
-A plan needs only shapes. Without a tokenizer, each row of a data set counts as full.
+A plan needs only shapes. Without a tokenizer, each row of a data set counts with the full length.
 """
 
 from __future__ import annotations

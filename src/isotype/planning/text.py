@@ -160,7 +160,7 @@ def _print_table(
     chosen: Row | None,
     whole: bool,
 ) -> None:
-    """Print rows, each with first cells by column and a plan's row (None if nothing fits), in as many columns as fit."""
+    """Print a table of (first cells by column, a plan's row or None if nothing fits), in as many columns as fit."""
     fitting_rows = [row for _, row in rows if row is not None]
     heads = [*dict.fromkeys(head for cells, _ in rows for head in cells), *heads_of(fitting_rows)[1:]]
     heads.insert(heads.index("peak") + 1, "fits")

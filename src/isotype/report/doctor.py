@@ -1,4 +1,4 @@
-"""The report of `isotype doctor`: dtypes of a device and their speed, libraries, what to change, and a verdict."""
+"""The report of `isotype doctor`: a device's dtypes and their speed, the libraries, what to change, and a verdict."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def verdict(report: DoctorReport) -> str:
 
 
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
-    """Return (operation, kernel) of the operations between matmuls in the device's best dtype; empty for a CPU.
+    """Return (operation, kernel) for each operation between matmuls in the device's best dtype; empty for a CPU.
 
-    If the GPU is present the kernels have been tried, else they are expected.
+    If the GPU is in this machine, the kernels were tried on it, else they are the expected ones.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

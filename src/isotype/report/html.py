@@ -65,7 +65,7 @@ def palette_css() -> str:
 
 
 def render(template: str, **content: object) -> str:
-    """Return the page of a template in `report/templates`; a variable that `content` lacks raises UndefinedError."""
+    """Return the page of a template in `report/templates`; raise UndefinedError if `content` lacks a variable of it."""
     return _environment().get_template(template).render(content)
 
 
@@ -104,7 +104,7 @@ def _digest(text: str) -> str:
 
 
 def _joints(text: str) -> list[str]:
-    """Split a text behind each of `_ / = , . : -`, where the page may break a line."""
+    """Split a text after each of `_ / = , . : -`, where the page may break a line."""
     return re.split(r"(?<=[_/=,.:-])(?=[^\s\d])", text)
 
 
@@ -140,7 +140,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
     Args:
         low, high: ends of the axis, which differ by more than 1e-300 and more than 1e-12 of the larger magnitude.
-        target: maximum number of intervals between ticks; at least a fifth of it is reached.
+        target: maximum number of intervals between ticks; the result has at least a fifth of this number.
 
     Raises:
         ValueError: the ends are not ordered, are too close together or exceed ten times `PLOTTABLE`.
@@ -161,7 +161,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Return the labels of ticks with the decimals that their distance needs; below 0.001 and from 1e6 on with exponents."""
+    """Return labels with as many decimals as the ticks' distance needs; exponents below 0.001 and from 1e6 on."""
     if len(ticks) < 2:
         return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
     largest = max(abs(tick) for tick in ticks)
@@ -301,5 +301,5 @@ def _span_label(span: Span, end: int, count: int, at: str) -> str:
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Return the corners of a staircase that keeps each value from its point to the next."""
+    """Return the corners of a step curve, which keeps each value constant until the next point."""
     return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

@@ -54,7 +54,7 @@ _STYLES = {
 
 
 def render_fit(fit: Fit, console: Console) -> None:
-    """Print what a program does with an adapter: its effect on each kind of module, reasons and fixes, the verdict."""
+    """Print what a program does with an adapter: its effect on each kind of module, the reasons, fixes and verdict."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
     table = _table("module", "tensors", f"in {fit.consumer}")
     for use in fit.uses:
@@ -270,7 +270,7 @@ def _how(group: PlanGroup) -> str:
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
     """Print a merge: its rounding error, the path of the model and the commands to run next.
 
-    `export` has the tokens of the command for llama.cpp, without a format.
+    `export` has the tokens of the command that writes a GGUF file for llama.cpp, without the tokens for the format.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Formats of amounts and source lines, and text wrapped for a console, the same in every report."""
+"""Functions for all reports: formats of amounts and source lines, and text wrapped for a console."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
-    """Return the table, indented; on a console narrower than `NARROW`, each row as lines of (header, cell)."""
+    """Return the indented table; on a console narrower than `NARROW`, return each row as lines of (header, cell)."""
     if console.width >= NARROW:
         return Padding(table, (0, 0, 0, indent))
     heads = [Text(str(column.header), style="dim") for column in table.columns]
@@ -96,7 +96,7 @@ def width_of(console: Console) -> int | None:
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Wrap each line that is longer than the console at spaces, and indent the rest to the line's first word.
+    """Wrap lines longer than the console at spaces, and start wrapped text below the first word of its line.
 
     Paths and other long words are not cut, and a command (indented by four spaces) can be pasted. For a log file the
     text is returned unchanged.
@@ -119,7 +119,7 @@ def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> No
 
 
 def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
-    """Return the tokens of the command that chats with a model, by a description, for `show_commands`."""
+    """Return {description: tokens} of the command that chats with a model, for `show_commands`."""
     description = "try it, with a picture's path for FILE" if pictures else "try it"
     return {description: chat_command(model, pictures=pictures)}
 
@@ -146,7 +146,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _at_dots(name: str, width: int) -> str:
-    """Break a module's name behind dots into lines of at most `width` columns."""
+    """Break a module's name after dots into lines of at most `width` columns."""
     if len(name) <= width or " " in name:
         return name
     lines = [""]

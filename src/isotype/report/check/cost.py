@@ -16,7 +16,7 @@ def device_words(setup: Setup) -> str:
 
 
 def sharding_words(setup: Setup) -> str:
-    """Describe how several devices train together: `"FSDP2 over 8 devices"`; "" for one device without FSDP."""
+    """Describe how several devices train together: `"FSDP2 over 8 devices"`; return "" for one device without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
@@ -26,7 +26,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def setup_words(setup: Setup, whole: bool = True) -> str:
-    """Describe the set-up of the step; without `whole` in one line, with only the first input and no adapted layers."""
+    """Describe the set-up of the step; without `whole`, one line names only the first input and no adapted layers."""
     if not whole:
         name, shape = next(iter(setup.batch.items()), ("", ()))
         batch = f"{name} {list(shape)}" if name else ""
@@ -52,7 +52,7 @@ def setup_words(setup: Setup, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Describe the memory of a step that fits, and its least time at the device's rates; "" if both are unknown."""
+    """Describe the memory of a step that fits, and its least time; return "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
@@ -101,7 +101,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Describe the least time of the step by the device's data sheet, and what bounds it; "" without published rates."""
+    """Describe the step's least time by the data sheet, and the resource that bounds it; return "" without rates."""
     time = report.time
     if time is None:
         return ""
@@ -117,7 +117,7 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Describe the parts of the step's least time; "" without published rates."""
+    """Describe the parts of the step's least time; return "" if the device has no published rates."""
     time = report.time
     if time is None:
         return ""
@@ -135,7 +135,7 @@ def roofline_words(report: Record) -> str:
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
-    """Return (label, description) of the step's least time and of its parts."""
+    """Return a pair (label, description) for the step's least time and for each of its parts."""
     return ("time", seconds_words(report)), ("roofline", roofline_words(report))
 
 

@@ -1,7 +1,7 @@
 """The report of a check as one self-contained HTML file.
 
-The page's content security policy forbids every load from outside and every script but `check.js`, which shows the places of
-the finding under the pointer or the focus.
+The page's content security policy forbids all external resources and all scripts except `check.js`. This script shows
+the places of the finding that has the mouse pointer or the keyboard focus.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def _memory(report: Record) -> Content | None:
-    """Return the template's data: a bar for each phase, their axis, the kinds at the peak, and memory over the step."""
+    """Return the template's data: a memory bar for each phase, an axis, the peak's bytes by kind, and a timeline."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
@@ -200,7 +200,7 @@ def _memory_row(
 
 
 def _timeline(memory: Memory, capacity: int | None) -> str:
-    """Return a chart of memory by kind over the step as SVG; "" if no course of the memory was recorded."""
+    """Return an SVG chart of each kind of memory during the step, or "" if the memory over time was not recorded."""
     points = memory.timeline
     if len(points) < 2:
         return ""
@@ -267,7 +267,7 @@ def _maker(operand: Operand) -> str:
 
 
 def _places(finding: Finding, report: Record) -> Content | None:
-    """Return the number and the names of a finding's places in the real model; None for a single place."""
+    """Return the number and the names of a finding's places in the real model, or None if it has only one place."""
     folded = fold_places(finding.places, layer_counts(report.trace))
     total = sum(count for _, _, count in folded)
     if total < 2:
@@ -326,7 +326,7 @@ SIDE = 14
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data of the picture: which tokens reach which predictions; None if it was not measured."""
+    """Return the template's data for a picture of the tokens that reach each prediction; None if not measured."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

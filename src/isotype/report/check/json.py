@@ -31,28 +31,29 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Check:
-    """A training step, traced on fake tensors and judged, as `isotype check --json` and `Report.to_json()` write it.
+    """A traced and judged training step, in the JSON form of `isotype check --json` and `Report.to_json()`.
 
     Numbers are not rounded.
 
     Attributes:
         isotype: version of isotype that wrote the report.
         model: name of the model; empty if the model has no name.
-        ok: true if there is no error finding; see `complete`.
+        ok: true if no finding is an error, even if the trace ended early; see `complete`.
         complete: true if the step was traced to its end.
-        fits: true if the peak is at most the device memory that a step may take; null if one of these is unknown.
+        fits: true if `peak_bytes` is at most `room_bytes`; null if `peak_bytes` was not measured or `room_bytes` is
+            unknown.
         status: the worst known result.
         ranges: source of the value ranges of a step with float16: measured, published for the model's family, or
             unknown; null without float16.
-        headroom: 65504 over the largest measured value that the forward computes in float16; null if not measured.
+        headroom: 65504 divided by the largest measured float16 value of the forward; null if not measured.
         measured_at: date and time at which the values were measured, ISO 8601 in UTC; null if they were not.
         verdict: the status in a sentence.
         seconds: wall-clock time of the check, in seconds.
         setup: settings of the step.
         findings: findings of the rules, errors first, then sorted by code.
-        resolved_by: number of errors and warnings by who can apply their first fix: `isotype.repair` without and with
-            `unsafe=True` (`repair`, `unsafe`) or the user (`caller`); `untried` if the fix was not verified, `left` if
-            no fix is known.
+        resolved_by: number of errors and warnings by who can apply their first fix: `repair` is `isotype.repair`,
+            `unsafe` is `isotype.repair` with `unsafe=True`, and `caller` is the user; `untried` counts fixes that were
+            not verified, `left` findings without a known fix.
         peak_bytes: bytes at the peak of any step and evaluation; 0 if not measured.
         peak_phase: phase of the overall peak; null if not measured.
         capacity_bytes: bytes of the device's memory; null if unknown.
@@ -62,8 +63,8 @@ class Check:
         flops: FLOPs of the matmul-like operators of one step, by compute dtype.
         time: least time of the step; null if the device has no published rates or the step was not traced to its end.
         operators: number of operators in a step of the real model.
-        assumed: operators whose operands the rule of the operator's family refuses, without a measurement on the device.
-        contracts: the measured table of operands that the device accepts, or its substitute.
+        assumed: operators whose operands a rule for their family refuses, without a measurement on the device.
+        contracts: source of the operands that the device accepts: a measured table, or its substitute.
         doubts: reasons why that table may be wrong for the device.
         not_traced: descriptions of what the trace does not contain.
         failure: the error that ended the trace; null if the step was traced to its end.
@@ -160,7 +161,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
 def to_sarif(report: Record) -> str:
-    """Return a check as a SARIF log with one run: the rules that reported, their findings, the end of the trace."""
+    """Return a check as a SARIF log with one run: the rules with findings, the findings, and how the trace ended."""
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}

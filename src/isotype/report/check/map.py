@@ -1,7 +1,7 @@
 """The dtype map of a model: its parts in order of execution, with the dtypes of their weights and of their computation.
 
-The map works for every architecture. Modules with the same name up to the first number form a stack of layers; further
-numbers (experts) become `*`. The same part of consecutive equal layers is one row.
+The map works for every architecture. Modules whose names are equal up to the first number form a stack of layers; later
+numbers, such as those of experts, become `*`. Consecutive equal layers share one row for each part.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Row:
         first, last: numbers of the first and the last layer; None outside of a stack.
         layers: number of layers of the real model in this row.
         module_class: class of the module; "" for a part without weights.
-        count: number of modules in a layer, such as experts.
+        count: number of such modules in one layer, for example of experts.
         stored: storage dtypes of the base weights, the most frequent first.
         buffers: dtypes of the buffers, the most frequent first.
-        runs: dtypes of the matmuls, the most FLOPs first; without matmuls, the dtypes of the outputs.
+        runs: dtypes of the matmuls, the most FLOPs first; if there are no matmuls, dtypes of the outputs.
         adapters, adapter_runs: dtypes of the adapters' weights and of their matmuls.
         trainable: True if base weights are trained.
         pinned: True if the model's author keeps a weight in float32.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
-        findings: positions in `Report.findings` of the findings about this part.
+        findings: indices in `Report.findings` of the findings about this part.
     """
 
     part: str
@@ -74,7 +74,7 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return (stack, number) of a traced layer -> number of the real model's layers that it stands for."""
+    """Map (stack, number) of each traced layer to the number of layers of the real model that it represents."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
@@ -85,7 +85,7 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return the rows in order of execution, then a row for each layer whose findings belong to none of its parts."""
+    """Return the rows in order of execution, then a row for each layer that has findings outside of its parts."""
     parts = _gather(trace)
     host = _Hosts(parts)
     for call in trace.calls:
@@ -201,7 +201,7 @@ def _add_call(parts: dict[str, _Part], host: _Hosts, call: Call) -> None:
 
 
 def _marks(findings: Sequence[Finding], host: _Hosts) -> dict[str, list[int]]:
-    """Return the positions of the findings by part, or by layer for a finding that belongs to no part."""
+    """Map each part to the indices of its findings; a finding that belongs to no part is listed under its layer."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):

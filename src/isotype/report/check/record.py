@@ -52,17 +52,17 @@ class Record:
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings about what costs nothing."""
+        """Findings about something that costs neither speed, memory nor precision."""
         return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """True if there is no error finding. The step may not have been traced to its end; see `complete`."""
+        """True if there is no error finding. `ok` may be True although the trace ended early; see `complete`."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end; else the operators after `trace.failure` were not judged."""
+        """True if the step was traced to its end; else operators after the error `trace.failure` were not judged."""
         return self.trace.failure is None
 
     @property
@@ -77,12 +77,12 @@ class Record:
 
     @property
     def time(self) -> StepTime | None:
-        """Least time of the step by the device's data sheet, and its parts; None without published rates."""
+        """Least time of the step by the device's data sheet, and its parts; None if no rates are published."""
         return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is at most the device memory that a step may take; None if one of these is unknown."""
+        """True if the peak is at most the device memory that a step may take; None if the peak or limit is unknown."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 
@@ -110,7 +110,7 @@ class Record:
 
     @property
     def miswired(self) -> bool:
-        """True if the step runs and all its errors are about wiring (which token, label or adapter reaches which)."""
+        """True if the step runs and all its errors are about wiring, such as tokens that reach the wrong labels."""
         return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
 
     @property
@@ -132,7 +132,7 @@ class Record:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators whose operands the rule of the operator's family refuses; no contract was measured on the device."""
+        """Operators whose operands a rule for their family refuses; the operators were not measured on the device."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
@@ -143,8 +143,9 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     """Group the errors and warnings by who can apply their first fix.
 
-    `isotype.repair` applies the fixes of `repair`, and those of `unsafe` with `unsafe=True`. The user applies the fixes of
-    `caller`. The fixes of `untried` were not verified by a second trace. For the findings of `left` no fix is known.
+    `isotype.repair` applies the fixes in group `repair`, and with `unsafe=True` also those in group `unsafe`. The user
+    has to apply the fixes in group `caller`. The fixes in group `untried` were not verified by a second trace. No fix
+    is known for the findings in group `left`.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

@@ -23,7 +23,7 @@ class Report(Record):
         """Raise an error if the report has error findings.
 
         Raises:
-            PrecisionError: the report is not `ok`. For each error finding it has a problem, with the first fix of the finding.
+            PrecisionError: the report is not `ok`. The error has a problem, with the first fix, for each error finding.
         """
         error = self.error()
         if error is not None:

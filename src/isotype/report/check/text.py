@@ -1,7 +1,7 @@
-"""The report of a check as text: the verdict, findings in the style of a compiler, next steps, the cost of the step.
+"""The report of a check as text: the verdict, findings in the style of a compiler, next steps, and the cost.
 
-A line is a sequence of (text, style) spans; plain text has the same lines without styles. Words wrap below the first
-word of their column, so that the left margin stays readable at any width.
+A line is a sequence of (text, style) spans; plain text has the same lines without styles. Wrapped text starts below the
+first word of its column, so that the left margin stays readable at any width.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _where(phase: str, module: str) -> str:
 
 
 def cost_clauses(cost: Cost, title: str) -> list[str]:
-    """Return the costs of a finding as clauses: slowdown, FLOPs, casts, memory; an empty list if none was counted."""
+    """Return the costs of a finding as clauses: slowdown, FLOPs, casts, memory; an empty list if there are none."""
     clauses = []
     times = "" if cost.slowdown is None else f"{cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}"
     if times not in ("", "1.0"):
@@ -142,10 +142,10 @@ def fix_standing(fix: Fix) -> str:
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Return (layers, part, number of places in the real model), one for all places that differ only in their layer.
+    """Return one (layers, part, number of places in the real model) for all places that differ only in their layer.
 
     `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`; layers with gaps are written
-    `0-2,5`. Outside of layers the first item is "". `layers` is the result of `layer_counts`.
+    `0-2,5`. The first item is "" for places outside of layers. `layers` is the result of `layer_counts`.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -191,7 +191,7 @@ def ranges_words(report: Record) -> str:
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
-    """Return (label, sentence) of each limit of the verdict: unmeasured contracts, untraced parts, other notes."""
+    """Return a (label, sentence) for each limit of the verdict: unmeasured contracts, untraced parts, other notes."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
@@ -221,9 +221,9 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return (label, sentence) of what to do next.
+    """Return a (label, sentence) for each next step of the user.
 
-    With `commands` a fix has its command, else a reference to the command that the text prints above.
+    With `commands`, the sentence about a fix contains its command, else it refers to the command that is printed above.
     """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
@@ -266,7 +266,7 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
-    """Return (label, sentence) of what to do next after a step of the user's script, which no command can repair."""
+    """Return a (label, sentence) for each next step after a check of the user's script, which no command can repair."""
     rows, setup = [], report.trace.setup
     fixes = [fix for finding in report.findings for fix in finding.fixes]
     safeties = {fix.safety for fix in fixes if fix.verified and fix.scope == "model"}
@@ -291,10 +291,10 @@ def lines(
     """Return the report as styled lines: the verdict, the findings, what to do, and the cost of the step.
 
     Args:
-        width: maximum columns of a line without very long words.
+        width: maximum columns of a line; only very long words exceed it.
         in_script: True if the step was run by a script under `isotype run`.
-        command_width: maximum columns of a command; None if commands are one line, as for a file.
-        whole: True for all details of findings, and the parts of memory and time.
+        command_width: maximum columns of a command; None to write each command on one line, as in a file.
+        whole: True to include all details of findings, and the parts of memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))

@@ -1,6 +1,6 @@
-"""The part of float16's range that the outputs of a model's blocks use over a run, in samples and in words.
+"""The share of float16's range that the outputs of a model's blocks use during a run: samples, and a description.
 
-A single batch may contain an unusual row. So limits are quantiles over the samples, and changes compare medians.
+A single batch may contain an unusual row. So limits are quantiles over the samples, and changes are ratios of medians.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class BlockHeadroom:
         median: median over the samples.
         high: 0.9 quantile over the samples.
         headroom: 65504 / `high`; infinite if the block returned only zeros.
-        change: median of the last third of the samples over the median of the first third; None if there are fewer
-            than six samples.
+        change: median of the last third of the samples divided by the median of the first third; None if there are
+            fewer than six samples.
     """
 
     name: str

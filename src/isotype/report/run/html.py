@@ -1,7 +1,7 @@
 """A run report as one self-contained HTML file.
 
-The page's content security policy forbids every load from outside and every script but uPlot and `run.js`, which draws the
-curves with it.
+The page's content security policy forbids all external resources and all scripts except uPlot and `run.js`, which draws
+the curves with uPlot.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _script(curves: bool) -> str:
 
 
 def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str]]:
-    """Return (name, value, remark) of each number in the summary line."""
+    """Return (name, value, remark) for each number in the summary line."""
     skipped = f"{summary.skipped:,} skipped" if summary.skipped else ""
     final = "not measured" if summary.final_loss is None else format_loss(summary.final_loss)
     mean = f"mean of the last {summary.window}" if summary.window > 1 else ""
@@ -109,7 +109,7 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
 
 
 def _weights(record: RunRecord) -> dict[str, object] | None:
-    """Return the template's data of the weights by storage dtype; None if no weights were recorded."""
+    """Return the template's data about the weights, by storage dtype; None if no weights were recorded."""
     if not record.weight_bytes:
         return None
     total = sum(amount for _, amount in record.weight_bytes)
@@ -127,7 +127,7 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
 
 
 def _headroom(record: RunRecord) -> dict[str, object] | None:
-    """Return the template's data of the used part of float16's range; None for a run in another dtype."""
+    """Return the template's data about the used part of float16's range; None for a run in another dtype."""
     if record.headroom is None:
         return None
     return {
@@ -183,7 +183,7 @@ class Chart:
         id: identifier of the chart's element in the page.
         columns: names of the curves' values: fields of a step, values that `run.js` computes from them
             (`tokens_per_second`, `memory_gib`, `loss_scale_exponent`), or metrics that the trainer logged.
-        labels: names of the columns in legend and readout.
+        labels: names of the columns in the chart's legend and readout.
         remark: text shown while the pointer is not over the chart.
         zero: True if the value axis includes 0.
         smooth: True if a smoothed curve is drawn over the values.
@@ -249,7 +249,7 @@ def charts_of(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def _line(name: str, title: str, unit: str, column: str, remark: str, label: str = "") -> Chart:
-    """Return a chart of one column whose axis begins at 0; without a `label` its name is the unit."""
+    """Return a chart of one column with a value axis from 0; the column is labelled with `label`, or else `unit`."""
     return Chart(name, title, unit, (column,), (label or unit,), remark, zero=True)
 
 
@@ -272,7 +272,7 @@ def in_words(chart: Chart, record: RunRecord) -> str:
 
 
 def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
-    """Return the data that `run.js` draws as JSON that is safe inside of `<script>`."""
+    """Return the data that `run.js` draws, as JSON that can be embedded safely in a `<script>` element."""
     names = [field.name for field in fields(StepRecord) if field.name != "metrics"]
     metrics = list(dict.fromkeys(name for step in record.steps for name, _ in step.metrics))
     logged = [dict(step.metrics) for step in record.steps]

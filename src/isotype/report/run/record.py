@@ -33,11 +33,11 @@ class StepRecord:
         loss: training loss; NaN and infinities are kept.
         learning_rate: learning rate of the step.
         grad_norm: norm of the gradients, unscaled and before clipping; None if not measured.
-        tokens: tokens of the sequences in the loss, without padding, in all processes. Completions that GRPO and RLOO
-            reuse count in every step that uses them.
+        tokens: number of tokens in the sequences of the loss, summed over all processes; padding does not count.
+            Completions that GRPO and RLOO reuse count in every step that uses them.
         seconds: duration of the step in seconds, including the generation of completions.
-        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU these are the bytes that torch
-            allocated, else the largest resident size among samples 20 ms apart, which misses shorter peaks.
+        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, it is the memory that torch
+            allocated, else the largest resident size in samples every 20 ms, which miss shorter peaks.
         loss_scale: the GradScaler's scale of the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
         metrics: names and values of other metrics that the trainer logged after the step (`rewards/margins`).
@@ -93,13 +93,13 @@ class DataSummary:
     Attributes:
         rows: number of training rows.
         held_back: number of rows for the held-back loss.
-        effective_batch: rows (or packs) of an optimizer step in all micro-batches and processes.
+        effective_batch: rows (or packs) of one optimizer step, in all its micro-batches and processes.
         epochs: number of passes over the rows until the end of the run.
-        lengths: the 50, 90 and 99 % quantiles of the tokens of a row, before rows are cut; None if unknown.
+        lengths: the 50, 90 and 99 % quantiles of the number of tokens per row, before rows are cut; None if unknown.
         cut_rows: number of rows longer than the length limit.
         cut_share: share of all tokens beyond the length limit, 0 to 1.
         padding_share: share of a batch's tokens that are padding, 0 to 1; None if unknown.
-        packs: number of packs that fill `--max_length` (`--packing`); None if rows are not packed.
+        packs: number of packs of `--max_length` tokens (`--packing`); None if rows are not packed.
     """
 
     rows: int
@@ -147,10 +147,10 @@ class RunRecord:
         resumed_from: step of the checkpoint from which the run was resumed; None if it was not resumed.
         data: the training data; None if unknown.
         headroom: the used part of float16's range; None for a run in another dtype.
-        earlier_seconds: seconds of the earlier commands of a resumed run, which ended before `started`.
+        earlier_seconds: duration in seconds of the earlier commands of a resumed run, which ended before `started`.
 
     Raises:
-        IsotypeError: a time is not ISO-8601, or only one of the two has a UTC offset.
+        IsotypeError: a time is not ISO-8601, or only one of `started` and `finished` has a UTC offset.
     """
 
     method: str
@@ -379,8 +379,8 @@ _SAME = 1e-3
 def _noise(losses: Sequence[float], window: int) -> float:
     """Return how far the means of the first and last `window` losses may differ by noise alone: two standard errors.
 
-    The noise is estimated from the differences of neighbouring losses, which a trend over the run hardly changes. For
-    normal noise their median magnitude is 0.954 standard deviations.
+    The noise is estimated from the differences of neighbouring losses, which a trend over the run hardly changes. If
+    the noise is normal, the median magnitude of these differences is 0.954 standard deviations of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
