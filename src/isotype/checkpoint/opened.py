@@ -1,4 +1,4 @@
-"""Open a checkpoint once: find its files, read config and headers, and pass them on as one value."""
+"""Open a checkpoint once: find its files, read its config and its headers, and return all of these as a `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Checkpoint:
     """A checkpoint whose config and headers were read; its weights were not.
 
     Attributes:
-        name: the name that the user gave: a path, `embedded:NAME` or a hub id.
+        name: the path, `embedded:NAME` or hub id that the user gave.
         source: argument for `from_pretrained`: the directory, the GGUF file or the hub id.
         files: the local directory or GGUF file with the weights, or None.
-        config: the transformers config; None for a GGUF file, see `config_of`.
+        config: the transformers config; None for a GGUF file, whose config `config_of` returns.
         headers: headers of the weights; None if there are no weights, or the hub does not provide headers.
         revision: branch, tag or commit of a hub id.
     """
@@ -70,7 +70,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Hash of names, dtypes, shapes, file sizes, config.json and a few bytes of every tensor; None without weights.
+        """Hash of names, dtypes, shapes, file sizes, config.json and a few bytes of each tensor; None without weights.
 
         Paths and times do not change the hash.
         """
@@ -93,7 +93,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint, or return one that is open; raise CheckpointError if there is none, or it is damaged."""
+    """Open a checkpoint, or return an open `Checkpoint` unchanged; raise CheckpointError if it is missing or damaged."""
     if isinstance(name, Checkpoint):
         return name
     source = local_path(name)
@@ -162,7 +162,7 @@ def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """Return the transformers config of a checkpoint; for a GGUF file, from its metadata."""
+    """Return the transformers config of a checkpoint; the config of a GGUF file is made from its metadata."""
     return gguf_config(headers_of(checkpoint)) if checkpoint.config is None else checkpoint.config
 
 
@@ -174,9 +174,9 @@ def require_complete_gguf(checkpoint: Checkpoint) -> None:
 
 
 def require_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Raise CheckpointError if `load` would raise it for a checkpoint that does not match its model or its config.
+    """Raise the CheckpointError that `load` would raise if a checkpoint does not match its model or its config.
 
-    For a single file, an adapter or a model that transformers lacks, only the quantization is checked.
+    For a single file, an adapter, or a model that transformers does not have, only the quantization is checked.
     """
     from transformers import CONFIG_MAPPING
 
@@ -217,7 +217,8 @@ def require_readable(directory: Path) -> None:
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """Return the facts about a module, a config or a checkpoint's name, without reading or allocating a weight.
 
-    Raises CheckpointError if a checkpoint does not exist, is damaged or is incomplete, PrecisionError for other objects.
+    Raises CheckpointError if a checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model` is
+    none of these.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)
@@ -276,7 +277,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Return the local path of a model named by path or `embedded:NAME`; None if the name can only be a hub id.
+    """Return the local path of a model that a path or `embedded:NAME` names; None if the name can only be a hub id.
 
     Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """
@@ -292,7 +293,7 @@ def local_path(model: str | Path) -> Path | None:
 
 
 def embedded_file(name: str) -> Path:
-    """Return the GGUF file of an embedded model without importing its package; raise CheckpointError if not installed."""
+    """Return the GGUF file of an embedded model without importing its package, or raise CheckpointError."""
     source = f"{_SCHEME}{name}"
     package = EMBEDDED.get(name)
     if package is None:

@@ -1,4 +1,4 @@
-"""resolve_precision: gather facts about checkpoint, device and library versions, then decide the policy."""
+"""resolve_precision: gather facts about the checkpoint, the device and the library versions, then decide the policy."""
 
 from __future__ import annotations
 
@@ -50,35 +50,35 @@ def resolve_precision(
 
     Args:
         model: an `nn.Module`, a transformers config, a checkpoint directory, a GGUF file or a hub id.
-        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype the checkpoint was
-            trained in if native on the device, else the device's best.
-        quantization: `"nf4"`, `"fp4"`, `"int8"`, None for weights in the compute dtype; or `"mixed"`: each linear
-            layer in nf4, int8 or 16 bits, chosen by its damage to the model's output.
+        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype that the checkpoint
+            was trained in if the device supports it natively, else the device's best dtype.
+        quantization: `"nf4"`, `"fp4"`, `"int8"`, or None for weights in the compute dtype. `"mixed"` stores each linear
+            layer in nf4, int8 or 16 bits, depending on how much this changes the model's output.
         device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for the
-            best one here.
+            best device of this machine.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
-        revision: branch, tag or commit of a hub id, ignored for anything else.
-        ranges: from `isotype.measure_ranges`: for float16 they decide the residual stream's dtype, exceptions and the
-            first loss scale. Default: a cached measurement of the same checkpoint, else published facts about the
-            model's family, else the dtype it was trained in.
-        damages: from `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
+        revision: branch, tag or commit of a hub id; ignored if `model` is no hub id.
+        ranges: result of `isotype.measure_ranges`. For float16 it decides the residual stream's dtype, exceptions and
+            the first loss scale. The default is a cached measurement of the same checkpoint, else published facts about
+            the model's family, else the dtype that the model was trained in.
+        damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
         **storage: by keyword, see `StorageOptions`:
 
             - `master`: dtype of trainable parameters; default float32.
             - `double_quant`: quantize the quantization constants, too (nf4, fp4).
             - `quant_storage`: dtype of the packed 4-bit bytes; default uint8.
-            - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); default: the compute
-              dtype. Another one relies on autocast, which casts the weights in every step.
-            - `base_memory`: maximum bytes of the base's weights (`quantization="mixed"`); default: a tenth more for the
-              linear layers than in nf4.
-            - `quantized_parts`: `"language"`, or `"all"`: also quantize towers of pictures and sound and their projectors.
+            - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); default: the
+              compute dtype. Any other dtype relies on autocast, which casts the weights in every step.
+            - `base_memory`: maximum bytes of the base's weights (`quantization="mixed"`); by default, linear layers may
+              need a tenth more than in nf4.
+            - `quantized_parts`: `"language"`, or `"all"` to quantize also vision and audio towers and projectors.
 
     Returns:
-        The policy: every role's dtype, each with its reason, and warnings about the costs.
+        The policy: the dtype of each role with its reason, and warnings about costs.
 
     Raises:
-        PrecisionError: every conflict at once, each with what to change, and the nearest policy that works.
-        CheckpointError: `model` names no checkpoint.
+        PrecisionError: there are conflicts. The error lists all, each with a fix, and the nearest policy that works.
+        CheckpointError: `model` is the name of a checkpoint that does not exist.
     """
     request = PrecisionRequest(dtype, quantization, trainable, **storage)
     checkpoint = open_checkpoint(model, revision) if isinstance(model, (str, Path)) else None
@@ -98,16 +98,17 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy for a `PrecisionRequest`, and the value ranges from which it was decided, or None.
+    """Return the policy for a `PrecisionRequest`, and the value ranges that decided it (None if there are none).
 
     Args:
         device, ranges, damages: as for `resolve_precision`.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
-        measure: measures the ranges of the checkpoint; called for float16 if weights are local and no ranges are cached.
-        measure_damages: measures the damages of the checkpoint, for mixed storage.
+        measure: function that measures the checkpoint's ranges. It is called for float16 if the weights are local and
+            no ranges are cached.
+        measure_damages: function that measures the checkpoint's damages, for mixed storage.
 
     Raises:
-        PrecisionError, CheckpointError: as `resolve_precision`, and errors of `measure` and `measure_damages`.
+        PrecisionError, CheckpointError: errors of `resolve_precision`, `measure` or `measure_damages`.
     """
     profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
@@ -146,7 +147,7 @@ def _cached_or_measured(
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
-    """Return library versions that make the run impossible; an empty list if the device is not in this machine."""
+    """Return a problem for each library version that makes the run impossible; none if the device is elsewhere."""
     if not profile.present:
         return []
     problems = [
@@ -166,7 +167,7 @@ Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
-    """Return the cached `Ranges` or `Damages` of a checkpoint's fingerprint; None if there is no readable one."""
+    """Return the cached `Ranges` or `Damages` for a checkpoint's fingerprint; None if none can be read."""
     path = _path(kind, key)
     if not path.is_file():
         return None
@@ -192,7 +193,7 @@ def save_measurement(measurement: Ranges | Damages) -> Path:
 
 
 def saved_or_noted(measurement: Measurement) -> Measurement:
-    """Cache a measurement, and return it with a note if the cache cannot be written."""
+    """Cache a measurement and return it; add a note to the result if the cache cannot be written."""
     try:
         save_measurement(measurement)
     except SaveError as error:

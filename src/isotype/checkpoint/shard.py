@@ -49,29 +49,29 @@ def load_sharded(
 ) -> Any:
     """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
 
-    The model is built without weights, gets its adapters, is sharded, and is then filled: each process reads,
-    quantizes and keeps its own rows of every tensor. Quantized weights are bitwise those of `isotype.load`. All
-    processes must call this.
+    The model is built without weights, then gets its adapters, is sharded, and is filled. Each process reads, quantizes
+    and keeps only its own rows of every tensor. Quantized weights are bitwise those of `isotype.load`. All processes
+    must call this function.
 
     Args:
         path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
         policy: from `isotype.resolve_precision`.
-        adapt: adds the adapters, as in `lambda model: isotype.add_lora(model, policy, r=16)`, to a model on the meta
-            device. Adapters are initialised as in one process: same seed, same order.
+        adapt: function that adds the adapters to a model on the meta device, such as
+            `lambda model: isotype.add_lora(model, policy, r=16)`. The seed gives the same values as in one process.
         mesh: a `DeviceMesh` of one dimension; default: all processes.
-        reshard: free a block's gathered weights after its forward and gather them again for its backward; if False,
-            keep them.
+        reshard: if True, free a block's gathered weights after its forward, and gather them again for its backward; if
+            False, keep them gathered.
         revision: branch, tag or commit of a hub id.
         **settings: `model_class` (a transformers model class or auto class; default: the class that the config
             names), `attn_implementation` as in `from_pretrained`, and fields of the config to set, such as
             `num_labels`.
 
     Returns:
-        The model (or the result of `adapt`), of an FSDP class. `precision_policy` is the policy, `bytes_read` the
-            bytes of the files that this process has read.
+        The model, or the result of `adapt`, as an FSDP2 module. Its attribute `precision_policy` is the policy, and
+        `bytes_read` is the number of bytes that this process has read from the files.
 
     Raises:
-        CheckpointError: `path` is no checkpoint or lacks tensors that the model needs, or values are not finite.
+        CheckpointError: `path` is no checkpoint, the checkpoint lacks needed tensors, or values are not finite.
         PrecisionError: the checkpoint is saved in bitsandbytes' format, whose codes cannot be cut into rows.
         UsageError: there is no process group.
     """
@@ -124,11 +124,11 @@ class _Rows:
     source: str
 
     def plain(self, name: str, parameter: Any) -> torch.Tensor:
-        """Return this process's rows of `parameter`, in its dtype."""
+        """Return this process's rows of `parameter`, in the parameter's dtype."""
         return self._read(name, *self._bounds(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's int8 rows, and set the scales of all rows in the layer."""
+        """Return this process's int8 rows; set the scales of all processes' rows in the layer."""
         rows = parameter.shape[0]
         start, stop = self._bounds(rows)
         scales = torch.zeros(rows, device=self.device)
@@ -140,7 +140,7 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's packed codes `[count, 1]` in the storage dtype, and set all constants in the layer."""
+        """Return this process's codes `[count, 1]` in the storage dtype; set all processes' constants in the layer."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
@@ -166,7 +166,7 @@ class _Rows:
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
-        """Return the codes of this process's experts, and set the constants of all experts in `holder`."""
+        """Return the codes of this process's experts; set the constants of all processes' experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
         # Experts whose values exceed the compute dtype's range are quantized from the dtype that they compute in.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
@@ -184,7 +184,7 @@ class _Rows:
         return codes
 
     def _bounds(self, rows: int) -> tuple[int, int]:
-        """Return the first row of this process and the row after its last, split as FSDP2 does (`torch.chunk`)."""
+        """Return this process's first row and the row after its last; FSDP2 splits rows like `torch.chunk`."""
         size = math.ceil(rows / self.mesh.size())
         start = min(size * self.mesh.get_local_rank(), rows)
         return start, min(start + size, rows)
@@ -197,7 +197,7 @@ class _Rows:
         return (rows.T if turned else rows).to(device=self.device, dtype=dtype).contiguous()
 
     def _from_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `part` over all processes; each process has set its entries and left the others 0."""
+        """Return the sum of `part` over all processes; `part` is 0 except for a process's own entries."""
         torch.distributed.all_reduce(part, group=self.mesh.get_group())
         return part
 

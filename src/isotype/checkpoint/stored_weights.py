@@ -20,11 +20,12 @@ from isotype.core.formats import MXFP4
 class StoredWeights:
     """The tensors of a checkpoint by the names of `model`.
 
-    transformers' conversions (`transformers.core_model_loading`), which rename, split, stack and transpose tensors, run
-    for one tensor at a time. Quantized tensors are dequantized. `weights`: the `weight_map` of model and headers, if known.
+    The conversions of transformers (`transformers.core_model_loading`) rename, split, stack and transpose one tensor at
+    a time. Quantized tensors are dequantized. `weights`: the result of `weight_map` for the model and the headers, if
+    known.
 
     Attributes:
-        shapes: shape of every tensor of the model that the checkpoint has.
+        shapes: name -> shape of every tensor of the model that the checkpoint has.
         bytes_read: bytes of the files that `read_rows` has read so far.
     """
 
@@ -42,13 +43,13 @@ class StoredWeights:
                 self.shapes[name] = torch.Size(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the model's tensor `name`: memory-mapped in the stored dtype, or dequantized in float32."""
+        """Return the model's tensor `name`, memory-mapped in the stored dtype or dequantized to float32."""
         return self._read_whole(self._sources[name])[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        Only these rows are read if they are whole source tensors, or rows of each source tensor (experts).
+        Only these rows are read if they are whole source tensors (one per expert) or the same rows of each source tensor.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
@@ -71,7 +72,7 @@ class StoredWeights:
         return rows if part else rows[where].clone()
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes and the scales of experts `start` to `stop`; raise CheckpointError if not stored in mxfp4."""
+        """Return codes and scales of experts `start` to `stop`; raise CheckpointError if their format is not mxfp4."""
         tensor, _ = self._sources[name].tensors[0]
         if tensor.form != MXFP4 or tensor.problem is not None:
             fix = "load it with quantization nf4 or int8, or with none"
@@ -88,7 +89,7 @@ class StoredWeights:
 
 
 def blank_model(config: Any) -> Any:
-    """Return the model of a config with meta parameters and real buffers, float32, in evaluation mode."""
+    """Return a float32 model of a config in evaluation mode, with meta parameters and with buffers on the CPU."""
     return skeleton(config, torch.float32, buffers=True).eval()
 
 

@@ -1,4 +1,4 @@
-"""Read the tokenizer or processor of a checkpoint: its files are checked first, and code in the checkpoint is not run."""
+"""Read the tokenizer or processor of a checkpoint; check its files first, and run no code of the checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _ENTRIES = (
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
     """Return the tokenizer or processor of a directory or hub id, or None if there is none.
 
-    Raises CheckpointError if its files are damaged or need code of the checkpoint, or if `required` and there is none.
+    Raises CheckpointError if its files are damaged or need code of the checkpoint, or if `required` is True and there
+    is none.
     """
     import transformers
 
@@ -76,7 +77,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
 
 
 def _lacking(message: str) -> Problem | None:
-    """Return the problem of a package that an image processor lacks, or None for other errors."""
+    """Return the problem if an error says that an image processor needs a missing package, or None for other errors."""
     if find_spec("PIL") is None and re.search(r"image processor|\bPIL\b|[Pp]illow", message):
         what = "its image processor needs pillow"
         return Problem(what, "the package pillow", "pip install 'isotype[vision]'")
@@ -117,7 +118,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _reason(source: Path) -> str:
-    """Return the error of `AutoTokenizer` for these files; `AutoProcessor`'s error does not contain it."""
+    """Return the error that `AutoTokenizer` raises for these files, which `AutoProcessor` hides."""
     from transformers import AutoTokenizer
 
     try:
@@ -143,7 +144,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
     """Return a directory with the tokenizer and the config of a GGUF file's model, written by `save_pretrained`.
 
     The directory is created atomically in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`);
-    its name has a hash of the file's size and its first and last MiB.
+    its name contains a hash of the file's size and of its first and last MiB.
     """
     path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"
@@ -202,7 +203,7 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
 
 def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """Set what transformers omits when it reads a tokenizer from GGUF: digits, chat template and maximum length."""
+    """Set what transformers omits when it reads a GGUF tokenizer: splitting of digits, chat template, maximum length."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     split = metadata.get("tokenizer.ggml.pre")

@@ -1,4 +1,4 @@
-"""Dequantize weights: those that a checkpoint stores quantized, GGUF blocks (by the library gguf) and loaded layers."""
+"""Dequantize the weights of quantized checkpoints, of GGUF blocks (with the library gguf) and of loaded layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return a stored tensor's values, in `dtype` if they are computed; raise CheckpointError for unknown quantization."""
+    """Return a stored tensor's values, in `dtype` if it is quantized; raise CheckpointError for unknown quantization."""
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
@@ -78,7 +78,7 @@ def _scaled(
     zeros: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (codes - zeros) x factors, which `block` rows and columns share; `table`: values of uint8 codes, or None."""
+    """Return (codes - zeros) x factors; `block` rows and columns share a factor; `table` decodes uint8 codes."""
     *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
     (height, width), count = block, math.prod(outer)
     grid = (-1, -(-rows // height), -(-columns // width))
@@ -108,7 +108,7 @@ def _scaled(
 
 
 def _float32(codes: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-    """Return codes as float32 numbers. float8 codes are looked up in a table: torch's conversion is slower."""
+    """Return codes as float32 numbers. A table converts float8 codes faster than torch."""
     if table is None and not codes.is_floating_point():
         return codes.to(torch.float32)
     values = _table(codes.dtype) if table is None else table
@@ -129,9 +129,9 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
 def _unpacked(
     words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
 ) -> torch.Tensor:
-    """Unpack codes from int32 words to int8 `shape`, minus half of their range; a code may continue in the next word.
+    """Unpack int32 words to int8 codes of `shape`, minus half of the codes' range; a code may continue in the next word.
 
-    `order`: positions of neighbouring columns in a word; the last size of `shape` is a multiple of its length.
+    `order`: positions of neighbouring columns in a word. The last size of `shape` is a multiple of the length of `order`.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
@@ -172,7 +172,7 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
 
 
 def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
-    """Return the conversion of a GGUF file's tensors by transformers' `TensorProcessor`, or None for other files."""
+    """Return transformers' `TensorProcessor` conversion of a GGUF file's tensors, or None for other files."""
     if headers.format != "gguf":
         return None
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -200,7 +200,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 
 @dataclass(frozen=True)
 class DenseStack:
-    """A quantized stacked weight, `name` in the model, that `read` replaces by its dense values."""
+    """A quantized stacked weight, called `name` in the model; `read` replaces it by its dense values."""
 
     name: str
     module: nn.Module
@@ -209,7 +209,7 @@ class DenseStack:
     dtype: torch.dtype
 
     def read(self) -> None:
-        """Set the module's weight to the dense values of its current codes, on the CPU."""
+        """Dequantize the module's current codes, and set its weight to these dense values on the CPU."""
         leaf, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
         if quantized_stack(self.module, leaf) is not None:
             codes, stack = take_stack(self.module, leaf)
@@ -230,14 +230,14 @@ def dequantize(
     later: Callable[[Place, Any], bool] = lambda *_: False,
     stack_later: Callable[[DenseStack], bool] = lambda _: False,
 ) -> None:
-    """Replace bitsandbytes layers and quantized experts by dense ones on the CPU, with the weights that they compute with.
+    """Replace bitsandbytes layers and quantized experts by dense CPU layers, with the weights that they compute with.
 
     Args:
         model: a transformers model, changed in place if it is quantized.
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: (quantized layer, dense layer) -> True if the caller fills the dense weight later.
-        stack_later: stacked experts -> True if the caller fills their dense weight later.
+        later: function of (quantized layer, dense layer); returns True if the caller fills the dense weight later.
+        stack_later: function of stacked experts; returns True if the caller fills their dense weight later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
@@ -269,7 +269,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `dense_weight` in the layout of files and dense layers: transposed to `[in, out]` for Conv1D."""
+    """Return `dense_weight` in the layout that files and dense layers use, which is `[in, out]` for Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 

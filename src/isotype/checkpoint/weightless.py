@@ -1,7 +1,7 @@
 """Build the model that `isotype.load` returns, with every tensor on the meta device.
 
-transformers' initialisation context and quantizer choose classes and layers, and bitsandbytes' operators compute the
-shapes of packed weights and quantization states: names, shapes and dtypes follow the installed versions.
+transformers' initialisation context and quantizer choose classes and layers. bitsandbytes' operators compute the shapes
+of packed weights and quantization states. So names, shapes and dtypes are those of the installed versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return `model_class`, or for an auto class or None the class for `config`; raise CheckpointError if there is none."""
+    """Return `model_class`, or `config`'s class for an auto class or None; raise CheckpointError if there is none."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -48,13 +48,13 @@ def skeleton(
     buffers: bool = False,
     **settings: Any,
 ) -> Any:
-    """Return the dense model on the meta device, its float tensors in the policy's plain dtype.
+    """Return the dense model on the meta device, with float tensors in the policy's plain dtype.
 
     Raises CheckpointError if transformers has no class for the config, or the class cannot be built from the config.
 
     Args:
         model_class: a transformers model class or auto class; default: the class that the config names.
-        buffers: put buffers on the CPU and compute their values, which most checkpoints lack.
+        buffers: put buffers on the CPU, and compute their values, because most checkpoints do not contain them.
         **settings: fields to set in a copy of the config, such as `num_labels`.
     """
     from accelerate import init_empty_weights
@@ -85,8 +85,8 @@ def skeleton(
 def store(model: Any, policy: PrecisionPolicy) -> Any:
     """Convert a model from `skeleton` to the policy's storage, in place, and enforce the policy.
 
-    4-bit weights become `[packed bytes, 1]` with a quantization state, int8 weights `[out, in]` with row scales, stacked
-    experts codes as in `isotype.model.experts.stack`.
+    4-bit weights become `[packed bytes, 1]` with a quantization state. int8 weights become `[out, in]` with row scales.
+    Stacked experts become codes as in `isotype.model.experts.stack`.
     """
     quantization = quantization_of(model.config)
     if quantization is not None and quantization.dequantized:
@@ -105,7 +105,7 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
 
 
 def skipped_modules(config: Any) -> tuple[str, ...]:
-    """Return the modules that are dense in a checkpoint saved quantized, from its config."""
+    """Return the modules that stay dense in a quantized checkpoint, as its config says."""
     return tuple(quantization_options(config).get("llm_int8_skip_modules") or ())
 
 
@@ -130,13 +130,13 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 
 def forget_quantization(config: Any) -> None:
-    """Remove the quantization from a config and from its text config: the model is dense."""
+    """Remove the quantization from the config of a dense model and from its text config."""
     for holder in (config, config.get_text_config()):
         vars(holder).pop("quantization_config", None)
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return transformers' quantization config for `policy`, or None if dense or if the checkpoint is `saved` quantized."""
+    """Return transformers' quantization config for `policy`; None if dense or the checkpoint is already quantized."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

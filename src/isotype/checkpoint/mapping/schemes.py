@@ -98,10 +98,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings in config.json for one weight.
+    """Settings in config.json for one weight: `kinds` of codes and `layouts` of the scales that are allowed.
 
-    `kinds` are the allowed kinds of codes. `layouts` are the layouts of the scales,
-    each with the rows and columns of a block (0 means all). `exponents` allows scales that are exponents of two.
+    A layout has the rows and columns that share a scale (0 means all). `exponents` allows scales that are exponents of two.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
