@@ -1,4 +1,4 @@
-"""The lowest room: dtypes, errors, names, units, command-line parsing, atomic writes. core imports only compat."""
+"""The lowest layer: dtypes, errors, names, units, command-line parsing, atomic writes. core imports only compat."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator. torch reads them once per process, so they are set before its import."""
+"""Settings of torch's CUDA allocator. torch reads them once per process, so isotype sets them before it imports torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Turn on expandable segments, so that batches of changing length leave no gaps in GPU memory.
+    """Turn on the allocator's expandable segments, so that batches of different lengths leave no gaps in GPU memory.
 
-    Call this function before torch is imported. The result is the new value of the variable. The function returns None
-    and sets nothing if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
-    (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or if `arguments` contain `--use_vllm`: the memory pool
-    of vLLM rejects expandable segments.
+    Call this function before torch is imported. Returns the new value of the environment variable. The function returns
+    None and sets nothing if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
+    (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or if `arguments` contain `--use_vllm`, because vLLM's
+    memory pool rejects expandable segments.
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
@@ -38,7 +38,7 @@ def allocator_setting() -> str | None:
 def built_for(toolkit: str) -> str | None:
     """Return the version of the toolkit (`cuda`, `hip`) that torch was built with, without importing torch.
 
-    None if torch is not installed or was built without this toolkit.
+    Returns None if torch is not installed or was built without this toolkit.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:

@@ -65,7 +65,7 @@ class Parser(ValueParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, and set `problems`."""
+        """Parse like argparse, and set `problems` to the problems of invalid values."""
         self.problems = []
         return super().parse_known_args(args, namespace)
 
@@ -135,7 +135,7 @@ class Parser(ValueParser):
 
 
 class _Wrong:
-    """Placeholder for a value that could not be read."""
+    """Placeholder for an argument's value that could not be parsed."""
 
 
 def _wrong_value(action: argparse.Action, value: Any) -> Problem:
@@ -148,7 +148,7 @@ def _wrong_value(action: argparse.Action, value: Any) -> Problem:
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
-    """Return the problem of a value that is none of the choices, with the most similar choices."""
+    """Return the problem of a value that is not among the choices; the problem names the most similar choices."""
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
     meant = [lower[name] for name in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
@@ -243,7 +243,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def renamed(flag: str, names: Collection[str]) -> Problem | None:
-    """Return the problem of an argument that transformers or TRL renamed or removed (`--no-cuda`), else None."""
+    """Return the problem of an argument that transformers or TRL renamed or removed (`--no-cuda`), or None for others."""
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:

@@ -1,4 +1,4 @@
-"""Cache folders of isotype and of Hugging Face's libraries, and the temporary folder that replaces an unwritable one."""
+"""Cache folders of isotype and of Hugging Face's libraries; a temporary folder replaces a cache that is not writable."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def default_cache_dir() -> Path:
 def prepare_library_caches() -> None:
     """Point Hugging Face's libraries to a temporary folder if their cache is not writable.
 
-    Call this function before the libraries are imported; otherwise they fail in the middle of a command. Models are
-    still read from a cache that is readable but not writable; only data sets and modules are stored elsewhere.
+    Call this function before the libraries are imported; otherwise they raise errors in the middle of a command. Models
+    are still read from a cache that is readable but not writable; only data sets and modules move to the temporary
+    folder.
     """
     folder, why = _folder("HF_HOME", "huggingface")
     if not why:
@@ -72,7 +73,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return the folder that `variable` names, or `name` in the user's cache, and why it is unusable ("" if usable)."""
+    """Return the folder that `variable` names, or `name` in the user's cache, and why it is not writable, or ""."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:
@@ -83,7 +84,7 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Link the folder of compiled libraries to one that all processes of this user share: compiling takes 18 s."""
+    """Link the folder of compiled libraries to one for all processes of this user, since compiling takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
     shared = folder.with_name(f"isotype-libraries-{os.geteuid()}")

@@ -1,10 +1,10 @@
 """Compilation of isotype's C++ sources, once per machine that has a compiler.
 
-Without a compiler, or with `ISOTYPE_COMPILE=0`, torch's operators compute the same results.
+If there is no compiler, or `ISOTYPE_COMPILE=0` is set, torch's operators compute the same results.
 
-A library is code that this process runs. So only libraries that this user compiled are loaded: the folder and the file
-belong to this user and are not writable by others. The name of the file contains a checksum of its bytes, which is
-compared before the file is mapped: reading past the end of a truncated mapped file kills the process (SIGBUS).
+A library is code that this process runs. So isotype loads only libraries that this user compiled: the folder and the
+file must belong to this user and must not be writable by others. The name of the file contains a checksum of its bytes,
+which is compared before the file is mapped: reading past the end of a truncated mapped file kills the process (SIGBUS).
 """
 
 from __future__ import annotations

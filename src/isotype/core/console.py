@@ -26,7 +26,7 @@ LOG_WIDTH = 110
 
 
 class TerminalConsole(Console):
-    """A rich console without markup and emoji codes that prints control characters escaped, as `\\x1b`."""
+    """A rich console that parses no markup and no emoji codes, and prints control characters escaped, as `\\x1b`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
@@ -39,11 +39,11 @@ class TerminalConsole(Console):
             yield Segment(text if control else shown(text), style, control)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as rich text with control characters escaped; rich measures table cells by this text."""
+        """Return a string as rich text with control characters escaped, as rich needs it to measure table cells."""
         return super().render_str(shown(text), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        """Return rich's status line with a text that is not parsed as markup."""
+        """Return rich's status line; its text is not parsed as markup."""
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
 

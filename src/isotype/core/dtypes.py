@@ -42,14 +42,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return autocast's current dtype on a device type; None if autocast is off, and for the meta device."""
+    """Return autocast's current dtype on a device type; None if autocast is off or the device type is meta."""
     # torch raises if it is asked about the meta device.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 
 
 class NoAutocast:
-    """Context manager that disables autocast, cheaper than `torch.autocast(device, enabled=False)`."""
+    """Context manager that disables autocast faster than `torch.autocast(device, enabled=False)` does."""
 
     __slots__ = ("_device", "_was")
 

@@ -12,7 +12,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: the given value in the user's terms (flag, path, column, dtype), the expected value, and the fix."""
+    """A problem: what the user gave, in the user's terms (flag, path, column, dtype), what is expected, and the fix."""
 
     given: str
     expected: str
@@ -57,7 +57,7 @@ class PrecisionError(IsotypeError):
 
 
 class CheckpointError(IsotypeError):
-    """A checkpoint is missing, incomplete or of the wrong shape, or a path is no checkpoint."""
+    """A checkpoint is missing, incomplete or has wrong shapes, or a path is no checkpoint."""
 
 
 class DataError(IsotypeError):
@@ -65,7 +65,7 @@ class DataError(IsotypeError):
 
 
 class UsageError(IsotypeError):
-    """Arguments are invalid or exclude one another."""
+    """Arguments are invalid or cannot be combined."""
 
 
 class TrainingError(IsotypeError):

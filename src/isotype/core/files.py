@@ -1,10 +1,10 @@
 """Atomic writes of files and directories, and locks on them.
 
-Files are built beside their place, synced to disk and renamed, so that they survive an interrupt or a power cut.
-`write_whole` writes one text. If the publishing of a directory is interrupted, the directory has the old or the new
-files, and `recover` finishes or undoes the rest. Until then the directory contains some of these:
+Files are written next to their final path, synced to disk and renamed, so that they survive an interrupt or a power
+cut. `write_whole` writes one text. If the replacement of a directory's files is interrupted, the directory has the old
+or the new files, and `recover` finishes or undoes the replacement. Until then the directory contains some of these:
 
-- `.isotype-saving/`: files that are being built; they are deleted unless they are published.
+- `.isotype-saving/`: files that are being written; `recover` deletes them.
 - `.NAME.isotype-old/`: the complete former NAME while the new NAME takes its place.
 - `.NAME.isotype-deleted/`: a directory that is being deleted.
 - `.isotype-publishing/`: complete files that are being moved into the directory.
@@ -107,7 +107,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Finish or undo what a killed process left in `directory`; no other process may write there."""
+    """Finish or undo incomplete writes of a killed process in `directory`, where no other process may be writing."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -125,7 +125,7 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Return (errno, the system's message) if `error` means that a file below `directory` was not written, else None.
+    """Return (errno, the system's message) if `error` means that a file below `directory` was not written, or None.
 
     The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`, and `directory` is
     still as full as at that time.
@@ -227,11 +227,11 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 
 @contextmanager
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
-    """Lock `directory`, so that only this process writes there.
+    """Lock `directory`, so that no other process of isotype writes there.
 
     Yields None, or a sentence that says why locks are not supported. The lock is a `flock`: the kernel releases it when
-    the process ends, also by SIGKILL, and on NFS it excludes processes of other hosts. `command` describes this process
-    in the error that another process gets.
+    the process ends, also by SIGKILL, and on NFS it excludes processes of other hosts. The error in another process
+    describes this process by `command`.
 
     Raises:
         UsageError: another process has locked the directory; the error names that process.
@@ -257,9 +257,9 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
 
 @contextmanager
 def wait_for_turn(path: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock on the file `path`, which is created if it is missing, and hold the lock.
+    """Wait for an exclusive lock on the file `path`, and keep the lock during the context; create a missing file.
 
-    Yields False if locks are not supported, so that other processes may run the same code at the same time.
+    Yields False if locks are not supported; then other processes may run the same code at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -270,7 +270,7 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory while it is built, so that `remove_abandoned` does not remove it."""
+    """Lock a directory while this process writes it, so that `remove_abandoned` in another process does not remove it."""
     descriptor = _hold(directory)
     try:
         yield
@@ -280,7 +280,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove the directories that no running process has `held`; without support for locks, remove none."""
+    """Remove the directories that no running process has locked by `held`; remove none if locks are not supported."""
     for directory in directories:
         descriptor = _hold(directory)
         if descriptor is not None:
@@ -327,9 +327,9 @@ def _locked_file(path: Path) -> int | str:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
-    """Lock an open file or directory; return None, or why locks are not supported.
+    """Lock an open file or directory; return None if that succeeds, else why locks are not supported.
 
-    If another process holds the lock, wait for it or, without `wait`, raise BlockingIOError.
+    If another process holds the lock, wait until it is released, or raise BlockingIOError if `wait` is False.
     """
     if sys.platform == "win32":
         return "Windows has no flock"

@@ -20,9 +20,9 @@ class Format:
         name: name in `--quantization` and in a policy's layers.
         code: bitsandbytes' name of the code book (`quant_type`), which is also used in files.
         bits: bits per weight, without the quantization constants.
-        block: number of weights that share a constant; 0 if all weights of a row share one.
+        block: number of weights that share a constant; 0 if all weights of a row share a constant.
         whole: True if a whole model can be stored in the format; False if only layers of a mixed base can.
-        fitted: True if the constants are fitted to the layer's inputs (`isotype.model.fitted`).
+        fitted: True if isotype fits the constants to the layer's inputs (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.
     """
 
@@ -75,7 +75,7 @@ class Method:
     Attributes:
         name: `quant_method` in config.json.
         dequantized: True if loading dequantizes the weights; False if the weights stay as they are stored.
-        in_memory: True if a model in memory counts as dequantized, too.
+        in_memory: True if `dequantized` also applies to a model that is already in memory.
     """
 
     name: str
@@ -108,7 +108,7 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why the 3-D `weights` (name, shape) of a model quantized to `storage` stay in a float dtype.
+    """Return why quantization of a model to `storage` leaves the 3-D `weights` (name, shape) in a float dtype.
 
     `storage` may name several formats.
     """

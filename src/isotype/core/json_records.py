@@ -1,4 +1,4 @@
-"""Frozen records as JSON, and back. `python -m tools.schemas` writes their JSON Schemas."""
+"""Conversion of frozen records to JSON and back. `python -m tools.schemas` writes their JSON Schemas."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class FormatVersionError(ValueError):
 
 
 def require_version(written: object, version: int) -> None:
-    """Raise FormatVersionError if the version `written` in a file is not `version`."""
+    """Raise FormatVersionError if a file's version, `written`, is not `version`."""
     if written != version:
         raise FormatVersionError(f"format version {written}; isotype {VERSION} reads version {version}")
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
-    """Return JSON key -> attribute of a record type, in the order of the JSON object."""
+    """Return a record type's map JSON key -> attribute, in the order of the JSON object."""
     if kind not in names:
         return {field.name: field.name for field in fields(kind)}
     pairs = (name.partition("=") for name in names[kind].split())
@@ -53,7 +53,7 @@ def text_of(record: Any, version: int, names: Names | None = None) -> str:
 
 
 def encoded(value: Any, names: Names) -> Any:
-    """Return a value for JSON: records and mappings as objects, tuples as arrays, dtypes as names."""
+    """Convert a value for JSON: records and mappings become objects, tuples become arrays, and dtypes become names."""
     if is_dataclass(value):
         content: dict[str, Any] = {}
         for key, attribute in keys_of(type(value), names).items():

@@ -27,7 +27,7 @@ def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str:
-    """Return names as `a, b, c and 4 more`; a module without a name is `the model`."""
+    """Return names as `a, b, c and 4 more`; the name of the root module is given as `the model`."""
     modules = [named(name) for name in names]
     rest = len(modules) - shown
     return ", ".join(modules[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
@@ -81,7 +81,7 @@ EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 def stacked(names: Iterable[str]) -> str:
-    """Return a noun for 3-D weights by their names: weights of a Conv1d or a projector are not experts."""
+    """Return a noun for 3-D weights that fits their names, because weights of a Conv1d or a projector are not experts."""
     return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
 
 
@@ -108,10 +108,10 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Yield the problems of regular expressions (argument -> expressions): invalid syntax, or matching without end.
+    """Yield the problems of regular expressions (argument -> expressions) with invalid syntax or endless matching.
 
-    The expressions are matched against `names`, their beginnings, and both with one more letter, since a match that
-    fails takes longest.
+    The expressions are matched against `names` and the beginnings of `names`. A letter is also added to each of these,
+    since a match that fails takes longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():

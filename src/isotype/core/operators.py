@@ -51,7 +51,7 @@ def schema_of(func: Any) -> Schema:
 
 
 def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of an operator's tensor arguments, with names from its schema: `self`, `tensors[0]`."""
+    """Return (name, tensor) of an operator's tensor arguments; the names (`self`, `tensors[0]`) are from its schema."""
     tensors: list[tuple[str, torch.Tensor]] = []
     roles = schema_of(func).roles
     for position, value in enumerate(args):
@@ -62,7 +62,7 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of an operator's Python floats, with names from its schema: `(("eps", 1e-12),)`."""
+    """Return (name, value) of an operator's Python float arguments, such as `(("eps", 1e-12),)`."""
     floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
     if not floats and not kwargs:
         return ()
@@ -90,7 +90,7 @@ def leaves(result: Any) -> Iterator[Any]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (`[position]`, tensor) of the tensors among a function's arguments, nested lists included."""
+    """Return (`[position]`, tensor) of the tensors in a function's arguments and in nested lists of these."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
     return [(f"[{position}]", leaf) for position, leaf in arguments if isinstance(leaf, torch.Tensor)]
 
@@ -112,8 +112,8 @@ def operator(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Register a function as the operator `isotype::…`, without a derivative.
 
-    `fake` is the operator's implementation for fake tensors. Outside of dispatch modes and of the profiler the function
-    is called directly, since dispatch takes longer than some kernels.
+    `fake` is the operator's implementation for fake tensors. Without a dispatch mode or the profiler, a call skips
+    torch's dispatcher, which takes longer than some kernels.
     """
 
     def defined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

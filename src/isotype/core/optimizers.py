@@ -1,4 +1,4 @@
-"""Packages, state dtypes and kernels of optimizers, by parts of the names that `--optim` takes."""
+"""Packages, state dtypes and kernels of optimizers, found by parts of the names that `--optim` accepts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from isotype.core.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, with facts about optimizers of such names.
+    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, with facts about optimizers with this part.
 
     Attributes:
         text: the part of the name.
         package: import name of the package that has the optimizer; "" for torch and transformers.
-        state: dtype of the optimizer state, `{}` for the dtype of the master weights; "" if other parts decide it.
+        state: dtype of the optimizer state. `{}` means the dtype of the master weights, and "" that other name parts
+            decide the dtype.
         why: description of the state.
         own_kernels: True if the optimizer's update kernels accept every float dtype.
     """
@@ -97,7 +98,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """Yield the problem of an unknown optimizer name; callables and known names have no problem."""
+    """Yield the problem of an unknown optimizer name; yield nothing for callables and known names."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"

@@ -55,7 +55,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
 def code_named(
     source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yield (file, key, class) of each class of custom code that a checkpoint's files name."""
+    """Yield (file, key, class) for each class of custom code that a checkpoint's files name."""
     for name in files:
         path = _local(source, name, revision)
         if path is None:

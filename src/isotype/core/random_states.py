@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """Random states of one moment. Saving them does not synchronize with a device.
+    """Random states that were saved together. Saving them does not synchronize with a device.
 
     Attributes:
         setters: calls that restore the states.
@@ -26,7 +26,7 @@ class RandomStates:
 
     @classmethod
     def taken(cls, *devices: torch.device) -> RandomStates:
-        """Return the current states of Python, of NumPy and torch if they are imported, and of `devices`."""
+        """Return the current random states of Python, of NumPy and torch if they are imported, and of `devices`."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
             import numpy
@@ -49,11 +49,11 @@ class RandomStates:
 
 @contextmanager
 def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch (CPU and devices in use) at the end of the context.
+    """Context manager that restores the random states of Python, NumPy and torch (CPU and devices in use) when it ends.
 
-    Imports draw random numbers, too. Unlike `torch.random.fork_rng()` this function initializes no device, so that no
-    CUDA context is created on a GPU that this process does not use. `device` is an accelerator that the code inside
-    is going to use.
+    Imports inside of the context may also draw random numbers. Unlike `torch.random.fork_rng()`, this function
+    initializes no device, so it creates no CUDA context on a GPU that this process does not use. `device` is an
+    accelerator that the code inside of the context will use.
     """
     states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
     try:

@@ -31,14 +31,14 @@ _STEP = str(PACKAGE / "trace" / "fake" / "step.py")
 
 @cache
 def is_library(filename: str) -> bool:
-    """Return True if a file belongs to torch or this package, or is no file; reports name no lines of such files."""
+    """Return True if a file belongs to torch or this package, or is no file; reports do not name lines of such files."""
     return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 
 def asking_line() -> Any:
     """Return (file, line) of the operator's caller: the innermost frame outside of torch and this package.
 
-    None if the preflight itself called the model and only torch's modules ran in it.
+    Returns None if the preflight itself called the model, and only torch's modules ran inside of the model.
     """
     frame = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):
@@ -49,16 +49,16 @@ def asking_line() -> Any:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return the innermost `file:line` of an error's traceback outside of torch and this package, or "" if it has none."""
+    """Return `file:line` of an error's innermost frame outside of torch and this package, or "" if there is none."""
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     return next((f"{file}:{line}" for file, line in reversed(places) if not is_library(file)), "")
 
 
 def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the local variables where an error was raised, and of the weights of its module.
+    """Yield (name, tensor) for the local variables at the place where an error was raised, and for its module's weights.
 
-    Checks in torch's modules (`RNNBase.check_input`) raise inside torch. So the locals of the innermost frame outside
-    of torch and this package are included.
+    Checks in torch's modules (`RNNBase.check_input`) raise inside torch. So the local variables of the innermost frame
+    outside of torch and this package are included.
     """
     frames = [frame for frame, _ in reversed([*walk_tb(error.__traceback__)])]
     outside = (frame for frame in frames if not is_library(frame.f_code.co_filename))
@@ -76,7 +76,7 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def condition_at(source: str) -> str:
-    """Return the condition of the error raised at `file:line`: its `assert`, its `if` or the line above its `raise`, else ""."""
+    """Return the condition of an error raised at `file:line`: its `assert` or `if`, the line above its `raise`, or ""."""
     path, _, number = source.rpartition(":")
     line = int(number) if number.isdigit() else 0
     above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
@@ -84,7 +84,7 @@ def condition_at(source: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the `raising_line` of an error, or the line in this package or torch if no other code ran."""
+    """Return the `raising_line` of an error; if there is none, the innermost line, which is in this package or torch."""
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]
     return raising_line(error) or "".join(places[-1:])
 

@@ -1,4 +1,4 @@
-"""Output to terminals and log files: limited encodings, control characters, lost streams, commands to paste."""
+"""Output to terminals and log files: limited encodings, control characters, lost streams, and commands for a shell."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error that writes nothing more after a failure: a full disk, a closed pipe or terminal.
+    """Standard output or error that stops writing after a failure, such as a full disk or a closed pipe or terminal.
 
     Attributes:
-        raises: True if the first failure is raised, for commands whose result is their output.
+        raises: True if the first failure is raised, as for commands whose output is their result.
         lost: why writing stopped, or None.
     """
 
@@ -60,7 +60,8 @@ class _Lasting:
 def outlive_output(raises: bool) -> None:
     """Keep the process running if standard output or standard error can no longer be written.
 
-    With `raises` the first failure is still raised. Streams that a notebook or a test has replaced are not changed.
+    If `raises` is True, the first failure is still raised. Streams that a notebook or a test has replaced are not
+    changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -79,9 +80,9 @@ def lost_output() -> tuple[str, ...]:
 
 
 def print_the_nearest() -> None:
-    """Print similar characters for those that the encoding of standard output or error lacks, or `?`.
+    """Replace characters that the encoding of standard output or error lacks by similar ones, or by `?`.
 
-    Bytes of standard input and of file names that are not UTF-8 are kept as surrogates, which `as_typed` decodes.
+    If bytes of standard input or of file names are not UTF-8, Python keeps them as surrogates, which `as_typed` decodes.
     """
     codecs.register_error(_HANDLER, _nearest)
     for stream, errors in ((sys.stdout, _HANDLER), (sys.stderr, _HANDLER), (sys.stdin, "surrogateescape")):

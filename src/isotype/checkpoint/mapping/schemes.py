@@ -98,9 +98,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings in config.json for one weight: `kinds` of codes and `layouts` of the scales that are allowed.
+    """Settings in config.json for one weight: allowed `kinds` of codes and `layouts` of scales.
 
-    A layout has the rows and columns that share a scale (0 means all). `exponents` allows scales that are exponents of two.
+    A layout has the rows and columns that share a scale (0 means all). `exponents` allows powers of two as scales.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
