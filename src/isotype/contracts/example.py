@@ -97,7 +97,7 @@ def has_dtype_argument(example: Json) -> bool:
 def decode(
     example: Json, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call, with new tensors on `device`; `dtypes` are those of the float tensors in order."""
+    """Return the arguments of a call, with new tensors on `device`; `dtypes` has the float tensors' dtypes in order."""
     rest = iter(dtypes)
     generator = torch.Generator().manual_seed(0)
 
@@ -169,8 +169,8 @@ def corrupted(
     """Return whether the results for operands with the dtypes `letters` are far from the results of every trusted run.
 
     The trusted runs use the same values. One runs in float64 on the CPU, one in the recorded dtypes on the device, and
-    one in the recorded dtypes on the CPU. False for operators without a trusted run, and for results that cannot be
-    compared: random numbers, uninitialized memory and reinterpreted bytes.
+    one in the recorded dtypes on the CPU. The result is False for operators without a trusted run, and for results that
+    cannot be compared: random numbers, uninitialized memory and reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
     if torch.Tag.nondeterministic_seeded in function.tags or "empty" in name or name == "set_":

@@ -27,8 +27,8 @@ class Family:
 
     Attributes:
         ops: names of the operators, without overload (`aten.mm`).
-        message: torch's error for operands that break the rule. `{0}` is the first compared operand, `{1}` the first
-            operand that differs from it. "" for a rule that only limits the dtypes.
+        message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, `{1}` for
+            the first operand that differs from it. The message is "" for a rule that only limits the dtypes.
         alike: positions (in the pattern's letters) of the operands that must have the same dtype; None for all.
         exact: True if integer operands can break the rule, too (as in a matmul); False if the rule ignores them (as
             indices).
@@ -37,7 +37,7 @@ class Family:
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
         matches: regular expression that the compared letters must match from the start; "" for all letters.
-        in_order: True if `{0}`, `{1}`, … of the message are all operands in order.
+        in_order: True if `{0}`, `{1}`, … in the message stand for all operands in order.
     """
 
     ops: frozenset[str]

@@ -346,7 +346,7 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Return a template for the message of each pattern, with few different templates (a greedy choice).
+    """Return a message template for each pattern; a greedy choice keeps the number of different templates small.
 
     A dtype in a message may be the dtype of several operands. Of the possible templates, the one that gives most messages
     of the operator is chosen. `fill(template, letters_in(pattern))` gives each message exactly.

@@ -92,7 +92,7 @@ def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of an operator's tensor lists and single tensors.
+    """The numbers of tensor lists and of single tensors that an operator takes.
 
     `by_element` is True if the operator works on its lists element by element.
     """

@@ -242,8 +242,8 @@ class Measured:
 
     Attributes:
         model: the module, on the meta device if its weights stay on disk.
-        source: the module in words.
-        device: the device of its weights.
+        source: description of the module.
+        device: the device of the module's weights.
         read: a function that reads a parameter's values; None if the parameters have values.
         notes: notes that the measurement will contain, too.
     """
@@ -309,7 +309,8 @@ def measure(
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement, without a key. If float32 overflows, it contains infinity or NaN, and a note names the
+        The measurement, without a key. If float32 overflows, the measurement contains infinity or NaN, and a note names
+        the
             first operator.
     """
     where = real_device(device) if device is not None else measured.device

@@ -1,7 +1,7 @@
 """Picture inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-They come from the model's processor, which runs on blank pictures of the wanted sizes. Without a processor they are
-computed from the config, for model families whose config has the necessary values.
+The ids and tensors come from the model's processor, which runs on blank pictures of the wanted sizes. Without a
+processor, isotype computes them from the config, for model families whose config has the necessary values.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def picture_place(processor: Any) -> str:
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
     """Return a row's pictures by the config; None if the config lacks the necessary values.
 
-    If `sizes` is None, the row has one picture of the size that the vision tower takes, if it takes only one size.
+    If `sizes` is None and the vision tower takes only one size, the row has one picture of that size.
     """
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)

@@ -251,7 +251,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return tuple(operators)
 
     def order(self) -> dict[str, int]:
-        """Return the positions of the called modules in the order of their first call, by name."""
+        """Return the position of each called module, by name, in the order of the modules' first calls."""
         return {name: position for position, name in enumerate(self._modules)}
 
     def kind(self, name: str) -> str:

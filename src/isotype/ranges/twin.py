@@ -38,7 +38,7 @@ Read = Callable[[nn.Module, str, torch.Tensor], Weight]
 
 
 class Watcher(Protocol):
-    """A recorder that hooks the modules of a copy."""
+    """A recorder that adds hooks to the modules of a copy."""
 
     def again(self) -> AbstractContextManager[Any]:
         """Return the context in which a block's forward runs, including its recomputation."""
@@ -86,8 +86,8 @@ def twin_of(
 ) -> Twin:
     """Return a copy of `model` to measure, in evaluation mode and without the policy's boundaries.
 
-    `recorder` hooks the modules of the copy, `done` is called after each run of a block, and `read` reads the values
-    of a parameter.
+    `recorder` adds hooks to the modules of the copy, `done` is called after each run of a block, and `read` reads the
+    values of a parameter.
     """
     memo = _Memo(model, weights)
     for module in model.modules():
@@ -192,7 +192,7 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
 def _checkpointed(
     forward: Callable[..., Any], weights: Weights, recorder: Watcher, done: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a block's forward that keeps the block's weights while it runs and recomputes them in the backward."""
+    """Return a block's forward that keeps the block's weights while it runs; the backward runs the forward again."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.again(), weights.kept():

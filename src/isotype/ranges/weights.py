@@ -167,7 +167,7 @@ class Weights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the weights that are created inside until exit."""
+        """Keep the weights that are created inside of the block until the block ends."""
         self.open()
         try:
             yield
@@ -209,7 +209,7 @@ class Weights:
         return value
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of `weight` at `indices`, without duplicates, and the position of each index in them."""
+        """Return the rows of `weight` at `indices`, without duplicates, and the position of each index among these rows."""
         with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
             if weight.key not in self._sizes:

@@ -122,7 +122,7 @@ class Fix:
         verified: whether a second trace with the fix has neither the finding nor new findings.
         actions: the changes; empty if no actions can express the fix.
         outcome: result of the second trace; "" before that trace.
-        command: the command of the fix, as a program and its arguments; empty without a command.
+        command: a command that applies the fix, as a program and its arguments; empty if there is no such command.
     """
 
     description: str
@@ -150,7 +150,7 @@ def marked(fix: Fix) -> str:
 
 
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
-    """Return fixes in order of preference; equal fixes keep the rule's order.
+    """Return fixes in order of preference; fixes of equal rank keep the order that the rule gave them.
 
     Fixes of the model come first, then fixes of settings, of the user's code, and of library code. Safe fixes come
     before unsafe fixes of the same scope. If `unsafe` is False, unsafe fixes come after all safe fixes, but before
@@ -178,7 +178,8 @@ class Cost:
         flops_share: share (0 to 1) of the step's FLOPs in a slower dtype.
         cast_bytes: bytes that the finding's casts read and write.
         memory_bytes: bytes that the finding adds to the memory peak.
-        slowdown: estimated step time over the step time without the finding, on the device profile; None if unknown.
+        slowdown: estimated step time, divided by the estimate without the finding, on the profile's device; None if
+            unknown.
     """
 
     flops_share: Share = 0.0

@@ -95,7 +95,7 @@ class StepTime:
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
-        launches: operators on the device, each with at least one kernel.
+        launches: number of operators that run on the device; each launches at least one kernel.
         tokens: tokens of the step's batch on one device; None if the batch has no tokens.
         host_seconds: host seconds of the kernel launches; 0 if unknown.
     """

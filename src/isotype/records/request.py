@@ -37,7 +37,7 @@ class StepRequest:
             machine.
         autocast: dtype of autocast around forward and loss; None for the policy's autocast dtype, if any; False for no
             autocast.
-        scaler: whether a GradScaler is used; None for a GradScaler under float16 autocast only.
+        scaler: whether a GradScaler is used; None to use it only under float16 autocast.
         optimizer: a name, an optimizer, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
@@ -46,7 +46,7 @@ class StepRequest:
             (DDP). Memory is counted for one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         zero3: version of DeepSpeed if its ZeRO-3 shards the run; else "".
-        find_unused: whether DDP looks for parameters without a gradient.
+        find_unused: whether DDP runs with `find_unused_parameters`: it looks for parameters without a gradient.
         shard_integers: whether FSDP shards frozen weights stored as integers (isotype shards them, accelerate does
             not).
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps

@@ -155,7 +155,7 @@ class Call:
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         autocast: the active autocast dtype, or None.
         off: error that rounding to 16 bits has caused in the argument of a sine or cosine, in radians; 0 if unknown.
-        rounded_at: `file:line` of that rounding, or the name of a 16-bit input.
+        rounded_at: `file:line` of the rounding that causes the error `off`, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
         numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
     """
@@ -276,7 +276,7 @@ class Setup:
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
         accumulates: number of micro-batches in an optimizer step; gradients are in memory from the second micro-batch
             on.
-        room: memory limit of the step, with its reason; None for the default of `limit`.
+        room: memory limit of the step, with its reason; None for the device's limit.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         towers: names of the parts of the model that process only pictures or sound.

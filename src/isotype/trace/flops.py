@@ -47,12 +47,12 @@ def _attention_backward(args: Any, result: Any) -> int:
 
 
 def _by_lengths(args: Any, result: Any) -> int:
-    """Return the FLOPs for query, key, value `[tokens, heads, width]`, the sequences' ends (3) and the longest (6)."""
+    """Return the FLOPs of a forward; args[0] is the query, args[3] has the sequences' ends, args[6] the longest length."""
     return 2 * _scores(args[0], args[3], args[6]) * int(args[0].shape[-1])
 
 
 def _by_lengths_backward(args: Any, result: Any) -> int:
-    """Return the FLOPs for the gradient (0), query (1), the sequences' ends (6) and the longest sequence (9)."""
+    """Return the FLOPs of a backward; args[1] is the query, args[6] has the sequences' ends, args[9] the longest length."""
     query, ends, longest = args[1], args[6], args[9]
     return 5 * _scores(query, ends, longest) * int(query.shape[-1])
 
@@ -69,7 +69,8 @@ def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], 
     """Return the shapes `[batch, heads, length, width]` of query, key and value, all with the query's heads.
 
     The kernels repeat the key heads. torch's formulas before 2.12 raise for fewer key heads than query heads; this
-    function and `_ATTENTIONS` can go once the oldest supported torch counts them (`tests/trace/test_flops.py`).
+    function and `_ATTENTIONS` can be removed once the oldest supported torch counts such calls
+    (`tests/trace/test_flops.py`).
     """
     heads = operands[0].shape[1]
     return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)

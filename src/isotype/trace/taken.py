@@ -1,8 +1,8 @@
 """The tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
 All tensors of a dtype share one dtype object, so every read of `Tensor.dtype` is recorded, with the running instruction
-of each frame up to the module's. For a cast, the recorded read is searched in the cast's arguments, and in the
-variables and attributes that they name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+of each frame up to the frame of the module. To find the read that a cast uses, isotype searches the cast's arguments,
+and the variables and attributes that these arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the read of `dtype` that the arguments of the call in `frame` contain or name."""
+        """Return the recorded read of `dtype` that the arguments of the call in `frame` contain or name."""
         call: Any = frame.f_trace
         in_call = [
             read
@@ -130,7 +130,7 @@ class DtypeReads:
     def _stored(
         self, frame: FrameType, in_call: Sequence[_Read], name: str, dtype: torch.dtype
     ) -> _Read | None:
-        """Return the last read whose value is stored under `name`: in this call for a local variable, else in the file."""
+        """Return the last recorded read whose value is stored as `name`: in this call if `name` is local, else in the file."""
         reads: Iterable[_Read] = in_call
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             reads = (
@@ -144,7 +144,7 @@ class DtypeReads:
         return max(stored, key=lambda read: read.number, default=None)
 
     def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
-        """Return the read of `dtype` that the caller of `frame` passes as the parameter `name`."""
+        """Return the recorded read of the `dtype` that the caller of `frame` passes as the parameter `name`."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
             return None

@@ -33,7 +33,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 
 def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
-    """Return every parameter and buffer of `model` once, with its record; `tied` of a record has the other names."""
+    """Return every parameter and buffer of `model` once, with its record; `tied` has the other names of a tensor."""
     pinned = _pinned_patterns(model)
     # Each tensor is kept alive: another new tensor of a container could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}

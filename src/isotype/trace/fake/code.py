@@ -43,7 +43,8 @@ class StepCode:
     Attributes:
         model: any module, real or on the meta device; it is not changed.
         inputs: keyword arguments of the model, a callable model -> loss, or a `LossOf`.
-        optimizer: an optimizer, its class or a callable (parameters -> optimizer); None for the setup's optimizer.
+        optimizer: an optimizer, an optimizer class or a callable (parameters -> optimizer); None for the setup's
+            optimizer.
         generate: code of the phase `generate`; None for one forward without labels and gradients.
         folded: True to trace only one of several equal layers, see `isotype.model.fold`.
         weights: the result of `weights_of(model)` if the caller has it, since that call is slow; None to read the

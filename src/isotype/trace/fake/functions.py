@@ -209,7 +209,7 @@ class Attention:
             yield
 
     def notes(self, peak: int) -> Iterator[str]:
-        """Yield a note for each kind of attention without a fused kernel on the device; `peak` is the step's in bytes."""
+        """Yield a note for each kind of attention that has no fused kernel; `peak` is the memory peak in bytes."""
         for (dtype, grouped), scores in self._scores.items():
             if scores < max(_LEAST, _LEAST_SHARE * peak):
                 continue

@@ -79,7 +79,7 @@ class Kernels:
         return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return all that determines a fake kernel's result (None if that is not cached); add its operands to `tensors`."""
+        """Return the cache key of a call, None if its result is not cached; add the call's operands to `tensors`."""
         if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]

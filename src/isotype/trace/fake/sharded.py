@@ -129,7 +129,7 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of `parameter`: whole until its group reduces it; for represented layers, as shards."""
+        """Count a new gradient of `parameter`: the whole gradient, and a shard for each represented layer."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
         self._ledger.count(parameter.grad, "gradients")

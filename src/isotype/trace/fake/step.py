@@ -403,7 +403,7 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: copies of small inputs, and pictures in tiles without a copy."""
+    """Return the inputs whose values the step may use: copies of small inputs, and the original pictures in tiles."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)

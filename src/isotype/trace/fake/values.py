@@ -84,7 +84,7 @@ class Values:
         self.loops: Counter[tuple[str, int]] = Counter()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of the fake `tensor`; more than `LIMIT` elements are stored only if `counted`: to count zeros."""
+        """Store the value of the fake `tensor`; more than `LIMIT` elements only if their zeros are to be `counted`."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -398,7 +398,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Return int8 codes, row scales, and the columns with values above the threshold: no column."""
+    """Return int8 codes, row scales, and the columns with values above the threshold, which are assumed to be none."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns

@@ -142,7 +142,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------- coming and going
 
     def attach(self) -> None:
-        """Add the global hooks, which start a record at the next step."""
+        """Add the global hooks, which start the recording at the next step."""
         # torch.compile warns about global hooks. These hooks are removed before they can slow compiled code down.
         warnings.filterwarnings("ignore", message=_COMPILED_WARNING)
         self._hooks.callback(_remove_filter, warnings.filters[0])

@@ -99,7 +99,7 @@ def exact_result(
 ) -> float | None:
     """Return the largest magnitude of the result's elements `fresh`, computed in the next wider dtype.
 
-    None if an element is not finite in that dtype either, or if the operator does not run in it.
+    The result is None if an element is not finite in that dtype either, or if the operator does not run in that dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:

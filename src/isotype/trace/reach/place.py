@@ -23,7 +23,7 @@ def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def gradients_of(model: nn.Module, loss: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Return each trainable parameter's gradient of the loss (None if the loss does not use it); {} without a graph."""
+    """Return the loss's gradient for each trainable parameter: None if the loss does not use it. {} without a graph."""
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not trained or loss is None or not loss.requires_grad:
         return {}

@@ -190,7 +190,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return the standard deviation of a weight's values for which the product with an input is as large as the input."""
+    """Return the standard deviation that a weight must have so that its product is about as large as its input."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
