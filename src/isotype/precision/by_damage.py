@@ -1,4 +1,4 @@
-"""Mixed storage: the format of each linear layer by its damage to the model's output, within a memory limit."""
+"""Mixed storage: chooses the formats of linear layers within a memory limit, by their damage to the model's output."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SUMS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to store a layer: the bytes of the layer, and the damage to the model's output."""
+    """A way to store a layer: the bytes that the layer then has, and the damage to the model's output."""
 
     bytes: int
     damage: float
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
-    """Return the index of each layer's option so that all fit into `room` bytes with the least total damage.
+    """Return for each layer the index of an option, so that all layers fit into `room` bytes with the least total damage.
 
-    If the layers' sizes have more than `sums` distinct sums of bytes (`sums` is at least 1), sizes are rounded up.
+    If the options' sizes allow more than `sums` different totals of bytes, sizes are rounded up (`sums` is at least 1).
 
     Returns:
         None if even the smallest options do not fit.
@@ -51,7 +51,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the index of each layer's best option within `room` steps of bytes, by dynamic programming."""
+    """Return the index of each layer's best option by dynamic programming; `room` and sizes count steps of equally many bytes."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -79,7 +79,7 @@ class Mixture:
 
     Attributes:
         storage: the model's nominal format, see `_most`.
-        layers: the layers in another format.
+        layers: the layers in another format than `storage`.
         double_quant: whether the constants of 4-bit layers are quantized.
         reason: the counts of layers by format, their bytes, and the estimated damage in nats per token, in words.
     """
@@ -103,16 +103,16 @@ class Mixture:
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4, from which everything but the layers' formats is decided.
+    """Return the request with all layers in nf4; it decides everything except the formats of single layers.
 
-    If the request does not decide `double_quant`, the quantization constants are quantized, which costs little.
+    If the request leaves `double_quant` open, the quantization constants are quantized: this costs little accuracy.
     """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return the request with the storage formats of `policy`, whose base may be mixed."""
+    """Return the request with the storage formats of `policy`, which may have a mixed base."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -125,9 +125,9 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of the input channels in `saved` if both have the same layer formats.
+    """Return `policy`, with the input channels' moments from `saved` if both policies have the same layer formats.
 
-    A resumed run keeps the 4-bit constants of its first start, whatever was measured since.
+    So a resumed run keeps the 4-bit constants of its first start, even if moments were measured again since.
     """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
@@ -142,8 +142,8 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     Args:
         damages: the model's measured damages.
         policy: the policy with all layers in nf4.
-        parameters: number of all parameters of the model.
-        memory: most bytes of all weights of the base; None: the layers may take a tenth more than in nf4.
+        parameters: number of parameters of the whole model.
+        memory: limit for the bytes of all weights of the base; None: the layers may take a tenth more bytes than in nf4.
 
     Raises:
         PrecisionError: even the smallest formats exceed `memory`.
@@ -187,7 +187,7 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
 
 
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
-    """Return the bytes of all weights of a base under a policy, the quantity that `base_memory` limits."""
+    """Return the bytes of all weights of a base under a policy; `base_memory` limits this number."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
     layers = sum(
         layer.bytes(policy.storage_of(layer.module), double_quant=policy.double_quant)

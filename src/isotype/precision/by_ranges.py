@@ -1,4 +1,4 @@
-"""Decisions for float16 from measured ranges: the residual stream's dtype, exceptions, the initial loss scale."""
+"""Decides from measured ranges, for float16: the residual stream's dtype, the exceptions and the initial loss scale."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def decide_by_ranges(
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return a float16 `policy` with the decisions that `saved` derived from ranges: a resumed run measures nothing."""
+    """Return a float16 `policy` with the range decisions of `saved`, so that a resumed run need not measure again."""
     if saved is None or not policy.compute == saved.compute == torch.float16:
         return policy
     roles = {role: saved.reasons[role] for role in ("residual", "loss_scaling") if role in saved.reasons}
@@ -120,7 +120,7 @@ def number(value: float) -> str:
 
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
-    """Return model_type -> published ranges (`reaches`) and their `source`."""
+    """Return model_type -> a dict with the published ranges (`reaches`) and their `source`."""
     table: Mapping[str, Mapping[str, str]] = loads(
         (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
     )
@@ -152,7 +152,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float]:
-    """Return (module, value) of the largest magnitude that a forward would round if it ran in float16 throughout."""
+    """Return (module, value) of the largest magnitude that would be rounded to float16 if the whole forward ran in float16."""
     values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
@@ -163,7 +163,7 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude) of the operators that a forward runs in 16 bits: all but those of norms."""
+    """Yield (operator, largest magnitude) for the operators that a forward runs in 16 bits: all except those of norms."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
@@ -228,9 +228,9 @@ def _float16_is_faster(profile: DeviceProfile) -> bool:
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield an exception for each linear layer whose adapters' gradients can exceed float16's range at the loss scale.
+    """Yield an exception for each linear layer whose adapters' gradients, times the loss scale, can exceed float16's range.
 
-    The gradient of lora_A is a sum over tokens: the gradient of lora_A's output times the layer's input. The gradient
+    The gradient of lora_A is a sum over tokens of the gradient of lora_A's output times the layer's input. The gradient
     of lora_B is the layer's output gradient times lora_A's output (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:

@@ -1,4 +1,4 @@
-"""Damage to a model's output from storing each linear layer in fewer bits, the basis of mixed storage."""
+"""The damage to a model's output if a linear layer is stored in fewer bits: mixed storage is decided from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SHOWN = 12
 def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
     """Return the bytes of a weight `[rows, columns]` in a format, including the quantization constants.
 
-    A 4-bit weight has a float32 constant per block, or with double quantization
-    (https://arxiv.org/abs/2305.14314, section 3) a byte per block, a float32 per 256 blocks, and one more float32.
-    An int8 weight has a float32 constant per row.
+    A 4-bit weight has a float32 constant per block. With double quantization (https://arxiv.org/abs/2305.14314,
+    section 3) it has a byte per block, a float32 number per 256 blocks, and one more float32 number. An int8 weight has a
+    float32 constant per row.
     """
     values = rows * columns
     if form in _FLOATS:
@@ -44,8 +44,8 @@ class LayerDamage:
     Attributes:
         module: fully qualified name.
         rows, columns: shape of the layer's dense weight, `[out, in]`.
-        damage: format -> nats per token: the Kullback-Leibler divergence of the next token's distribution from the
-            float32 model's if only this layer is stored in the format, to first order in the loss.
+        damage: format -> nats per token if only this layer is stored in the format: the Kullback-Leibler divergence of
+            the next token's distribution from that of the float32 model, to first order in the loss.
         error: format -> squared norm of the weight's error.
         moments: second moments of the layer's input channels, as text of `isotype.precision.policy.write_moments`.
     """
@@ -78,7 +78,7 @@ class Damages(Measurement):
         text: the measured texts, in words.
         tokens: number of tokens.
         layers: all linear layers that quantization covers, in the model's order.
-        measured: format -> measured nats per token with all layers in the format, for the same tokens.
+        measured: format -> nats per token that were measured with all layers in the format, for the same tokens.
         notes: remarks on the measurement.
     """
 
@@ -100,16 +100,16 @@ class Damages(Measurement):
         return {layer.module: layer for layer in self.layers}
 
     def total(self, form: str) -> float:
-        """Return the nats per token with every layer in a format: the measured value, else the layers' sum."""
+        """Return the nats per token if all layers have a format: the measured value, or else the sum over the layers."""
         if form in self.measured:
             return self.measured[form]
         return self._sum((layer, form) for layer in self.layers)
 
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
-        """Return the estimated nats per token for formats by module; modules not in `storage` are in `otherwise`.
+        """Estimate the nats per token if modules have the formats in `storage`, and all other modules the format `otherwise`.
 
-        The estimate is the sum of the layers' damages, times the measured total of the format `otherwise` over the
-        layers' sum in that format.
+        The estimate is the sum of the layers' damages, times a factor: the measured total for the format `otherwise`,
+        divided by the sum of the layers' damages in that format.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)

@@ -32,9 +32,9 @@ class PrecisionRequest:
     """The user's request; None and "auto" leave the decision to isotype.
 
     Attributes:
-        layers: linear layers stored in another format than `quantization`.
-        base_memory: most bytes of the base's weights with the quantization `"mixed"`, which
-            `isotype.precision.by_damage` resolves.
+        layers: linear layers that are stored in another format than `quantization`.
+        base_memory: limit for the bytes of the base's weights if the quantization is `"mixed"`, for which
+            `isotype.precision.by_damage` chooses the formats.
         quantized_parts: `"language"`, or `"all"` to quantize towers and projectors of pictures and sound too.
     """
 
@@ -63,7 +63,7 @@ def decide(
         facts: the model's dtypes, from the checkpoint's headers and config.
         profile: the device.
         request: the user's explicit choices.
-        obstacles: problems with library versions, reported together with the conflicts of this request.
+        obstacles: problems with library versions; the error lists them together with the request's conflicts.
         ranges: measured magnitudes of this model's values; None if they were not measured.
 
     Raises:
@@ -125,7 +125,7 @@ def decide(
 
 @dataclass(frozen=True)
 class _Draft:
-    """State of a decision: problems, warnings, and reasons by role."""
+    """State of a decision: its problems, its warnings, and the reason for each role."""
 
     facts: ModelFacts
     profile: DeviceProfile
@@ -284,7 +284,7 @@ class _Draft:
         compute: torch.dtype,
         master: torch.dtype,
     ) -> str:
-        """Return the requested float dtype of the frozen weights; add a warning if every step has to cast them."""
+        """Return the float dtype that was requested for the frozen weights; add a warning if every step has to cast them."""
         if requested in QUANTIZATIONS:
             fix = f"ask for quantization {requested} instead of storage"
             self._refuse(f"storage {requested}", "a float dtype", fix)
@@ -321,7 +321,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """Return the format that stacked experts keep from the checkpoint; "" if they are dequantized or not quantized."""
+    """Return the checkpoint's format that stacked experts keep; "" if they are dequantized, or are not quantized."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -377,7 +377,7 @@ def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return a line with the first policy that works if parts of the request are dropped; None if none works."""
+    """Drop parts of the request, and return a line with the first policy that then works; None if no policy works."""
     if obstacles:
         return None
     changes: tuple[Mapping[str, Any], ...] = (
@@ -406,7 +406,7 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Return role -> reason for roles decided by the compute dtype, the float weights' dtype and the pinned parameters."""
+    """Return role -> reason, for the roles that follow from the compute dtype, the float weights' dtype and pinned parameters."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
@@ -435,7 +435,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason for a model whose float weights autocast casts; `compute` is the compute dtype's reason."""
+    """Return role -> reason, for a model whose float weights autocast casts; `compute` is the reason for the compute dtype."""
     name = dtype_name(plain)
     return {
         "compute": (

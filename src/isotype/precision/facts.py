@@ -16,7 +16,7 @@ class QuantizationFacts:
     """Existing quantization of the weights.
 
     Attributes:
-        method: the library or scheme: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
+        method: the library or method: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
         format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for another method its name and bits, as `"gptq-4bit"`.
         compute_dtype: dtype to which weights are dequantized; None if unknown.
         double_quant: whether the quantization constants are quantized too; None if the method has no such option.
@@ -50,16 +50,17 @@ class ModelFacts:
         source: the model, in words: a path, a hub id or a class name.
         model_type: model type in config.json (`"llama"`); None without a config.
         architecture: name of the model class; None if unknown.
-        trained_dtype: dtype of training: the dtype of most unquantized elements, else the config's; None if unknown.
+        trained_dtype: dtype in which the model was trained: that of most unquantized elements, else that in the config;
+            None if unknown.
         quantization: existing quantization of the weights, or None.
         pinned: patterns of parameters kept in float32 if float16 is requested (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters always kept in float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
-        dense: names of modules that are quantized only on request: towers of pictures and sound with their
-            projectors, and modules that transformers does not quantize either; empty for a text model.
-        routers: whether router modules choose the experts, as in transformers' classes.
-        notes: facts that are unknown, with the reason.
+        dense: names of modules that are quantized only on request: vision and audio towers with their projectors, and
+            modules that transformers leaves unquantized, too; empty for a text model.
+        routers: whether the experts are chosen by router modules like those in transformers.
+        notes: unknown facts, with the reason why they are unknown.
     """
 
     source: str
@@ -83,7 +84,7 @@ class ModelFacts:
 
 
 def unreadable(facts: ModelFacts) -> Problem | None:
-    """Return the problem with a model's quantization format if isotype cannot read it; else None."""
+    """Return a description of the problem if isotype cannot read a model's quantization format; else None."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
     return Problem(

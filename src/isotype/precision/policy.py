@@ -51,9 +51,9 @@ class ModuleException:
 
     Attributes:
         module: fully qualified name in the base model.
-        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and
-            the result, widened to float32, by 2^exponent: exact except for subnormal numbers. `"float32"` runs the
-            module's own operators in float32, `"adapters"` only the adapters of a linear layer.
+        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, casts the
+            result to float32, and multiplies it by 2^exponent; this is exact except for subnormal numbers. `"float32"`
+            runs the module's own operators in float32; `"adapters"` runs only the adapters of a linear layer in float32.
         exponent: exponent of `"scale"`, at least 0.
         reason: the measured value, in words.
     """
@@ -66,14 +66,14 @@ class ModuleException:
 
 @dataclass(frozen=True)
 class LayerStorage:
-    """A linear layer stored in another format than most.
+    """A linear layer that is stored in another format than most layers.
 
     Attributes:
         module: fully qualified name in the base model.
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
             `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
             float dtype of unquantized weights.
-        moments: second moments of the layer's input channels for fitted constants, as text of `write_moments`.
+        moments: second moments of the layer's input channels, to which constants are fitted, as text from `write_moments`.
     """
 
     module: str
@@ -89,13 +89,13 @@ class PrecisionPolicy:
         compute: dtype of matmul operands.
         storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
-        reduce: dtype in which gradients are summed across ranks: the masters'.
-        loss_scaling: whether a GradScaler is needed (float16 compute with float32 masters, nothing else).
+        reduce: dtype in which gradients are summed across ranks, which is the dtype of `master`.
+        loss_scaling: whether a GradScaler is needed, which is only so for float16 compute with float32 masters.
         trainable: `"lora"` (adapters on a frozen base) or `"full"` (every weight).
-        device: name of the device profile the policy was decided for.
+        device: name of the device profile for which the policy was decided.
         pinned: patterns of parameters that stay float32; a parameter is pinned if its name contains one.
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
-        quant_storage: dtype of the packed 4-bit bytes; FSDP needs the compute dtype for it.
+        quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
         wide_residual: whether the residual stream is float32 although matmuls run in 16 bits.
         layers: linear layers in another format than `storage` (a mixed base).
         dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`; empty for
@@ -104,10 +104,10 @@ class PrecisionPolicy:
         loss_scale: the initial loss scale of a GradScaler.
         keep_frozen: whether frozen float weights keep their dtype regardless of `storage`. True for a policy that
             `PrecisionCallback` derives from a model.
-        experts: storage format of stacked experts, if the checkpoint's is kept: `"mxfp4"`; else "".
-        routers: whether routers of experts compute and choose in float32.
+        experts: storage format of stacked experts: `"mxfp4"` if they keep the checkpoint's format, else "".
+        routers: whether routers compute scores and choose experts in float32.
         reasons: role -> reason.
-        warnings: costs of explicit requests.
+        warnings: disadvantages of what the user explicitly requested.
     """
 
     compute: torch.dtype
@@ -138,12 +138,12 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """The quantization to request for this storage, regardless of `layers`; None for float storage."""
+        """The quantization that a request for this storage has, regardless of `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
     def form(self) -> str:
-        """The storage in a word: `mixed` if there are `layers`, else the quantization or the float dtype's name."""
+        """The storage in one word: `mixed` if there are `layers`, else the name of the quantization or of the float dtype."""
         return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property
@@ -156,13 +156,13 @@ class PrecisionPolicy:
         return self.storage if layer is None else layer.storage
 
     def code_book_of(self, module: str) -> str:
-        """Return the name of bitsandbytes' code book for a layer; for float storage the dtype's name."""
+        """Return the name of bitsandbytes' code book for a layer; for float storage, return the name of the dtype."""
         storage = self.storage_of(module)
         return FORMATS[storage].code if storage in FORMATS else storage
 
     @property
     def layer_formats(self) -> dict[str, str]:
-        """Module -> format of each layer not stored in `storage`."""
+        """Module name -> format, for each layer that is not stored in the format `storage`."""
         return {layer.module: layer.storage for layer in self.layers}
 
     def moments_of(self, module: str) -> torch.Tensor | None:
@@ -220,7 +220,7 @@ class PrecisionPolicy:
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return a line with the layer numbers for each format and kind of module among `layers`."""
+        """Return a line for each format and kind of module among `layers`, with the layer numbers."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -253,7 +253,7 @@ class PrecisionPolicy:
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON values of all fields for display, without moments, which are as long as the layers are wide."""
+        """Return JSON values of all fields for display, without moments, whose text is as long as a layer is wide."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
         return {
@@ -273,7 +273,7 @@ class PrecisionPolicy:
         """Return the policy from the values of `to_dict`.
 
         Raises:
-            FormatVersionError: the format version is another one. Files of isotype 0.1.0 count as version 1.
+            FormatVersionError: the values have another format version. A file that isotype 0.1.0 wrote counts as version 1.
         """
         require_version(values.get("format_version", 1), FORMAT_VERSION)
         dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
@@ -329,7 +329,7 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
 
 
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches anywhere in the parameter's name, as in transformers; `*` matches any text."""
+    """Return whether a pattern matches any part of the parameter's name, as in transformers; `*` matches any text."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
@@ -341,9 +341,9 @@ _PRIOR = 8
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """Return second moments of input channels as text: a character per channel, `_` for the largest.
+    """Return second moments of input channels as text, with one character per channel; `_` stands for the largest moment.
 
-    `squares` `[in]` are sums of squares over `tokens`, in any unit.
+    `squares` `[in]` has a sum of squares over `tokens` for each channel, up to a common factor.
     """
     squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)

@@ -1,4 +1,4 @@
-"""Measured value ranges of a model, the basis of float16 policies."""
+"""Measured value ranges of a model, from which float16 policies are decided."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from isotype.core.json_records import decoded
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement stored as JSON.
+    """A measurement that can be stored as JSON.
 
     Attributes:
         subject: the measured quantity, in a word.
-        layout: key and version of the file layout; a file with another version is not read.
+        layout: key and version of the file layout; isotype does not read a file with another version.
     """
 
     subject: ClassVar[str]
@@ -98,7 +98,7 @@ def is_fill(value: float) -> bool:
 
 
 def first_loss_scale(gradient: float) -> float:
-    """Return the power of two from 1 to 2^24 that scales the largest `gradient` to at most 65504 / 16."""
+    """Return the loss scale, a power of two from 1 to 2^24, for which the largest `gradient` is at most 65504 / 16."""
     low, high = _LOSS_SCALES
     if not gradient:
         return high
@@ -107,20 +107,20 @@ def first_loss_scale(gradient: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRange:
-    """Largest magnitudes of one operator call of a step, over all batches.
+    """The largest magnitudes of one operator call in a step, over all batches.
 
     Attributes:
         module: fully qualified name, in the base model, of the innermost module that runs the operator; "" is the
-            model. An operator of the backward has the module of the forward call.
+            model. For an operator of the backward, this is the module of the corresponding forward call.
         op: the operator's name, for example `aten.mm.default`.
-        index: number of the operator's call in this module and phase, from 0.
-        phase: forward or backward. Gradients are of the mean loss, before loss scaling.
+        index: number of this call among the operator's calls in this module and phase, from 0.
+        phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the results' nonzero elements that float16 rounds to zero (up to 2^-25), the largest of all
-            batches. Large results are sampled evenly.
+        flushed: share of the nonzero elements of the results that float16 rounds to zero (up to 2^-25); the largest share
+            of all batches. Large results are sampled evenly.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: `flushed` for the results times 65536, the initial loss scale of a GradScaler.
+        flushed_scaled: like `flushed`, after the results are multiplied by 65536, the initial loss scale of a GradScaler.
     """
 
     module: str
@@ -180,14 +180,14 @@ class Ranges(Measurement):
         when: date and time of the measurement, ISO 8601 in UTC.
         dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
         text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
-        tokens: number of tokens of all batches. Gradients are of the mean loss over the tokens of one forward.
+        tokens: number of tokens of all batches. Gradients are those of the mean loss over the tokens of one forward.
         batches: number of batches that `spread` compares, or number of texts in a single batch.
         spread: largest ratio between a module's outputs in two batches.
-        modules: called modules, in the order of the first call.
-        operators: operators with floating point results, in the order of the first call.
+        modules: the modules that were called, in the order of their first call.
+        operators: calls of operators with floating-point results, in the order in which they were first called.
         stream: names of the modules whose outputs are the residual stream: the embedding and the blocks, in order.
         loss: mean loss of each forward.
-        notes: unmeasured parts, with the reason.
+        notes: parts that could not be measured, with the reason.
     """
 
     subject: ClassVar = "ranges"

@@ -46,7 +46,7 @@ class Incompatibility:
     Attributes:
         packages: the packages in conflict, each as `"name version"`.
         fact: the conflict, in words.
-        change: the pip requirement to install.
+        change: the requirement to install with pip.
         severity: `"error"` if something will fail, `"warning"` if something may fail.
     """
 
@@ -87,7 +87,7 @@ def installed() -> dict[str, str | None]:
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return package -> requirement strings, from the metadata of the installed packages.
 
-    The packages are isotype, and those in `versions` with the installed version: other versions have no metadata here.
+    The packages are isotype, and those whose version in `versions` is the installed one: other versions have no metadata here.
     """
     packages = {**versions, "isotype": _version("isotype")}
     matching = [package for package, version in packages.items() if version and version == _version(package)]
@@ -111,7 +111,7 @@ def _applies(requirement: Requirement, package: str) -> bool:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """Return a specifier of the same versions with only the highest `>=` and the lowest `<`."""
+    """Return a specifier that allows the same versions, but has only the highest `>=` and the lowest `<`."""
     bounds = {">=": max, "<": min}
     parts = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():
@@ -122,7 +122,7 @@ def tightest(specifier: SpecifierSet) -> SpecifierSet:
 
 @lru_cache(maxsize=64)
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
-    """Return (required package -> joined specifier, requirement strings that cannot be parsed) of a package."""
+    """Return what a package requires: (required package -> joined specifier, requirement strings that cannot be parsed)."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
     for text in texts:
         try:
@@ -161,7 +161,7 @@ def incompatibilities(
 ) -> list[Incompatibility]:
     """Return all incompatibilities among the versions, errors first.
 
-    A text that is no version number is reported as a warning and not compared.
+    If a version is no valid version number, it is reported as a warning and not compared.
 
     Args:
         versions: package -> version, None for a package that is not installed, as `installed` returns them.
@@ -205,7 +205,7 @@ def missing(
     `requires` are isotype's requirement strings; None stands for those of isotype's metadata.
 
     Raises:
-        PrecisionError: isotype runs from a source tree without being installed, so there is no metadata.
+        PrecisionError: isotype is not installed but runs from a source tree, so there is no metadata.
     """
     if requires is None:
         requires = _own_requirements()

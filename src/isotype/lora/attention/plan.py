@@ -106,7 +106,8 @@ def spec_of(
         k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
         plan: the keys of each query.
-        scale: factor of q kᵀ; None: 1 / √head. work: dtype of products of 16-bit inputs; None: the inputs' dtype.
+        scale: factor of q kᵀ; None: 1 / √head.
+        work: dtype of products of 16-bit inputs; None: the inputs' dtype.
 
     Raises:
         ValueError: shapes or dtypes do not match one another or the plan.

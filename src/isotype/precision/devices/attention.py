@@ -64,7 +64,7 @@ class AttentionCall:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
 ) -> Kernel | None:
-    """Return the kernel of a call in a torch release; None if the device is no NVIDIA GPU of known capability.
+    """Return the kernel that a torch release uses for a call; None if the device is no NVIDIA GPU of known capability.
 
     `cudnn` is True if cuDNN's kernel is enabled, see `isotype.compat.torch.cudnn_is_on`.
     """
@@ -83,19 +83,19 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether attention with grouped heads needs keys and values repeated per query head for a fused kernel."""
+    """Return whether a fused kernel is only used for grouped heads if keys and values are repeated for each query head."""
     without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether the cuDNN of a torch release has the error that `may_return_nan` describes, on this GPU."""
+    """Return whether, on this GPU, the cuDNN of a torch release has the error that `may_return_nan` describes."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the gradients of the queries may be NaN if the length is 64 more than a multiple of 128.
+    """Return whether the queries' gradients may be NaN, for lengths that are 64 more than a multiple of 128.
 
     On Hopper, cuDNN before 9.26 returns NaN if the call has a mask and all scores of a row are below -88:
     https://github.com/pytorch/pytorch/issues/196678. Newer torch releases ship a newer cuDNN.

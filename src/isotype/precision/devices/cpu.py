@@ -1,8 +1,8 @@
 """CPU features, from the operating system and torch's oneDNN.
 
 The CPU decides which kernels run and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
-matmuls: in bfloat16 from AVX512 on, in float16 from AVX512-FP16 and AMX on. Otherwise torch's own kernels run. So
-oneDNN's dtypes select the contract table of a CPU.
+matmuls: in bfloat16 from AVX512 on, in float16 from AVX512-FP16 and AMX on. Otherwise torch's own kernels run. So a CPU's
+contract table is selected by the dtypes that oneDNN supports.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class OneDnn:
-    """Support of 16-bit dtypes by torch's oneDNN on a CPU.
+    """The 16-bit dtypes that torch's oneDNN supports on a CPU.
 
     Attributes:
-        takes: 16-bit dtypes for which oneDNN has kernels within `ONEDNN_MAX_CPU_ISA`.
+        takes: 16-bit dtypes for which oneDNN has kernels that `ONEDNN_MAX_CPU_ISA` allows.
         limit: value of `ONEDNN_MAX_CPU_ISA` in capitals; "" if the variable is not set.
     """
 
@@ -51,7 +51,7 @@ class OneDnn:
     limit: str = ""
 
     def forbids(self, flag: str) -> bool:
-        """Return whether the limit disables oneDNN's instructions of an x86 flag (`avx512_bf16`)."""
+        """Return whether the limit disables the instructions of an x86 flag (`avx512_bf16`) in oneDNN."""
         allowed = _ALLOWED.get(self.limit)
         return allowed is not None and flag not in allowed
 
@@ -78,7 +78,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Return key -> value of `key : value` lines; the first line of a key counts: cpuinfo repeats keys for every core."""
+    """Return key -> value for lines `key : value`; a key's first line counts, because cpuinfo repeats keys for each core."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -142,7 +142,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 def compiler_options() -> tuple[str, ...]:
     """Return the C++ compiler options for the instruction sets that torch uses on this CPU.
 
-    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit torch's instructions, and so these options.
+    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit the instructions that torch uses, and so also these options.
     """
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
@@ -154,7 +154,7 @@ def compiler_options() -> tuple[str, ...]:
 
 
 def this_onednn() -> OneDnn | None:
-    """Return the 16-bit dtypes of oneDNN on this CPU; None if torch was built without oneDNN."""
+    """Return the 16-bit dtypes that oneDNN supports on this CPU; None if torch was built without oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     functions = {
@@ -186,7 +186,7 @@ class ContractSource:
 
     Attributes:
         table: name of the table.
-        unlike: why the CPU of the table differs, as a clause; "" if it does not.
+        unlike: why the CPU of the table differs from this CPU, as a clause; "" if it does not differ.
     """
 
     table: str

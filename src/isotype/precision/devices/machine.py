@@ -1,4 +1,4 @@
-"""Checks of this machine for `isotype doctor`: matmul rates, library versions, a trial of bitsandbytes."""
+"""Checks this machine for `isotype doctor`: measures matmul rates, reads library versions and tries bitsandbytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BitsandbytesStatus:
     Attributes:
         version: installed version; None if bitsandbytes is missing.
         works: whether quantization works on the device; None if it was not tried.
-        backend: the loaded library, as a clause; None unless quantization works.
+        backend: the library that bitsandbytes loaded, as a clause; None unless quantization works.
         message: why quantization does not work or was not tried, as a clause; None if it works.
     """
 
@@ -69,7 +69,7 @@ class DoctorReport:
         rates: dtype -> measured matmul rate; empty if the device is not in this machine.
         versions: package -> installed version, None for a missing package.
         toolkits: `cuda` or `rocm` -> toolkit version of the torch build; empty for a CPU build.
-        python: version and platform of the interpreter.
+        python: version and platform of the Python interpreter.
         incompatibilities: conflicts between installed versions.
         missing: requirements of the `train` extra that are not installed.
         bitsandbytes: result of the trial of bitsandbytes.
@@ -109,10 +109,10 @@ class DoctorReport:
 def gather_doctor_report(
     device: str | torch.device = "auto", probe_seconds: float = 3.0, bitsandbytes_timeout: float = 120.0
 ) -> DoctorReport:
-    """Return the state of this machine: measured rates of the device, installed versions, bitsandbytes, compiler.
+    """Return the state of this machine: the device's measured rates, the installed versions, bitsandbytes and the compiler.
 
     Args:
-        device: a real device or the name of a profile; the latter is not measured.
+        device: a real device, or the name of a profile, for which no rates are measured.
         probe_seconds: time budget of the matmul measurements.
         bitsandbytes_timeout: seconds to wait for the trial of bitsandbytes.
 
@@ -135,7 +135,7 @@ def gather_doctor_report(
 
 
 def compiler_here() -> str:
-    """Return a clause with the C++ compiler and what it speeds up on a CPU, or why there is none."""
+    """Return a clause that names the C++ compiler and what it speeds up on a CPU, or that says why there is no compiler."""
     try:
         check_folder()
         compiler = find_compilers()[0][0]
@@ -147,7 +147,7 @@ def compiler_here() -> str:
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Return the status of bitsandbytes, imported by `script` in a child process, because the import prints and is slow.
+    """Return the status of bitsandbytes; `script` imports it in a child process, because the import prints text and is slow.
 
     The script quantizes a weight if the device is in this machine.
     """
@@ -170,7 +170,7 @@ def try_bitsandbytes(
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """Return the status for the child process's answer: `library`, a class name, and `nf4_error`, the largest error."""
+    """Return the status for a child process's answer, which has `library` (a class name) and `nf4_error` (the largest error)."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also for NaN
         message = (

@@ -1,9 +1,9 @@
 """Measured matmul rates of each dtype on this machine, within a time budget.
 
-A dtype without hardware support can be a hundred times slower than another, so the matrix grows only while
-the next size surely fits the budget. After a warm-up, the dtypes take turns with several calls each, so that
-a temporary load slows all of them. If the calls of a dtype still differ much, the rate is not compared with
-others (`MatmulRate.steady`).
+A dtype without hardware support can be a hundred times slower than another. So the probe enlarges the matrices only if
+the next size surely fits the time budget. After a warm-up, the dtypes take turns, with several calls each: a temporary
+load of the machine then slows all dtypes. If the calls of one dtype still differ much in time, its rate is not compared
+with other rates (`MatmulRate.steady`).
 
 A call computes what a frozen linear layer does in a LoRA step: the forward x @ w.T and the input gradient y @ w.
 Without hardware support the layout changes the rate: a CPU with AVX2 ran bfloat16 forwards at 4.2 GFLOP/s, and
@@ -39,11 +39,11 @@ class MatmulRate:
 
     Attributes:
         dtype: dtype of both operands and the result.
-        flops_per_second: 4 n^3 over the seconds of the fastest call; None if the operator raised an error.
+        flops_per_second: 4 n^3 divided by the seconds of the fastest call; None if the operator raised an error.
         repeats: number of timed calls at the final size.
         size: side n of the square matrices at the final size.
         message: the operator's error; None if there is a rate.
-        spread: median time over fastest time of the calls at the final size; 1 on an idle machine.
+        spread: median time divided by fastest time, over the calls at the final size; 1 on an idle machine.
     """
 
     dtype: torch.dtype
@@ -55,15 +55,16 @@ class MatmulRate:
 
     @property
     def steady(self) -> bool:
-        """True if the rate can be compared: from enough calls of similar time with large enough matrices."""
+        """True if the rate can be compared: enough calls took similar times, and the matrices were large enough."""
         return self.size >= _LEAST_SIDE and self.repeats >= _LEAST_CALLS and self.spread <= _STEADY
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
     """Return the side of the next matrices, at most twice `side`; `side` if larger matrices may exceed the budget.
 
-    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. The predicted time of a
-    larger call may be a quarter of the remaining seconds: if the matrices exceed a cache, the call takes longer.
+    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. A larger call is allowed if
+    its predicted time is at most a quarter of the remaining seconds, because it takes longer than predicted if the
+    matrices exceed a cache.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3
@@ -86,7 +87,7 @@ def _operands(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torc
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds: thread time on a CPU with a single thread, which other processes do not affect."""
+    """Return a clock in seconds; on a CPU with a single thread, the thread's own time, which other processes do not affect."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
@@ -187,10 +188,11 @@ def measure_all(
 
     Args:
         device: a torch device or device name.
-        seconds_total: time budget of all dtypes, in equal shares; a few calls of a slow dtype may exceed a share.
+        seconds_total: time budget for all dtypes together; each dtype gets an equal share, which a few calls of a slow
+            dtype may exceed.
         dtypes: dtypes of the operands.
-        size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. Matrices of a slow dtype are
-            smaller.
+        size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. A slow dtype gets smaller
+            matrices.
 
     Raises:
         PrecisionError: the device is not in this machine.

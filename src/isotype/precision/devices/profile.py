@@ -1,7 +1,7 @@
 """Device profiles: native dtypes, memory and peak rates of a device of this machine or a named one.
 
-`profiles.json` has the named profiles, from data sheets. The profile of a real device is a pure function of the text
-or properties that its driver returns, so tests can describe any machine.
+`profiles.json` has the named profiles, from data sheets. The profile of a real device depends only on the text or
+properties that its driver returns, so tests can simulate any machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: share of the bytes and kernel launches between matrix products that remains after kernel fusion.
+        between: of the bytes and kernel launches between matrix products, the share that remains after kernel fusion.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than predicted.
     """
@@ -61,25 +61,26 @@ class DeviceProfile:
     Attributes:
         name: name of the profile (`"t4"`) or of a real device (`"cpu"`, `"cuda:0"`).
         title: common name of the device.
-        kind: the torch backend, with ROCm apart from CUDA.
+        kind: the torch backend; ROCm and CUDA are different kinds.
         native: dtypes whose matmuls run in hardware at full rate.
         emulated: dtype -> why its matmuls run slowly.
         refused: dtype -> why its matmuls do not run at all.
-        memory_bytes: bytes that torch can use (on a GPU the driver's total, below the advertised size); None if the
-            size varies.
+        memory_bytes: bytes that torch can use; None if the size varies. On a GPU this is the driver's total, which is
+            below the advertised size.
         peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, without sparsity, with float32 accumulation and
             without TF32; only dtypes with a published rate.
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
         present: whether the device is in this machine.
         source: source of the numbers.
-        capability: compute capability as in torch.cuda, on ROCm from the gfx architecture; None for other devices.
-        speed: dtype -> measured matmul rate over float32's; empty if not measured.
+        capability: compute capability as in torch.cuda; on ROCm it is derived from the gfx architecture; None for other
+            devices.
+        speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
         contracts: name of the device's contract table if its kind has several (`"cpu-avx2"`); else "".
-        unlike: why the device of that contract table differs, as a clause; "" if it does not.
+        unlike: why the device of that contract table differs from this device, as a clause; "" if it does not differ.
         repacks_4bit: whether bitsandbytes repacks 4-bit weights on the device in evaluation.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
-        page_rate: bytes of zeroed pages per second from a CPU's operating system; None if not measured.
+        page_rate: bytes of zeroed pages that a CPU's operating system provides per second; None if not measured.
         steps: rates of whole steps; None if unknown: a step is then predicted as the sum of its operators.
     """
 
@@ -105,7 +106,7 @@ class DeviceProfile:
     steps: StepRates | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
-        """Return how the device runs matmuls in `dtype`; a dtype that is not in the profile is refused."""
+        """Return how the device runs matmuls in `dtype`; if the profile lacks the dtype, it counts as refused."""
         if dtype in self.native:
             return "native"
         return "emulated" if dtype in self.emulated else "refused"
@@ -161,7 +162,7 @@ def _records() -> dict[str, Any]:
 
 @cache
 def _names() -> dict[str, str]:
-    """Return name or alias of a profile -> name of the record."""
+    """Return a dict from each profile's name and aliases to the name of its record."""
     aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
     return {name: name for name in _records()} | aliases
 
@@ -212,7 +213,7 @@ def this_cpu_emulates(dtype: torch.dtype) -> bool:
 
 
 def _this_memory() -> int | None:
-    """Return the bytes of the machine's memory, or a container's lower limit; None if unknown."""
+    """Return the bytes of the machine's memory, or the container's limit if that is lower; None if unknown."""
     names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
         return None
@@ -383,7 +384,7 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     Args:
         device: `"auto"` for the best accelerator of this machine, or the CPU without one; a real device (`"cpu"`,
             `"cuda"`, `"cuda:1"`, `"mps"`, `"xpu"`), which is probed; or a profile's name in any spelling (`"t4"`,
-            `"NVIDIA T4"`). On machines without such a device `"mps"` and `"xpu"` name generic profiles.
+            `"NVIDIA T4"`). On a machine without such a device, `"mps"` and `"xpu"` are the names of generic profiles.
 
     Raises:
         PrecisionError: the name is unknown, or the real device is not in this machine.

@@ -19,7 +19,7 @@ SHARE_OF_CPU = 0.5
 
 @dataclass(frozen=True)
 class Room:
-    """Memory available to a step: bytes, or None if unknown; and the share and device, or why it is unknown, in words."""
+    """The memory available to a step: bytes, or None if unknown; and in words the share and the device, or why it is unknown."""
 
     size: int | None
     words: str
@@ -36,9 +36,9 @@ class Room:
 def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
     """Return the memory available to a step.
 
-    The room is a share of the free memory of a device in this machine, or of another device's total memory. Processes
-    of a launcher share their machine's CPU memory. If `all_free` is True, used memory counts as free, because the
-    step's model already uses it.
+    For a device in this machine, the room is a share of the free memory; for another device, it is a share of the total
+    memory. Processes of a launcher share their machine's CPU memory. If `all_free` is True, used memory counts as free,
+    because the step's model already uses it.
     """
     is_cpu, total = profile.kind == "cpu", profile.memory_bytes
     share, part = (SHARE_OF_CPU, "half") if is_cpu else (SHARE_OF_GPU, f"{100 * SHARE_OF_GPU:.0f} %")

@@ -1,6 +1,6 @@
 """The device that fake tensors simulate, for code that chooses between kernels.
 
-All fake tensors are on the CPU; their mode has the properties of the simulated device.
+All fake tensors are on the CPU; the properties of the simulated device are attributes of their mode.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """Return the dtype of products of `x`: `compute`, or float32 on a CPU that emulates `compute`.
 
-    The results are equal, because emulating kernels also sum products in float32 and round once; they are much slower.
+    The results are equal, because kernels that emulate the dtype also sum products in float32 and round once, but they
+    are much slower.
     """
     if x.device.type != "cpu":
         return compute
