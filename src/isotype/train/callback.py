@@ -100,7 +100,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         saved = policy_of(model)
-        bound = None if saved is None or saved.keep_frozen else saved  # not one that another run derived
+        bound = None if saved is None or saved.keep_frozen else saved  # no policy that another run derived
         policy = self._policy = self.policy or bound or policy_of_current_dtypes(model, args)
         _restore(model, policy)
         if hasattr(model, "save_pretrained"):

@@ -230,7 +230,7 @@ def stream_answer(
     class Writer(TextStreamer):  # type: ignore[misc]  # transformers ships no types
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             parts.append(text)
-            # Not by rich: Ctrl-C during its `print` would leave the text in its buffer, which is printed later.
+            # rich's `print` is not used: Ctrl-C would leave the text in its buffer, and rich would print it later.
             console.file.write(shown(text) + "\n" * stream_end)
             console.file.flush()
 

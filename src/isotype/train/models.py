@@ -1,4 +1,4 @@
-"""The model of a training command under its policy, with its adapter: loaded, or on the meta device."""
+"""The model of a training command, with its policy and its adapter; its weights are loaded or on the meta device."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ _REFERENCE = "ref"
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Return the model, after adding the reference adapter to a sharded model, which TRL cannot do."""
+    """Return the model; add the reference adapter if the model is sharded and needs one, because TRL cannot do this."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() stores the policy on the model"
@@ -129,7 +129,7 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 
 
 def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
-    """Call PEFT's `add_adapter`, also for quantized experts; do nothing if the adapter is already `there`."""
+    """Call PEFT's `add_adapter` so that it accepts quantized experts; do nothing if the adapter is already `there`."""
     if not there:
         with seen_dense(model):
             type(model).add_adapter(model, name, config)

@@ -32,7 +32,7 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy, and the value ranges by which it was decided (None without a measurement).
+    """Return the policy, and the value ranges by which it was decided (None if nothing was measured).
 
     `when="measure"` measures a local checkpoint without cached ranges; `when="known"` uses only cached ranges.
     """
@@ -83,7 +83,7 @@ def policy_of_run(
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
-    """Return the second moments `[in]` of the input of each linear layer, from the cache or measured by rank 0."""
+    """Return the second moments `[in]` of each linear layer's input; if they are not cached, rank 0 measures them."""
 
     def measured() -> dict[str, str]:
         local = downloaded(checkpoint)

@@ -81,7 +81,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
 
 
 def _sparser(without: int, least: int, room: int) -> range:
-    """Return the `every_n_layers` to try, largest first: n saves nearly 1/n of what recomputing all layers saves."""
+    """Return values of `every_n_layers` to try, largest first: n saves nearly 1/n of what recomputing all layers saves."""
     if least > room or without <= least:
         return range(0)
     most = min(SPARSEST, int((without - least) / (without - room)))

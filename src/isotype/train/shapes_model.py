@@ -1,9 +1,9 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-isotype has no vision-language model as a package. The tower (0.4 million parameters) and a projector are trained for
-half a minute on drawn pictures, until their outputs are near the embeddings of the matching words: "three", "red",
-"circles". SmolLM2 has not been trained on pictures. No part of the model has been trained on the questions of the
-fine-tuning.
+No package that isotype can use contains a vision-language model. The tower (0.4 million parameters) and a projector are
+trained for half a minute on drawn pictures, until their outputs are near the embeddings of the matching words: "three",
+"red", "circles". SmolLM2 has not been trained on pictures. No part of the model has been trained on the questions of
+the fine-tuning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Early ends of a run: a signal ends it after the current step, and early stopping after evaluations that do not improve."""
+"""Early ends of a run: a signal ends it after the current step; early stopping ends it after evaluations that do not improve."""
 
 from __future__ import annotations
 

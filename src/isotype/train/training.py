@@ -152,7 +152,7 @@ def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceP
 
 
 def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]) -> Run:
-    """Read the data, decide the policy, and raise CheckpointError if the resumed checkpoint is of another run."""
+    """Read the data, decide the policy, and raise CheckpointError if the resumed checkpoint belongs to another run."""
     resume = resume_point(settings)
     earlier = earlier_report(resume)
     notes: list[str] = []
@@ -355,8 +355,8 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
     """While the trainer is built, set the model's name to the path of its weights.
 
-    If every weight is trained, TRL loads the reference model by this name: TRL would ignore the revision of a hub
-    id, and cannot read a GGUF file.
+    If every weight is trained, TRL loads the reference model by this name. TRL would ignore the revision of a hub id,
+    and it cannot read a GGUF file.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)

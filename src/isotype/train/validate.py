@@ -373,7 +373,7 @@ def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
-    """Return a hint, or (), if prompts are plain text and the model has a chat template that is not applied to them."""
+    """Return a hint if prompts are plain text and the model's chat template is not applied to them; else return ()."""
     row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")

@@ -1,4 +1,4 @@
-"""The arguments that isotype adds to TRL's and transformers', and facts about the arguments of all three.
+"""The arguments that isotype adds to those of TRL and transformers, and facts about all these arguments.
 
 Torch is not imported, so that `isotype sft --help` is fast.
 """
@@ -295,7 +295,7 @@ ARGUMENTS: tuple[Argument, ...] = (
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of counts, given by flag name; a value that is not a whole number is left to the parser."""
+    """Return the problems of counts, given by flag name; the parser reports values that are not whole numbers."""
     return [
         Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
         for name, count in counts.items()

@@ -38,9 +38,9 @@ class Settings:
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
         sharding: how the model is sharded over processes; None if it is not sharded.
         start: the adapter to train further; `model` then names its base model. None for a new adapter.
-        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing, which is switched
-            on in `training` until then.
-        decided: values by argument name that the run has chosen in place of the command's.
+        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing; until that
+            decision, it is switched on in `training`.
+        decided: by argument name, the values that the run has chosen instead of the command's values.
     """
 
     command: Command
@@ -61,7 +61,7 @@ class Settings:
         return self.command.of()
 
     def but(self, **values: Any) -> Settings:
-        """Return the settings with values that the run has decided; names that no dataclass of the method has are dropped."""
+        """Return the settings with values that the run has decided; drop names that no dataclass of the method has."""
         decided = {**self.decided, **values}
         parts = dict(zip(HOLDERS, _built(self.command, decided), strict=True))
         return replace(self, extra=parts.pop("isotype"), decided=decided, **parts)
@@ -137,12 +137,12 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     model = str(values.get("model_name_or_path", "model"))
-    # Not `Path.stem`: ".6B" in "Qwen3-0.6B" is no suffix.
+    # `Path.stem` is not used: it would cut ".6B" from "Qwen3-0.6B".
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
     implied: dict[str, Any] = {
         "output_dir": str(Path("runs") / f"{command.method}-{name}"),
         # The filter makes the host wait for the loss of every micro-batch, to leave losses that are not finite out of the log;
-        # isotype ends a run before the update by such a loss.
+        # isotype ends a run before such a loss changes the weights.
         "logging_nan_inf_filter": False,
     }
     init = values.get("model_init_kwargs")

@@ -55,7 +55,8 @@ class Reader:
     Attributes:
         given: the values of the file by name; a name in a group is `group.name`.
         values: the translated values by isotype's name.
-        used: for each translated name, isotype's names; empty if isotype always does what the name requests.
+        used: for each translated name, the list of isotype's names; it is empty if isotype always does what the name
+            requests.
         notes: for each effect, the names that have it and were not translated.
     """
 
@@ -222,7 +223,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _fate(table: str, name: str) -> tuple[str, str]:
-    """Return the kind (idle, differs, refused) and text of a name, or ("", ""); an exact name wins over a pattern."""
+    """Return a name's kind (idle, differs, refused) and text, or ("", ""); an entry with the exact name wins over a pattern."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text

@@ -1,4 +1,4 @@
-"""The current optimizer step of a trainer: its measurement, its check, and its repetition if it is not finite."""
+"""Measures and checks a trainer's current optimizer step, and runs the step again if a value is not finite."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, narrower than the console, so that the ^C which a terminal echoes does not wrap a live line."""
+    """`inner`, made narrower than the console: a terminal echoes ^C, which must not wrap a live line."""
 
     inner: RenderableType
 

@@ -35,8 +35,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     while the next one runs, or earlier if the trainer saves, logs or evaluates.
 
     Args:
-        view: shows the progress: each step, each held-back loss, and each step whose metrics the trainer has logged;
-            None if nothing is shown.
+        view: shows each step, each loss on held-back rows, and the metrics that the trainer logs; None to show nothing.
         earlier: report of the run up to the resumed checkpoint; None for a new run.
 
     Attributes:

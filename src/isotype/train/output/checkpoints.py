@@ -62,7 +62,7 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     """Return what is missing or damaged in a checkpoint, as a clause; None if the checkpoint is complete.
 
     A checkpoint without a manifest, saved by another program, must have weights and a readable trainer state, which is
-    written last. If `contents`, every file is compared with its checksum in the manifest.
+    written last. If `contents` is True, every file is compared with its checksum in the manifest.
     """
     if not checkpoint.is_dir():
         return "it is not a folder" if checkpoint.exists() else "it does not exist"
@@ -163,7 +163,7 @@ def trained_kind(root: Path) -> str | None:
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete the result of a former run of the other kind: programs would read files of both runs together."""
+    """Delete the result that an earlier run of the other kind left: programs would read the files of both runs together."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:

@@ -1,4 +1,4 @@
-"""Resuming a run: its checkpoint, the comparison of its settings, the files that are overwritten, and the command."""
+"""Resuming a run: its checkpoint, the comparison of its settings, a note on overwritten files, and the command."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
         comparable = saved.get(counted) is not None and identity[counted] is not None
         skipped |= set(names) if comparable else {counted}
     if saved.get("processes") != identity["processes"] or saved.get(_BATCH) != identity[_BATCH]:
-        skipped.add("gradient_accumulation_steps")  # only the rows of a step count
+        skipped.add("gradient_accumulation_steps")  # only the number of rows in a step matters
     if saved.get("use_peft") != identity["use_peft"]:
         skipped |= {name for name in saved if name.startswith(("lora_", "use_dora", "use_rslora", "master"))}
     for name, was in saved.items():

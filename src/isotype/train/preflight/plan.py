@@ -65,14 +65,14 @@ class StepPlan:
         length: tokens per row; None for the default.
         checkpointing: keywords of `gradient_checkpointing_enable`; None if it is off.
         auto: True if the memory of the step decides `checkpointing`.
-        longest: tokens of the longest possible row in the training; None for `length`.
+        longest: tokens of the longest possible row in the training; None if it has `length` tokens.
         unforeseen: reason why the memory of the step cannot be known, as a clause; "" if a trace shows it.
         lora: a `peft.LoraConfig` or its arguments; None if every weight is trained.
         fsdp: version of FSDP; 0 for none.
         devices: number of devices that train together, one process per device.
         reshard: True if FSDP frees a block's gathered weights after its forward.
         step_rows: rows of an optimizer step on one device; if more than `rows`, gradients are accumulated.
-        evaluation: rows of an evaluation batch during the training; 0 for `rows`; None without evaluation.
+        evaluation: rows of an evaluation batch; 0 if it has `rows` rows; None if the training has no evaluation.
         evaluation_length: tokens of the longest evaluation row; None for the training's length.
         evaluation_lengths: lengths of the evaluation rows; None if they were not counted.
         prompt: tokens at the beginning of every row that have no loss.

@@ -38,7 +38,7 @@ _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the step of a command; with the lengths of its rows if data and tokenizer are on this machine."""
+    """Return the step of a command; it has the lengths of the rows if data and tokenizer are on this machine."""
     settings = start_of(settings_of(command))
     if problems := argument_problems(settings):
         raise UsageError("invalid arguments", problems)
@@ -59,7 +59,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
-    """Return the step of a training that is about to begin, with the length of its longest possible row."""
+    """Return the step of a training that is about to begin; it has the length of the longest possible row."""
     rows = data[settings.script.dataset_train_split]
     plan = replace(
         _of_arguments(Options(), settings),

@@ -1,4 +1,4 @@
-"""The arguments of `isotype check`, which are those of a training command and a few more, as the step to check."""
+"""Makes the step to check from the arguments of `isotype check`: those of a training command, and a few more."""
 
 from __future__ import annotations
 

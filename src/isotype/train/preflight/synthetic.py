@@ -85,7 +85,7 @@ def step_inputs(
     packed: bool = False,
     pictures: Pictures | None = None,
 ) -> LossOf:
-    """Return the inputs of one step of a method, and its loss.
+    """Return the inputs of one step of a method, and the function of the step's loss.
 
     Args:
         method: a key of `METHODS`.
@@ -146,7 +146,7 @@ def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) 
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the log-probabilities, float32 `[rows, length - 1]`, of the model with its adapters disabled, as TRL does."""
+    """Return the log-probabilities, float32 `[rows, length - 1]`, of the model with its adapters disabled (as in TRL)."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return _log_probs(model, batch)
 

@@ -71,7 +71,7 @@ class Lengths:
 def lengths_of(
     method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
 ) -> Lengths | None:
-    """Return the lengths of a data set's rows as the method's trainer tokenizes them, except for an added end token.
+    """Return the lengths of a data set's rows as the method's trainer tokenizes them; it may add an end token.
 
     Return None for a stream, and for rows with pictures if there is no processor. `text_field` is SFT's column of text.
     """

@@ -34,7 +34,7 @@ _LENGTH = 128
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
-    """Return a batch of about `tokens` tokens of rows spread over a data set, int64 `[rows, tokens]`, padded on the right.
+    """Return a batch of about `tokens` tokens, int64 `[rows, tokens]`: rows spread over a data set, padded on the right.
 
     Each row is cut to 128 tokens or the model's positions. The tokenizer and chat template are those of `model`.
     """
