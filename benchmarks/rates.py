@@ -133,8 +133,8 @@ class Run:
     def reasons(self) -> tuple[str, ...]:
         """Why it is not compared, or is off; "" in the place of a reason that nobody has."""
         if not self.compared:
-            return (f"not compared: {self.published['not_compared']}",)
-        return tuple(f"{what}: {self.published[f'{what}_reason']}" for what in self.off)
+            return (f"Not compared: {self.published['not_compared']}",)
+        return tuple(f"Why the {what} differs: {self.published[f'{what}_reason']}" for what in self.off)
 
     def ratio(self, reached: Reached) -> float:
         """Foreseen over published."""
@@ -310,7 +310,9 @@ def table() -> str:
     lines += [f"- {reason} ({'; '.join(dict.fromkeys(names))})." for reason, names in reasons.items()]
     lines += ["", "Sources:", ""]
     for name, source in published()["sources"].items():
-        lines.append(f"- [{name}]({source['url']}): {source['says']}. Left open: {source['leaves_open']}.")
+        lines.append(
+            f"- [{name}]({source['url']}): {source['says']}. The source does not state: {source['leaves_open']}."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -322,8 +324,8 @@ def model_lines(reached: Reached) -> list[str]:
         return f"{reached.rates(peaks)[torch.float16] / peaks[torch.float16]:.0%}".replace("%", " %")
 
     return [
-        f"Products reach {share('t4')} of a T4's peak rate, {share('a100-80g')} of an A100's, {share('h100')} of an H100's, {share('rtx4090')} of an "
-        f"RTX 4090's; of bytes and launches between products {100 * reached.between:.0f} % are left; a launch takes {1e6 * reached.launch:.0f} µs; a plan "
+        f"Matrix products reach {share('t4')} of a T4's peak rate, {share('a100-80g')} of an A100's, {share('h100')} of an H100's, and {share('rtx4090')} of an "
+        f"RTX 4090's; {100 * reached.between:.0f} % of the traced bytes and launches between products count; a launch takes {1e6 * reached.launch:.0f} µs; a plan "
         f"prints {1 / reached.spread:.2g} to {reached.spread:.3g} times what it foresees.",
     ]
 

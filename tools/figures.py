@@ -152,7 +152,7 @@ def provenance(records: Sequence[Record]) -> str:
     """A line for each command, machine and commit that figures come from."""
     lines: dict[str, None] = {}
     for each in records:
-        taken = " (taken over)" if each.taken_over else ""
+        taken = " (older row)" if each.taken_over else ""
         lines[f"`{each.command}`: {each.machine}, {each.date}, commit {each.commit}{taken}"] = None
     return "Printed by " + ";\n".join(lines) + "."
 

@@ -10,6 +10,21 @@ from typing import Any
 from isotype.train.dialects.reader import tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "training.md"
+ROWS = (
+    (
+        "idle",
+        "No effect.",
+        "These names change nothing in a training with isotype, for the reason after the names:",
+        "no effect;",
+    ),
+    ("differs", "Not done.", "isotype trains without the settings of these names:", "not done;"),
+    (
+        "refused",
+        "Refused.",
+        "isotype refuses a file that sets one of these names; each line ends with what isotype expects instead:",
+        "refused; isotype expects",
+    ),
+)
 BLOCK = re.compile(r"(<!-- names of other trainers: [^\n]* -->\n).*?(<!-- end of the names -->)", re.S)
 
 
@@ -30,12 +45,12 @@ def _of(table: dict[str, Any]) -> str:
         f"**By another name.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
         f"**Together with others.** {_listed(ruled)}.",
     ]
-    for kind, title in (("idle", "No effect"), ("differs", "Not done"), ("refused", "Refused; expected is")):
+    for kind, title, lead, verdict in ROWS:
         lines = [
-            f"- {why.removeprefix('no effect: ')}: {_listed(names.split())}"
+            f"- {_listed(names.split())}: {verdict} {why.removeprefix('no effect: ')}"
             for why, names in table[kind].items()
         ]
-        parts.append("\n".join([f"**{title}**", "", *lines]))
+        parts.append("\n".join([f"**{title}** {lead}", "", *lines]))
     return "\n\n".join(parts)
 
 
