@@ -214,8 +214,8 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 def waiting(adapter: Adapter) -> DeferredBlocks:
     """Return `DeferredBlocks` for the base, which do not defer the weights that the adapter's file replaces.
 
-    No weight is deferred if the adapter is not LoRA, or if PEFT reads base weights while it adds adapters, as for DoRA,
-    PiSSA and OLoRA.
+    No weight is deferred if the adapter is not LoRA, or if PEFT reads base weights while it adds the adapter (DoRA,
+    PiSSA, OLoRA).
     """
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)

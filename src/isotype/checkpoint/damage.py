@@ -232,8 +232,8 @@ def measure_quality(
     Args:
         model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
             open `Checkpoint`.
-        data: inputs of the model, a dict of tensors or a list of such dicts; default: short texts that isotype contains.
-            Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
+        data: inputs of the model as a dict of tensors or a list of such dicts; by default, short texts that isotype
+            contains. Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
         tokens: number of tokens of the default texts.
         exact: formats to measure with all layers in the format, in one forward per format.
         device: default: the model's device, or the CPU for a checkpoint.
@@ -367,9 +367,9 @@ def _of_signs(
     """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution.
 
     For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r -
-    r pᵀ) = diag p - p pᵀ, as for the gradient (one-hot of y) - p of ln p(y) with y sampled from p. If a model is
-    certain, as trained models are, the gradient of ln p(y) is mostly near 0 and rarely large. The gradient u varies
-    less. Martens, Sutskever and Swersky estimate curvature from random signs in one backward
+    r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), (one-hot of y) - p with y sampled from p, has the same second
+    moments. If a model is certain, as trained models are, the gradient of ln p(y) is mostly near 0 and rarely large.
+    The gradient u varies less. Martens, Sutskever and Swersky estimate curvature from random signs in one backward
     (https://arxiv.org/abs/1206.6464).
 
     Args:

@@ -61,7 +61,7 @@ def measure_ranges(
     Args:
         model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
             GGUF file, `embedded:NAME`, a hub id, or an open `Checkpoint`.
-        batch: inputs of the model, a dict of tensors, labels included, or a list of such dicts; default: short texts
+        batch: inputs and labels of the model, as a dict of tensors or a list of such dicts; by default, short texts
             that isotype contains.
         tokens: number of tokens of the default texts.
         device: default: the model's device, or the CPU for a checkpoint.
@@ -75,7 +75,7 @@ def measure_ranges(
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be loaded.
-        UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or a weight has no values here.
+        UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or this process lacks values of a weight.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measured_and_kept(measure, source, batch, tokens, device=device, dtype=dtype, progress=progress)

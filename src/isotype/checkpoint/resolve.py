@@ -65,7 +65,7 @@ def resolve_precision(
         **storage: by keyword, see `StorageOptions`:
 
             - `master`: dtype of trainable parameters; default float32.
-            - `double_quant`: quantize the quantization constants, too (nf4, fp4).
+            - `double_quant`: also quantize the quantization constants (nf4, fp4).
             - `quant_storage`: dtype of the packed 4-bit bytes; default uint8.
             - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); default: the
               compute dtype. Any other dtype relies on autocast, which casts the weights in every step.
@@ -101,7 +101,7 @@ def resolve_request(
     """Return the policy for a `PrecisionRequest`, and the value ranges that decided it (None if there are none).
 
     Args:
-        device, ranges, damages: as for `resolve_precision`.
+        device, ranges, damages: the arguments of `resolve_precision`.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
         measure: function that measures the checkpoint's ranges. It is called for float16 if the weights are local and
             no ranges are cached.

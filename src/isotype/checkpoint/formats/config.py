@@ -198,7 +198,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return a config's model class: the one of `auto_class`, else the one that it names, else the default or None."""
+    """Return a config's model class: `auto_class`'s choice if given, else the named class, else the default or None."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")

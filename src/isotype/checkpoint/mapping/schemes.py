@@ -98,7 +98,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings in config.json for one weight: allowed `kinds` of codes and `layouts` of scales.
+    """Settings in config.json for one weight: the `kinds` of codes and the `layouts` of scales that it allows.
 
     A layout has the rows and columns that share a scale (0 means all). `exponents` allows powers of two as scales.
     """
@@ -306,7 +306,7 @@ def _shape(
 
 
 def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
-    """Return the shape in the `weight_shape` tensor of the constants; None if there is none, or if it is on the hub."""
+    """Return the shape in the `weight_shape` tensor of the constants; None if that tensor is missing or on the hub."""
     header = next((part for part in constants if part.name.endswith("_shape")), None)
     if header is None or header.dtype_name != "I64" or not header.begin:
         return None

@@ -425,7 +425,7 @@ class WrittenModel:
         self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
 
     def form_of(self, name: str, values: torch.Tensor) -> str | None:
-        """Return the format of a weight's codes; None if the weight has no codes, or if its format is not known."""
+        """Return the format of a weight's codes; None if the weight has no codes, or if its format is uncertain."""
         if self._stored in QUANTIZATIONS:
             return self._stored if self._in_codes(name) else None
         blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0

@@ -86,8 +86,8 @@ def merge_adapter(
             dtype. Tensors that the base's files store in another dtype than most tensors keep their dtype. Parameters
             that the model's author pins stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
-        stored: storage of the merged model: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for
-            bitsandbytes' format, which transformers loads; a key of `isotype.core.dtypes.GGUF_TYPES` for a GGUF file.
+        stored: storage of the merged model. None means dense safetensors. `"nf4"`, `"fp4"` and `"int8"` mean
+            bitsandbytes' format, which transformers loads. A key of `isotype.core.dtypes.GGUF_TYPES` means a GGUF file.
             If `output` is a GGUF file, None means 16 bits, as in llama.cpp's converter: `"f16"` for float16, else
             `"bf16"`.
         rows: training rows on which to measure how much of the learning is kept; None for isotype's texts.
@@ -191,7 +191,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return the base to merge into, its facts, its policy, and the policy of the adapter's base in training."""
+    """Return the base to merge into, its facts, its policy, and the policy that the adapter's base had in training."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
