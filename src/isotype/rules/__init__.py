@@ -1,4 +1,4 @@
-"""Rules: one file per rule, pure functions from a trace to findings."""
+"""Rules: each file defines one rule, a pure function from a trace to findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, str] = {
     "IST8": "range",
     "IST9": "dependence: who reaches whom",
 }
-"""Prefix of the codes of a family -> topic of the family."""
+"""The topic of each family of rules, by the prefix of its codes."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ a weight in another dtype than the weights around it.
     isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
 
 **How safe is the fix?** Models trained in 16 bits return a norm's output in the compute dtype too: no stored
-value loses digits. A cast of a parameter to a narrower dtype is offered as unsafe.
+value loses digits. The report marks a cast of a parameter to a narrower dtype as unsafe.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

@@ -19,7 +19,7 @@ adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
     isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
 
 **How safe is the fix?** The masters keep their dtype and digits; only the products are computed in the
-compute dtype, as they would be under autocast. A cast of the adapter to bfloat16 is offered as unsafe:
+compute dtype, as they would be under autocast. The report marks a cast of the adapter to bfloat16 as unsafe:
 updates too small for bfloat16 would be lost (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.

@@ -3,10 +3,9 @@
 frozen float32 weights to 16 bits at each matmul, or PEFT casts inputs to the float32 of an adapter and
 autocast casts them to 16 bits again.
 
-**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of
-trainable weights for the whole step, but it casts frozen weights at every use, and again in the recomputation
-of a checkpointed layer. The float32 weights take twice the memory, although no matmul uses their additional
-digits.
+**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of trainable
+weights for the whole step, but it casts frozen weights at every use, and again in the recomputation of a checkpointed
+layer. The float32 weights take twice the memory, although no matmul uses their additional digits.
 
 **An example that costs**
 

@@ -23,8 +23,8 @@ every parameter that is not quantized to float32.
 less than 1 % of the memory of all weights. Trainable weights in float32 are masters, which small updates
 need: a note tells their cost. The extra memory is (4 - 2) bytes for each element of these weights.
 
-**How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without loss.
-For other weights, or without access to their values, the fix is offered as unsafe.
+**How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without
+loss. For other weights, or without access to their values, the report marks the fix as unsafe.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """

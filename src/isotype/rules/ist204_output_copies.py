@@ -5,10 +5,9 @@ operator uses the float32 copy, or the loss uses it piece by piece.
 **Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For
 2 x 2,048 tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
 
-**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every
-output, although the loss inside the model has already cast the outputs that it needs. Megatron's
-`Float16Module` does the same with `fp32_output=True`, before the trainer computes log-probabilities chunk by
-chunk.
+**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output,
+although the loss inside the model has already cast the outputs that it needs. Megatron's `Float16Module` does the same
+with `fp32_output=True`, before the trainer computes log-probabilities chunk by chunk.
 
 **An example that costs**
 

@@ -3,8 +3,8 @@
 narrow range. bfloat16 and float32 have a wide range and need no scaling. CUDA's unscale kernel does not
 support bfloat16 gradients, so a bfloat16 trainable parameter stops the run.
 
-**Why it is bad.** On CUDA: `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`.
-On other devices a GradScaler only skips steps and has no use.
+**Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented
+for 'BFloat16'`. On other devices a GradScaler only skips steps and has no use.
 
 **An example that fails**
 
@@ -41,7 +41,7 @@ _ACCEPTED = "CUDA refuses bfloat16 gradients here; this device accepts them, but
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield bfloat16 gradients with a scaler, and scalers in runs without float16."""
+    """Yield findings for bfloat16 gradients with a GradScaler, and for a GradScaler in a run without float16."""
     setup = trace.setup
     if not setup.scaler or "unscale" not in setup.phases:
         return

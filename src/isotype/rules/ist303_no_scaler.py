@@ -43,7 +43,7 @@ TITLE = "float16 training without loss scaling"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a float16 backward, or float16 trainable parameters, without a GradScaler."""
+    """Yield a finding if the backward or trainable parameters are float16 and the step has no GradScaler."""
     setup = trace.setup
     weights = trained(trace)
     if setup.scaler or "backward" not in setup.phases or not weights:

@@ -17,8 +17,8 @@ than the arithmetic around them.
 
     trainer.add_callback(isotype.PrecisionCallback())      # the policy is restored when training begins
 
-**How safe is the fix?** A cast to float32 keeps every digit. A cast to a narrower dtype is offered as safe
-only if that dtype represents every value.
+**How safe is the fix?** A cast to float32 keeps every digit. The report marks a cast to a narrower dtype as
+safe only if that dtype represents every value.
 
 **Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl
 #3310.
@@ -40,7 +40,7 @@ TITLE = "Trainable parameters in another dtype than the policy's masters"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield trainable parameters not in `policy.master`, or without a policy: bfloat16 under float16 autocast."""
+    """Yield findings for masters of a wrong dtype: not `policy.master`, or bfloat16 under float16 autocast."""
     setup = trace.setup
     if setup.policy is None:
         master = torch.float32

@@ -1,12 +1,10 @@
 """
 **What it means.** 4-bit layers compute in float32 while the model runs in 16 bits.
-`BitsAndBytesConfig(load_in_4bit=True)` leaves the compute dtype at float32 and marks it as set, so that
-bitsandbytes does not warn. If no compute dtype is marked as set, the layer computes in the dtype of its first
-input.
+`BitsAndBytesConfig(load_in_4bit=True)` leaves the compute dtype at float32 and marks it as set, so that bitsandbytes
+does not warn. If no compute dtype is marked as set, the layer computes in the dtype of its first input.
 
-**Why it is bad.** The layer casts every input to float32, dequantizes its weight to float32, multiplies in
-float32, and casts the output to 16 bits. On GPUs this is several times slower, and the 4-bit codes have no
-more digits.
+**Why it is bad.** The layer casts its input and dequantizes its weight to float32, multiplies, and casts the
+output to 16 bits. On GPUs this is several times slower, and the 4-bit codes have no more digits.
 
 **An example that costs**
 

@@ -1,17 +1,15 @@
 """
-**What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it
-merges an adapter into its base weight, or updates a statistic, or updates an exponential moving average of
-trained weights.
+**What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it merges an
+adapter into its base weight, or updates a statistic, or updates an exponential moving average of trained weights.
 
-**Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring
-numbers are lost, larger addends are rounded. The merged weight is not exactly base plus adapter, and
-unmerging does not restore the base. RL trainers merge and unmerge before each rollout, which changes the
-base: in bfloat16 by 1 % of its weights' size after one round, and by two thirds after a thousand rounds. A
-moving average with decay 0.999 adds a thousandth of the difference at each step and never changes. A counter
-in bfloat16 stops at 256. PEFT's adapters of parameters (`target_parameters`, used for experts) are added to
-the weight in each forward, in the weight's dtype. This rounding loses the first updates of a training, which
-are the smallest. PEFT computes the adapter's product and its gradient for every expert, even for experts
-without tokens.
+**Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring numbers are
+lost, larger addends are rounded. The merged weight is not exactly base plus adapter, and unmerging does not restore
+the base. RL trainers merge and unmerge before each rollout, which changes the base: in bfloat16 by 1 % of its weights'
+size after one round, and by two thirds after a thousand rounds. A moving average with decay 0.999 adds a thousandth of
+the difference at each step and never changes. A counter in bfloat16 stops at 256. PEFT's adapters of parameters
+(`target_parameters`, used for experts) are added to the weight in each forward, in the weight's dtype. This rounding
+loses the first updates of a training, which are the smallest. PEFT computes the adapter's product and its gradient for
+every expert, even for experts without tokens.
 
 **Why it happens.** The base is loaded in 16 bits for the training, and the merge uses that dtype. A moving
 average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
@@ -69,7 +67,7 @@ _HEADLINES = {
     ),
     "other": ("{} added to in place outside of the optimizer", "tensor is", "tensors are"),
 }
-"""Kind of sums -> (headline, the summed tensor in words, several tensors in words)."""
+"""For each kind of addition: the headline, a name for the changed tensor, and a name for several tensors."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

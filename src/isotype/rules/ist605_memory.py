@@ -1,8 +1,7 @@
 """
-**What it means.** The peak of a step's tensors, in any step or evaluation, exceeds the memory available to a
-step: 85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the limit is this
-share of its free memory. Check, plan and `--gradient_checkpointing auto` use the same peak and the same
-share.
+**What it means.** The peak memory of the tensors, in a step or an evaluation, exceeds the available memory:
+85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the limit is this share
+of its free memory. Check, plan and `--gradient_checkpointing auto` use the same peak and the same share.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
@@ -12,14 +11,14 @@ activations. Optimizer states exist beside the activations from the second step 
 second micro-batch of a step on. The rest of the memory is reserved for what is not counted: the allocator's
 rounding and fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
-**What helps, and by how much.** The report estimates each saving alone. Gradient checkpointing keeps the
-inputs of all n layers and the activations of one layer: this is about `1/n` of the activations (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016). nf4 takes 0.5625 bytes per weight: 4 bits, and a
-float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023). Frozen float32 weights take half of their
-memory in 16 bits, and optimizer states take a quarter in 8 bits. Activations shrink in proportion to batch
-times length. FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and
-optimizer states, its own activations, everything outside of the blocks, and up to three whole blocks: the
-block in use, its gathering buffer, and the buffer of the next block.
+**What helps, and by how much.** The report estimates each saving as if it were the only one. Gradient
+checkpointing keeps the inputs of all n layers and the activations of one layer: this is about `1/n` of the
+activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). nf4 takes 0.5625 bytes per
+weight: 4 bits, and a float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023). Frozen float32 weights
+take half of their memory in 16 bits, and optimizer states take a quarter in 8 bits. Activations shrink in
+proportion to batch times length. FSDP2 shards the model over N devices. Each device stores 1/N of the
+weights, gradients and optimizer states, its own activations, everything outside of the blocks, and up to
+three whole blocks: the block in use, its gathering buffer, and the buffer of the next block.
 
 **An example**
 
@@ -131,7 +130,7 @@ def _counted(size: int, times: int) -> str:
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
-    """Yield advice, the largest saving first; advice that is enough alone says so."""
+    """Yield advice, the largest saving first; if one saving is enough, its advice says so."""
     savings = sorted(_savings(trace), key=lambda saving: -saving[1])
     for advice, saved, target, value in savings:
         enough = ", which is enough" if saved >= over else ""

@@ -18,10 +18,9 @@ first forward.
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**What is not reported.** FSDP2 for a model with a policy: isotype shards it with one group for each trained
-dtype.
+**What is not reported.** FSDP2 for a model with a policy: isotype shards it with one group for each trained dtype.
 
-**How safe is the fix?** FSDP2 changes no dtype. A cast of the adapters to 16 bits is offered as unsafe,
+**How safe is the fix?** FSDP2 changes no dtype. The report marks a cast of the adapters to 16 bits as unsafe,
 because 16-bit masters lose small updates (IST801).
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;

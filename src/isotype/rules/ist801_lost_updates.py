@@ -1,9 +1,8 @@
 """
-**What it means.** Trainable parameters are in 16 bits, and their updates are too small: the updates are less
-than half the distance to the next number of the dtype, so that the sum rounds to the old value. An Adam
-update is about as large as the learning rate; an SGD update is the learning rate times the gradient, which
-must have been measured. The distance from x to the next number is 2^(floor(log2 |x|) - 7) in bfloat16 and
-2^(floor(log2 |x|) - 10) in float16.
+**What it means.** Trainable parameters are in 16 bits, and their updates are too small: the updates are less than half
+the distance to the next number of the dtype, so that the sum rounds to the old value. An Adam update is about as large
+as the learning rate; an SGD update is the learning rate times the gradient, which must have been measured. The
+distance from x to the next number is 2^(floor(log2 |x|) - 7) in bfloat16 and 2^(floor(log2 |x|) - 10) in float16.
 
 **Why it is bad.** Most weights do not change. Larger weights are affected first, especially the weights of
 norms, which are near one. Weight decay (learning rate times decay) is smaller and is lost even at learning
@@ -19,8 +18,7 @@ rates that keep the updates. The loss falls a little and stops, without an error
     model.float()                                            # float32 masters
     with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16
 
-**How safe is the fix?** A cast to float32 keeps every digit; float32 masters and their moments take more
-memory.
+**How safe is the fix?** A cast to float32 keeps every digit; float32 masters and their moments take more memory.
 
 **Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
 kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.

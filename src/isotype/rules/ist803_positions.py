@@ -1,8 +1,8 @@
 """
 **What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits.
 `.to(bfloat16)`, `.half()` and DeepSpeed cast parameters and buffers, but `from_pretrained(dtype=…)` does not
-cast buffers. Autocast computes the product of positions and frequencies in 16 bits if the model does not
-disable it.
+cast buffers. Autocast computes the product of positions and frequencies in 16 bits, unless the model disables
+autocast for it.
 
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is
 arbitrary. Without an error, distant positions become equal, and training and serving compute different

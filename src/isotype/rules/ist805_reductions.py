@@ -1,7 +1,6 @@
 """
-**What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long
-axis, in 16 bits. Kernels accumulate in float32, but round the result to the 8 significant bits of bfloat16 or
-the 11 of float16.
+**What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long axis, in 16
+bits. Kernels accumulate in float32, but round the result to the 8 significant bits of bfloat16 or the 11 of float16.
 
 **Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. RL's probability ratios
 and distillation losses use differences of such numbers, and perplexities use their mean. A cumulative sum in
@@ -15,8 +14,7 @@ and distillation losses use differences of such numbers, and perplexities use th
 
     logprobs = model(ids).logits.float().log_softmax(-1)     # in chunks of rows if memory is short
 
-**How safe is the fix?** The cast to float32 only adds digits, but takes the memory of one float32 copy of the
-logits.
+**How safe is the fix?** The cast to float32 only adds digits, but takes the memory of one float32 copy of the logits.
 
 **Seen in** huggingface/transformers #31267.
 """
@@ -36,7 +34,7 @@ TITLE = "A long reduction returned in 16 bit"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
-"""Shorter axes (experts, classes) lose nothing significant."""
+"""Results over shorter axes (experts, classes) lose nothing significant."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

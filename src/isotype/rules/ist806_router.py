@@ -17,8 +17,8 @@ The balance loss and the routing weights use the same rounded numbers.
     weights, chosen = scores.softmax(-1).topk(2)
 
 **How safe is the fix?** A float32 router only adds digits, and its product is small (tokens by experts). If a
-model was pretrained with a 16-bit router, a float32 router chooses other experts for a few tokens: look into
-its reference code.
+model was pretrained with a 16-bit router, a float32 router chooses other experts for a few tokens: compare
+with the model's reference code.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """

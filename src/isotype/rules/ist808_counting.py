@@ -37,7 +37,7 @@ from isotype.rules.kit.words import advice, cause_text, fix
 TITLE = "Integers too large for a 16-bit dtype"
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
-"""Largest integer up to which all integers are exact."""
+"""The largest integer up to which the dtype represents every integer."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ _GUARDS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per line that adds a number to float16 values, or bounds them by it, if it is zero in float16."""
+    """Yield one finding per line where a number that is zero in float16 should keep a divisor above zero."""
     guards = (
         call
         for call in trace.calls

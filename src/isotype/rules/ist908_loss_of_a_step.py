@@ -1,7 +1,6 @@
 """
-**What it means.** A trainer counts the labels in all micro-batches of a step. It passes the number to the
-model as `num_items_in_batch` and relies on the model to divide its loss by this number. The model's loss
-ignores this number.
+**What it means.** A trainer counts the labels in all micro-batches of a step. It passes the number to the model as
+`num_items_in_batch` and relies on the model to divide its loss by this number. The model's loss ignores this number.
 
 **Why it happens.** transformers' Trainer inspects the model's forward. If the forward takes `**kwargs`, the
 Trainer assumes that the model divides by `num_items_in_batch`. A custom forward, a custom loss function or a

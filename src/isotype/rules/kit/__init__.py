@@ -1,1 +1,1 @@
-"""Shared parts of rules: groups of broken contracts, weights, costs, words."""
+"""Code that rules share: groups of broken contracts, sets of weights, costs, and the wording of findings."""

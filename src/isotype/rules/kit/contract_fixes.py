@@ -1,4 +1,4 @@
-"""Possible fixes of a broken contract: casts of weights, buffers, inputs and outputs, other lines, autocast."""
+"""Possible fixes of a broken contract: casts of weights, buffers, inputs or outputs, changed lines, and autocast."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors of the mismatched ones' modules and dtype: a scale and its zero point."""
+    """Yield buffers and plain tensors with module and dtype of mismatched tensors, as a scale's zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -72,7 +72,7 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 def _written_into(group: Group) -> str | None:
     """Return the dtype of the tensor that all calls of a group write into; None if there is not one such dtype.
 
-    A cast at the line does not change the dtype of that tensor.
+    A cast at the line of the call does not change the dtype of that tensor.
     """
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
@@ -83,7 +83,7 @@ def _written_into(group: Group) -> str | None:
 
 
 def _wanted(group: Group) -> torch.dtype:
-    """Return the dtype that the mismatched operand gets: its side's, or another operand's if it has its side's."""
+    """Return the dtype to which a fix casts the mismatched operand: its side's, or else another operand's dtype."""
     if group.refused != "mixture":
         return group.expected
     if group.mismatched.dtype != group.side:
@@ -93,7 +93,7 @@ def _wanted(group: Group) -> torch.dtype:
 
 
 def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the fix that casts the few trained adapters in another dtype than most adapters."""
+    """Yield the fix that casts the trained adapters whose dtype is not the dtype of most adapters."""
     adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
     counts: Counter[torch.dtype] = Counter()
     for weight in adapters:
@@ -150,7 +150,7 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether `expected` represents every value of a frozen weight: it is wider, or the values are exact in it."""
+    """Return whether `expected` represents every value of a frozen weight: it is wider, or the values fit."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -200,10 +200,10 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights and of their numbered siblings in other layers that have the same dtype.
+    """Return the names of weights, and of the same weights in other layers if they have the same dtype.
 
-    If all siblings have that dtype, `*` stands for the layer numbers. A folded layer represents layers of unknown
-    names, so it is written with `*` too.
+    If the weight has that dtype in all layers, `*` stands for the layer numbers. `*` also stands for layers whose
+    names are unknown, because one traced layer represents them.
     """
 
     def written(name: str) -> Iterator[str]:
@@ -219,9 +219,9 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Return modules with `*` for layer numbers if all siblings of the class are included, else by name.
+    """Return module names; `*` replaces layer numbers if `modules` has the module of every layer of the same class.
 
-    In a step that ended early, or a folded model, the other modules are unknown, so `*` is used.
+    `*` also replaces them if the other modules are unknown: the step ended early, or one layer represents several.
     """
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)

@@ -1,4 +1,4 @@
-"""The `find` of rules on broken contracts (IST1xx): from a group of breaches to a finding."""
+"""The `find` of rules on broken contracts (IST1xx): it creates one finding for each group of breaches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from isotype.rules.kit.words import cause_text, device_says, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` of a rule on broken contracts: one finding per cause among its claims.
+    """Return the `find` of a rule on broken contracts: it yields one finding per cause of the contracts it claims.
 
     Args:
         module: `__name__` of the rule's file.
-        headline: the finding's message, with {given} and {expected} for names of dtypes, and {op}.
+        headline: the finding's message; {given} and {expected} stand for names of dtypes, {op} for the operator.
         advise: a function that returns the last fix of a finding.
     """
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
-        """Yield this rule's broken contracts, by cause."""
+        """Yield one finding per cause of the broken contracts that this rule claims."""
         for group in groups(trace):
             if group.code == code:
                 finding = _finding(trace, group, headline)
@@ -40,7 +40,7 @@ def contract_rule(
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return the (code, cause) of each error in a partial trace that the full trace will have too."""
+    """Return the (code, cause) of each error of a partial trace that will also be an error of the full trace."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -48,7 +48,7 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """Return rule `code`'s finding for a dtype that the model's code refuses; None without a mismatched tensor."""
+    """Return the finding of rule `code` for a dtype that the model's code refuses; None if no tensor mismatches."""
     accepted = _dtypes_in(_TAKES.search(failure.error))
     refused = frozenset() if accepted else _dtypes_in(_REFUSES.search(failure.error))
     tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]
@@ -73,7 +73,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield a cause, and the weights of the same kind: the step would end at them next."""
+    """Yield a cause, and similar weights: with only this cause fixed, the step would end at the next such weight."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

@@ -1,9 +1,10 @@
-"""Costs of silent findings: FLOPs, casts, bytes and estimated time, shared by the rules IST2xx and IST6xx.
+"""Costs of findings that raise no error: FLOPs, casts, bytes and estimated time. The rules IST2xx and IST6xx use them.
 
-Times are estimated by the roofline model (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator
-takes `max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step takes the sum over
-its operators. Rates are the data-sheet peaks of the device profile. Operators are counted one by one, as in eager
-PyTorch, without launch costs, so that for tiny models only ratios of large operators are meaningful.
+Times are estimated by the roofline model (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an
+operator takes `max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step
+takes the sum over its operators. Rates are the data-sheet peaks of the device profile. Each operator counts
+by itself, as in eager PyTorch, without launch costs, so for tiny models only the ratios between large
+operators are meaningful.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CAST_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast of a float tensor to another float dtype; `elements` is the number over all calls that it represents."""
+    """A cast of a float tensor to another float dtype; `elements` is the total of all calls that it represents."""
 
     call: Call
     operand: Operand
@@ -70,15 +71,15 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return whether autocast made a cast: it is in no Python function that casts."""
+    """Return whether autocast made a cast: it did if the cast is in no Python function that casts."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in _CAST_FUNCTIONS)
 
 
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    It is `Origin.cause`, except for a module that casts its input down and its output back (a quantized layer, an
-    adapter). Such a module only restores a dtype: the blame passes to the origin of its input.
+    Usually it is `Origin.cause`. But a quantized layer or an adapter may cast its input to a narrow dtype and its
+    output back. Such a module only restores a dtype, so the origin of its input is to blame.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -124,7 +125,7 @@ def _returns(op: str) -> Sequence[Any]:
 
 
 def bytes_moved(call: Call) -> int:
-    """Return the bytes read and written by the represented calls; 0 for views and unwritten memory."""
+    """Return the bytes that the represented calls read and write; 0 for views and for memory that no call writes."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in call.operands)
@@ -133,7 +134,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of new results too large for the C library to cache, for the represented calls."""
+    """Return the bytes of the represented calls' new results that are too large for the C library to cache."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -149,7 +150,7 @@ Seconds = Callable[[Call], float]
 
 
 def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
-    """Return a function that estimates a call's seconds by the roofline; None if the profile has no rates.
+    """Return a function that estimates a call's seconds by the roofline model; None if the profile has no rates.
 
     A dtype without a published rate gets the rate of `stand_in`.
     """
@@ -176,10 +177,10 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return the step's estimated time over its time with `costly` calls in the dtype `wanted` and without `gone`.
+    """Return the step's estimated time, divided by its time with `costly` calls in dtype `wanted` and without `gone`.
 
-    A call in another dtype moves its float bytes in proportion. None if the profile lacks rates for the
-    dtypes; a dtype without a rate gets the rate of `stand_in`.
+    The bytes that a costly call moves shrink with the item size. Return None if the profile lacks rates for the
+    dtypes. A dtype without a rate gets the rate of `stand_in`.
     """
     profile = trace.setup.profile
     seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
@@ -220,7 +221,7 @@ def _all_flops(trace: Trace) -> int:
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
-    """Return a note on the estimated slowdown and how it was computed; none for less than 0.5 %."""
+    """Return a note on the estimated slowdown and on its computation; no note for less than 0.5 %."""
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title
@@ -285,14 +286,14 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return the bytes read and written by the represented calls; an optimizer's call updates all layers' weights."""
+    """Return the bytes that the represented calls read and write; an optimizer's call represents all layers."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return the number of the whole model's trained weights over that of the folded model's."""
+    """Return the number of the whole model's trained weights, divided by the number in the traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
@@ -300,13 +301,13 @@ def _folded(trace: Trace) -> float:
 def fuses(call: Call) -> bool:
     """Return whether kernels fuse a call with its neighbours.
 
-    They fuse no product, no dequantization, and no operator of the optimizer or of another library.
+    Kernels fuse no product, no dequantization, and no operator of the optimizer or of another library.
     """
     dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
     return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of the represented calls; half for attention, where a causal mask may skip half of them."""
+    """Return the FLOPs of the represented calls; half of them for attention, since a causal mask may skip the rest."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count

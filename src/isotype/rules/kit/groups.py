@@ -1,4 +1,4 @@
-"""Broken contracts grouped by cause: a group has the operand to blame, the origin of its dtype, and its rule."""
+"""Broken contracts grouped by cause: a group names the operand to blame, the origin of its dtype, and the rule."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Stage = Literal[
 """The criterion of a claim. Earlier stages are checked first, and within a stage the rules in order of their codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
-"""Kind of refusal: several dtypes, one dtype by the device, one dtype by a check of the model's code."""
+"""Kind of refusal: operands mix dtypes, the device refuses a dtype, or a check of the model's code refuses a dtype."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract as input of claims: the call, the operand to blame, the trace."""
+    """A broken contract, for which claims decide whether it is theirs: the call, the operand to blame, the trace."""
 
     call: Call
     mismatched: Operand
@@ -67,7 +67,7 @@ class Broken:
         return codes and bool(self.floats)
 
     def runs(self, *names: str) -> bool:
-        """Return whether the operator's name contains one of these."""
+        """Return whether the operator's name contains one of `names`."""
         return any(name in self.call.op for name in names)
 
 
@@ -79,7 +79,7 @@ class Claim:
         stage: the criterion of the claim, which decides when it is checked.
         takes: whether a broken contract belongs to the rule.
         refused: the kind of refusal, which decides the possible fixes.
-        grouped: whether `contract_rule` creates the findings, one per cause; if False, the rule's `find` does.
+        grouped: whether `contract_rule` creates one finding per cause; if False, the rule's `find` creates them.
         settled: whether the first call of a group determines the finding, so that later phases cannot change it.
     """
 
@@ -104,7 +104,7 @@ def code_of(module: str) -> str:
 
 @cache
 def all_claims() -> tuple[tuple[str, Claim], ...]:
-    """Return (code, claim) of every rule on broken contracts, in the order of checking."""
+    """Return (code, claim) of every rule on broken contracts, in the order in which claims are checked."""
     modules = rule_modules().items()
     claims = [(code, claim) for code, module in modules for claim in getattr(module, "CLAIMS", ())]
     return tuple(sorted(claims, key=lambda claim: get_args(Stage).index(claim[1].stage)))
@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Cache `function` per trace, without keeping the trace alive after a check."""
+    """Return `function` with a cache of one result per trace; the cache does not keep a trace alive."""
     results: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
 
     @wraps(function)
@@ -138,13 +138,13 @@ SCATTERS = ("index_put", "index_add", "index_copy", "scatter", "masked_scatter",
 
 @dataclass(frozen=True)
 class Group:
-    """Calls that break a contract for one cause.
+    """Calls that break a contract and have the same cause.
 
     Attributes:
         code: code of the rule that claims the first call.
         calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
-        causes: origins of the dtypes of all mismatched operands, one per name or source, the first call's first.
+        causes: origins of the mismatched operands' dtypes, in order of the calls; one for each name and source line.
         expected: the dtype that `mismatched` should have had.
         side: the dtype of the part of the model in which `mismatched` is out of place.
         refused: the kind of refusal of the first call.
@@ -164,7 +164,7 @@ class Group:
         return self.causes[0]
 
     def weights(self, trace: Trace) -> list[Weight]:
-        """Return the model's weights among the causes of the group."""
+        """Return those causes of the group that are weights of the model."""
         return [trace.owners[cause.name] for cause in self.causes if cause.name in trace.owners]
 
 
@@ -206,7 +206,7 @@ def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, s
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the sides of this trace: they decide which of two dtypes in one operator is out of place."""
+    """Return the sides of this trace: they decide which of two dtypes in one operator is the wrong one."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes)
 
 
@@ -219,7 +219,7 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return the first cause of each name (without layer numbers) and source."""
+    """Return the first cause for each pair of name (without layer numbers) and source line."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 
@@ -232,7 +232,7 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
     """Return the operand to blame: the first float operand in another dtype than `side`.
 
-    In an adapter with trained float32 weights, it is the frozen 16-bit weight beside them.
+    In an adapter with trained float32 weights and a frozen 16-bit weight, the operand to blame is the frozen weight.
     """
     expected = _expected(call, side)
     floats = [operand for operand in call.operands if operand.dtype in FLOATS]
@@ -266,18 +266,18 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the module whose (registered or plain) weight an operand is; "" for others."""
+    """Return the module that has an operand as its weight, registered or plain; "" if the operand is no weight."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
 def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an origin is an adapter's frozen tensor beside the trained ones (VeRA's shared projections)."""
+    """Return whether an origin is a frozen tensor of an adapter, such as VeRA's shared projections."""
     owner = owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
     return owner is not None and not owner.trainable and is_adapter(origin.name, owner)
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is float32 because of a trained weight, or because its layer casts to float32."""
+    """Return whether an operand is float32 because a trained weight is, or because its layer casts to float32."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()

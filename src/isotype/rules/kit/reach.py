@@ -1,4 +1,4 @@
-"""Findings on predictions that depend on inputs that they must not depend on."""
+"""Findings for predictions that depend on a forbidden input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from isotype.records.trace import Trace
 
 
 def leak_of(trace: Trace, source: Source) -> Leak | None:
-    """Return the first measured leak from `source`; None if there is none, or if the reach was not measured."""
+    """Return the first leak from `source` that the check measured; None without a leak or a measurement."""
     return None if trace.reach is None else trace.reach.leak(source)
 
 
@@ -35,7 +35,7 @@ def leak_finding(
 
 
 def measured_on(reach: Reach) -> str:
-    """Return a note on the measurement."""
+    """Return a note on how the check measured the leak."""
     return f"measured in float64 on {reach.copy}, with {plural(reach.rows, 'row')} of {plural(reach.tokens, 'token')}"
 
 

@@ -1,4 +1,4 @@
-"""Shared part of IST601 and IST602: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
+"""Code that IST601 and IST602 share: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
 
 
 def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the measured slowdown of matmuls in `dtype` on such a device, if any."""
+    """Yield the measured slowdown of matmuls in `dtype` on such a device, if it was measured."""
     profile = trace.setup.profile
     for other in sorted(profile.native, key=dtype_name):
         slower = profile.slower(dtype, other)
@@ -62,14 +62,14 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share of `dtype` in the time of all matmuls, by measured rates; without rates, in their FLOPs."""
+    """Return the share of `dtype` in the time of all matmuls by measured rates, or without rates in their FLOPs."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
 
 
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
-    """Return the estimated step time over the step time with the matmuls of `dtype` in `target`."""
+    """Return the estimated step time, divided by the step time if matmuls of `dtype` ran in `target`."""
     slower = trace.setup.profile.slower(dtype, target)
     if slower is not None:
         share = _time_share(trace, dtype)
@@ -79,7 +79,7 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
 
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
-    """Return fixes that run the whole step in `other` or in float32, if native and faster on the device."""
+    """Return fixes that run the whole step in `other` or in float32, if that dtype is native and faster."""
     return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
 
 
@@ -116,11 +116,11 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
 
 
 _UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "it rounds each to 8 bits"}
-"""The loss by a cast of weights to a dtype."""
+"""The loss that a cast of weights to a dtype causes."""
 
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
-    """Return the fix that runs the whole step in `target` instead of `dtype`: settings, weights, quantized layers."""
+    """Return the fix that changes settings, weights and quantized layers so that the step runs in `target`."""
     name = dtype_name(target)
     plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
     settings = (
@@ -145,7 +145,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
 
 
 def _layers(trace: Trace, dtype: torch.dtype, target: str) -> Iterator[Action]:
-    """Yield actions for quantized layers with compute dtype or state in `dtype`."""
+    """Yield actions for quantized layers whose compute dtype or state has `dtype`."""
     for weight, state in quantized(trace):
         if state.compute == dtype:
             yield Action("compute", starred(weight.module), target)

@@ -1,4 +1,4 @@
-"""Measured values that a step holds in float16: a trace joined with a measurement of the same model.
+"""Measured values that are float16 in a step: this file combines a trace with a measurement of the same model.
 
 Magnitudes do not depend on the dtypes of a step unless a value overflows. So one measurement serves every trace
 of the model, including the trace of a fix.
@@ -26,12 +26,12 @@ _Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """A value held in float16 in a step.
+    """A measured value that is float16 in a step.
 
     Attributes:
-        call: the operator of the trace; in a folded trace it may represent the operators of several layers.
-        operator: the measurement of the operator, in the layer where it was measured.
-        at: position of the measured operator in program order; a cast of its result is half a step later.
+        call: the operator in the trace, which may represent the same operator of several layers.
+        operator: what was measured for this operator, in one of the layers that `call` represents.
+        at: position of the measured operator in program order; a cast of its result has a position 0.5 higher.
         value: the largest magnitude of its float16 operands or results.
         takes: whether `value` is an operand's instead of a result's.
     """
@@ -44,13 +44,13 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the measured module: the call's own name for it if the call runs in it."""
+        """Fully qualified name of the measured module: as the call spells it, if the call runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
     @property
     def headroom(self) -> float:
-        """float16's largest number over the value."""
+        """float16's largest number divided by the value."""
         return FLOAT16_LARGEST / self.value if self.value else math.inf
 
 
@@ -60,21 +60,21 @@ def computes_float16(trace: Trace) -> bool:
 
 
 def largest(trace: Trace) -> Held | None:
-    """Return the largest measured value that the forward holds in float16; None if unknown."""
+    """Return the largest measured value that is float16 in the forward; None if unknown."""
     forward = (value for value in held(trace) if value.call.phase == "forward")
     return max(forward, key=lambda value: value.value, default=None)
 
 
 @per_trace
 def held(trace: Trace) -> tuple[Held, ...]:
-    """Return every measured value that the step holds in float16, in program order; none without a measurement."""
+    """Return every measured value that is float16 in the step, in program order; no value without a measurement."""
     ranges, policy = trace.setup.ranges, trace.setup.policy
     if ranges is None:
         return ()
     values = []
     measured = _measured(ranges)
     away = _folded_away(trace, measured)
-    # A layer of the folded trace does not represent a layer to which the policy makes another exception.
+    # A traced layer does not represent a layer for which the policy makes another exception.
     exceptions = {} if policy is None else {e.module: (e.how, e.exponent) for e in policy.exceptions}
     casts = _casts(trace)
     weights = {layer.name: layer.weight for layer in ranges.modules}
@@ -128,12 +128,12 @@ def _dtypes(call: Call) -> set[torch.dtype]:
 
 
 def _operation(op: str) -> str:
-    """Return `aten.mm` for `aten.mm.default`; attention is one operation for all kernels."""
+    """Return `aten.mm` for `aten.mm.default`; all attention kernels have the same name."""
     return "attention" if is_attention(op) else op.rpartition(".")[0]
 
 
 def _calls(trace: Trace) -> dict[_Key, list[Call]]:
-    """Return the calls of forward and backward by module, operation and phase, as counted by the measurement."""
+    """Return the calls of forward and backward by module, operation and phase; the measurement has the same keys."""
     calls: dict[_Key, list[Call]] = defaultdict(list)
     for call in trace.calls:
         if call.phase not in ("forward", "backward") or call.recomputed:
@@ -144,7 +144,7 @@ def _calls(trace: Trace) -> dict[_Key, list[Call]]:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """Return the casts to float16 of results in the module that computed them, by the id of the computing call."""
+    """Return casts of results to float16 in the module that computed them, by the id of the computing call."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -167,14 +167,14 @@ def _measured(ranges: Ranges) -> dict[_Key, list[tuple[int, OperatorRange]]]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return the measured modules that are missing in a folded trace, by their name with `*` for layer numbers."""
+    """Return the measured modules that the trace does not have, by their name with `*` for layer numbers."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the module's magnitudes for a quantized layer's kernel, which is not measured itself."""
+    """Return the magnitudes of a quantized layer for its kernel, since the measurement does not contain the kernel."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":
@@ -186,11 +186,11 @@ def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, Opera
 def _matched(
     calls: Sequence[Call], operators: Sequence[tuple[int, OperatorRange]]
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
-    """Yield every call with its measured operator.
+    """Yield every call with the operator that was measured for it.
 
-    The measurement has more operators than the step if a frozen input needs no gradient. Calls and operators are then paired by
-    their lines. If a line has more or fewer operators than calls, or no operator, every call of the line comes with the largest
-    values of the line's operators, or of all.
+    The measurement has more operators than the step if a frozen input needs no gradient. A call then belongs to the
+    operator of the same source line. If a line has more or fewer operators than calls, its calls get the largest
+    values of its operators. If it has no operator, they get the largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
@@ -206,7 +206,7 @@ def _matched(
 
 
 def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, OperatorRange]:
-    """Return the first operator with the largest magnitudes of all."""
+    """Return the first operator, with its magnitudes replaced by the largest magnitudes of all operators."""
     at, first = operators[0]
     columns = zip_longest(*(operator.inputs for _, operator in operators), fillvalue=0.0)
     output = max(operator.output for _, operator in operators)
@@ -214,9 +214,9 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """Return (largest magnitude that the call holds in float16, whether it is an operand); None without any.
+    """Return (largest float16 magnitude of the call, whether it is an operand's); None without a float16 tensor.
 
-    In a scaled layer, a value is the measured value times 2^-exponent, and a gradient the measured gradient times
+    In a scaled layer, a value is the measured value times 2^-exponent, and a gradient is the measured gradient times
     2^exponent. The layer's weights, whose largest magnitude is `weight`, are not scaled.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
@@ -232,7 +232,7 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
 
 
 def _is_weight(operand: Operand, call: Call) -> bool:
-    """Return whether an operand of a matmul is its layer's weight, cast or not."""
+    """Return whether an operand of a matmul is the weight of its layer, or a cast of this weight."""
     origin = operand.origin if operand.origin.before is None else operand.origin.before
     of_layer = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
     return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and of_layer))

@@ -1,4 +1,4 @@
-"""Shared part of the rules on weights: sets of weights, their names, and casts."""
+"""Code that the rules on weights share: sets of weights, their names, and their casts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
 
 
 def count(weights: Iterable[Weight]) -> int:
-    """Return the number of parameters, including folded layers."""
+    """Return the number of parameters, including those of layers that a traced layer represents."""
     return sum(weight.repeats for weight in weights)
 
 
@@ -45,18 +45,18 @@ def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
-    """Return one action per name that casts to `dtype`."""
+    """Return one action for each name of a weight: the action casts the weight to `dtype`."""
     others = (weight for weight in weights if weight.dtype != dtype)
     return actions("parameter", names(others), dtype_name(dtype))
 
 
 def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
-    """Return a fix that casts `weights` to `dtype`: safe if `dtype` is known to represent all values."""
+    """Return a fix that casts `weights` to `dtype`; it is safe if `dtype` is known to represent all values."""
     return fix(description, "parameter", names(weights), dtype_name(dtype), safety_of_cast(weights, dtype))
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
-    """Return one action per module: compute in float32, with inputs and outputs in `compute`."""
+    """Return one action per module: the module computes in float32, but its inputs and outputs are in `compute`."""
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 
@@ -68,18 +68,18 @@ def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
 
 
 def is_frozen_base(weight: Weight) -> bool:
-    """Return whether a weight is a frozen parameter of the base model, neither quantized nor pinned."""
+    """Return whether a weight is a frozen parameter of the base model, not quantized and not kept in float32."""
     special = weight.trainable or weight.adapter or weight.pinned or weight.buffer
     return weight.quantization is None and not special
 
 
 def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
-    """Return the bytes that `weights` take more than in the dtype `wanted`, including folded layers."""
+    """Return how many bytes more `weights` take than in the dtype `wanted`, over all layers that they represent."""
     return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
 
 
 def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
-    """Return the dtype of most bytes of `weights`; None for no weights."""
+    """Return the dtype of most bytes of `weights`; None if there are no weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += weight.bytes * weight.repeats
@@ -137,7 +137,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`; the first weight is the place and, by default, the cause."""
+    """Return a finding about `weights`: the first weight is its place and, by default, its cause."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

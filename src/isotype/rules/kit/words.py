@@ -13,11 +13,11 @@ from isotype.records.trace import Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Parts of the paths of published models' code, which many trainings use: what looks like a mistake there works."""
+"""Parts of paths of published models' code. Many trainings use this code, so what looks like a mistake in it works."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
-    """Return the origin of a dtype in one line."""
+    """Return a description of the origin of a dtype, in one line."""
     dtype, where = dtype_name(cause.dtype), f" at {short(cause.source)}" if cause.source else ""
     inside = f" in {cause.module}" if cause.module else ""
     weight = (owners or {}).get(cause.name)
@@ -41,7 +41,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """Return the path of a dtype from its origin to the operand, first step first."""
+    """Return the steps of a dtype's path from its origin to the operand, in this order."""
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
@@ -58,7 +58,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_says(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's message, or the message of a call's breach; none without a breach."""
+    """Return a note with the device's message: `what`, or the message of its breach; no note without a breach."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device says: {message}",) if message else ()
 
@@ -66,7 +66,7 @@ def device_says(what: Call | str) -> tuple[str, ...]:
 def fix(
     description: str, kind: ActionKind, targets: Iterable[str], value: str, safety: Safety = "safe"
 ) -> Fix:
-    """Return a fix with one change per distinct target."""
+    """Return a fix that makes the same change at every distinct target."""
     return Fix(description, safety, actions=actions(kind, targets, value))
 
 
