@@ -250,7 +250,7 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, b
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial without padding: the sides (`"left"`, `"right"`) from which padding may be removed, or a reason."""
+    """Result of a trial without padding: the sides (`"left"`, `"right"`) that need no padding, or why padding stays."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""

@@ -84,7 +84,7 @@ def nearest_values(
 
     Args:
         weight: `[rows, columns]`, or whole blocks of its rows.
-        form, moments, blocksize: as for `quantize_fitted`.
+        form, moments, blocksize: the same arguments as those of `quantize_fitted`.
     """
     flat = weight.detach().reshape(-1)
     near = torch.empty_like(flat)

@@ -82,12 +82,12 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return the fully qualified name of every layer in a folded list -> the number of layers that it represents."""
+    """Return layer name -> number of layers that it represents, for each layer in a folded list; names are fully qualified."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return the name of every module -> the number of modules of the original model that it represents."""
+    """Return module name -> number of modules of the original model that this module represents."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
@@ -182,7 +182,7 @@ def _is_config(value: object) -> bool:
 
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
-    """Return the config of `owner`, or that of the nearest module around it if it has none."""
+    """Return the config of `owner`; if it has none, return that of the nearest module around it."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:

@@ -197,6 +197,6 @@ def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> in
 
 
 def _most(chosen: Mapping[str, str], plain: str) -> str:
-    """Return the model's nominal format: nf4 if any layer has 4 bits, because libraries read one format from a model."""
+    """Return the model's nominal format: nf4 if any layer has 4 bits, because libraries expect a single format per model."""
     forms = set(chosen.values())
     return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

@@ -1,4 +1,4 @@
-"""Choice of the fastest attention kernel on this machine, measured once for each class of shapes."""
+"""Chooses the fastest attention kernel on this machine, by one measurement for each class of shapes."""
 
 from __future__ import annotations
 

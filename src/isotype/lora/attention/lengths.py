@@ -131,8 +131,8 @@ def repeated_attention_forward(
     """Compute attention by transformers' `sdpa`, with keys and values repeated for each query head.
 
     Without a mask, transformers passes grouped heads to torch; on GPUs without FlashAttention (torch up to 2.13) torch
-    then materializes all scores in float32. Calls with a mask, with one query or with a paged cache are unchanged.
-    Arguments and results are those of `isotype.lora.attention.registered.attention_forward`.
+    then materializes all scores in float32. In calls with a mask, with one query or with a paged cache, keys and values
+    are not repeated. Arguments and results are those of `isotype.lora.attention.registered.attention_forward`.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 

@@ -50,7 +50,7 @@ class Call:
     """Settings of a call of `isotype.lora.loss.log_probs.log_probs`.
 
     Attributes:
-        scale, softcap, temperature: as in `Head`.
+        scale, softcap, temperature: the values of these attributes of `Head`.
         working: dtype of the products.
         scratch: bytes for the logits of one chunk; None: the device decides, see `buffers_for`.
         outputs: names of the requested results besides the log-probabilities.

@@ -157,7 +157,7 @@ def use_trl_head(trainer: Any) -> None:
 
 
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
-    """Return whether isotype's head computes the log-probabilities instead of TRL's.
+    """Return whether isotype's head, and not TRL's head, computes the log-probabilities.
 
     On CUDA and XPU with Triton, TRL's kernel reduces the logits of a tile in one pass and writes no float32
     probabilities; there `faster` decides, which is the result of a measurement on the GPU

@@ -63,7 +63,7 @@ def unpack(
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the float32 powers of two of E8M0 exponents, bytes of any shape."""
+    """Return 2 to the power of each E8M0 exponent, in float32; the exponents are bytes in a tensor of any shape."""
     # float32 has the same exponent bias; 2 ** -127 is a subnormal number.
     places = exponents.to(torch.int32)
     return torch.where(places == 0, 1 << 22, places << 23).to(torch.int32).view(torch.float32)

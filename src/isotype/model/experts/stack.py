@@ -178,14 +178,14 @@ def quantized_stack(module: nn.Module, name: str) -> QuantizedStack | None:
 
 
 def codes_of(module: nn.Module, name: str) -> nn.Parameter:
-    """Return the codes of the quantized stack `name` of a module, a frozen parameter."""
+    """Return the codes of the quantized stack `name` of a module; the codes are a frozen parameter."""
     parametrizations: Any = module.parametrizations
     codes: nn.Parameter = parametrizations[name].original
     return codes
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) of every stacked expert weight, without weights of adapters."""
+    """Yield (module name, module, parameter name) for every stacked expert weight, but not for weights of adapters."""
     for place in places(model):
         module = place.module
         if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):
