@@ -33,9 +33,10 @@ def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C, SIGTERM and SIGHUP end the `with` block even if a library catches their exception.
 
     The exception can be raised at any line, and some code catches every exception: datasets 5.2.0 takes an interrupt for a
-    failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), torch for a value without a shape.
-    An interrupt that was caught is raised at the end of the block, or in place of the error that it has caused. This
-    function has no effect outside of the main thread, and for signals that are ignored or have the default action.
+    failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch takes an interrupt for a value
+    without a shape. An interrupt that was caught is raised at the end of the block, or in place of the error that it
+    has caused. This function has no effect outside of the main thread, and for signals that are ignored or have the
+    default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -75,7 +75,7 @@ def has_states(model: Any) -> bool:
 
 
 def documents_told_at() -> frozenset[str]:
-    """Return the lines of transformers (`file:line`) that find packed documents by position ids, for the attention mask."""
+    """Return the lines of transformers (`file:line`) that use position ids to find packed documents for the mask."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -209,8 +209,8 @@ PREPARE_INPUTS: Final = "_prepare_inputs"
 class TrainerSteps:
     """Private methods of transformers' Trainer under public names that a subclass may override and call.
 
-    A subclass names `TrainerSteps` before the Trainer among its bases. The Trainer calls a private method; here it
-    calls a public method, which by default calls the Trainer's private one.
+    A subclass names `TrainerSteps` before the Trainer among its bases. The Trainer calls private methods; each of them
+    is defined here and calls a public method, which by default calls the Trainer's private method.
     """
 
     def run_epoch(self: Any, **options: Any) -> None:

@@ -69,7 +69,8 @@ class Prepared:
 
     Attributes:
         dataset: the data set of the split; None if the split is built from text files.
-        files, digest, shapes, reading: text files, their digests, types of the columns, conversion of the rows.
+        files, digest, shapes, reading: the text files, their digests, the types of the columns and the conversion of
+            the rows.
         first: first row in the form that the trainer takes.
         notes: lines for the user.
     """

@@ -96,8 +96,8 @@ def plan(
         device: name of a device or profile, or several.
         data: a data set, from which lengths and hours are computed: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: storage -> KL divergence of next-token distributions from the unquantized model's, in nats; default:
-            the cached result of `isotype quality`. The damage of a storage without a key is unknown.
+        damages: storage -> KL divergence of next-token distributions from those of the unquantized model, in nats;
+            default: the cached result of `isotype quality`. The damage of a storage without a key is unknown.
         **arguments: arguments of `isotype plan` and of the training command, by name: `length=2048`, `lora_r=64`.
 
     Raises:
@@ -190,7 +190,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return how many devices, of `COUNTS`, at least fit the row with the least memory under FSDP2, or None."""
+    """Return the smallest number of devices in `COUNTS` on which the least-memory row fits under FSDP2, or None."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None

@@ -103,8 +103,8 @@ class Row:
             row fits, None if not searched.
         longest_is_all: true if no longer row was tried or the model has no more positions.
         work: training on the data set; None without a data set.
-        damage: KL divergence of next-token distributions from the unquantized model's, in nats, estimated for a mixed
-            base; None if unknown.
+        damage: KL divergence of next-token distributions from those of the unquantized model, in nats; it is estimated
+            for a mixed base, and None if unknown.
         base_memory: maximum bytes of a mixed base's weights; None if not limited.
         policy: the precision policy.
         command: the training command of the row.
