@@ -66,7 +66,8 @@ class Verdict:
         accepted: True if the operator runs, False if it raises.
         results: dtypes of the returned tensors or, if the operator works in place, of the changed tensor. Empty if the
             operator raises, if it was not measured on this device, or if the dtypes depend on more than operand dtypes
-            (scalars, list lengths, 0-dim operands). Then the fake kernel's result has the right dtypes.
+            (scalars, list lengths, 0-dim operands). If `results` is empty, the fake kernel's result has the right
+            dtypes.
         message: the device's error message if the operator raises, else "".
         assumed: True if the verdict is a family's rule or the behaviour of another device, and was not measured.
     """
@@ -127,8 +128,8 @@ class Contracts:
         kind: kind of the device: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
         measured: the table of a device of this kind; None if no such device was measured.
         reference: a CPU table, whose verdicts are assumed for everything that was not measured.
-        others: tables of other devices of this kind, if this device was not measured itself. If these tables and
-            `measured` give different verdicts, the verdict is marked as assumed.
+        others: tables of other devices of this kind, if this device was not measured itself. A verdict in which
+            `others` and `measured` differ is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
         unlike: how this device differs from the measured device, as a clause; "" if it does not differ.

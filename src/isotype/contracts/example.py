@@ -34,8 +34,7 @@ def encode(value: Any) -> Json:
     """Return an argument of a call as JSON.
 
     Raises:
-        NotAnExampleError: the argument is neither a tensor, a number or a string, nor an object of torch that an
-            example can store.
+        NotAnExampleError: the argument is no tensor, number, string or other torch object that an example can store.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)
@@ -168,9 +167,9 @@ def corrupted(
 ) -> bool:
     """Return whether the results for operands with the dtypes `letters` are far from the results of every trusted run.
 
-    The trusted runs use the same values. One runs in float64 on the CPU, one in the recorded dtypes on the device, and
-    one in the recorded dtypes on the CPU. The result is False for operators without a trusted run, and for results that
-    cannot be compared: random numbers, uninitialized memory and reinterpreted bytes.
+    The trusted runs use the same values: one run is in float64 on the CPU, the others are in the recorded dtypes on the
+    device and on the CPU. The result is False for operators without a trusted run, and for results that cannot be
+    compared: random numbers, uninitialized memory and reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
     if torch.Tag.nondeterministic_seeded in function.tags or "empty" in name or name == "set_":

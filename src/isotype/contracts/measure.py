@@ -7,8 +7,8 @@ The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` c
 other instruction sets contain only the operators that differ. The variable `ONEDNN_MAX_CPU_ISA` makes a CPU use a
 smaller instruction set.
 
-Every example in `tables/examples.json` is replayed with new tensors of a few elements, for each combination of float32,
-bfloat16 and float16 over the float operands (also float64 if an example has it):
+The measurement replays every example in `tables/examples.json` with new tensors of a few elements. The float operands
+get combinations of float32, bfloat16 and float16 (also float64 if an example has it):
 
 - up to 4 float operands: all combinations;
 - 5 or 6 float operands: all combinations of at most two dtypes;

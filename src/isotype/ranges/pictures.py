@@ -102,7 +102,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the text that the chat template writes for a picture: a part of its text for two pictures."""
+    """Return the text that the chat template writes for one picture, cut out of its text for two pictures."""
     single, double = (
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)

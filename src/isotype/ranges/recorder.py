@@ -123,8 +123,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         """Add hooks to the modules of `model`: `names` are their plain names by id, `inside` the ids of modules in blocks.
 
         Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules even if the
-        embeddings are frozen. Outputs of embeddings inside of blocks do not: whether a position table requires a
-        gradient may decide the kernel.
+        embeddings are frozen. Outputs of embeddings inside of blocks require none, because the kernel may depend on a
+        position table's gradient.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):

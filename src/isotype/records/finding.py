@@ -118,7 +118,7 @@ class Fix:
     Attributes:
         description: the change as an instruction ("return each norm's output in bfloat16").
         safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; `"unsafe"` if it may
-            not.
+            change them.
         verified: whether a second trace with the fix has neither the finding nor new findings.
         actions: the changes; empty if no actions can express the fix.
         outcome: result of the second trace; "" before that trace.

@@ -70,7 +70,7 @@ class Products:
         flops: FLOPs of a step; only half of the FLOPs of attention are counted.
         flops_per_second: the device's dense peak rate.
         emulated_in: the dtype to which the device converts operands because it has no units for this dtype; else None.
-            `flops_per_second` is then the rate of the other dtype.
+            `flops_per_second` is the rate of `emulated_in`, if set.
     """
 
     flops: float
@@ -89,7 +89,7 @@ class StepTime:
 
     Attributes:
         seconds: minimum seconds of the products: each takes the longer time of its compute and its memory traffic.
-            Fusing other operators cannot make a step faster than this.
+            Fusing other operators cannot make a step faster than `seconds`.
         traced_seconds: minimum seconds of all traced operators, with the fusion and launches of `DeviceProfile.steps`
             if the profile has them.
         products: dtype -> products.

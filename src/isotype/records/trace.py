@@ -127,7 +127,7 @@ class Breach:
 
     Attributes:
         message: the real device's error message.
-        assumed: whether the contract is a family's rule instead of a measurement on the device.
+        assumed: whether the contract comes from a family's rule, and not from a measurement on the device.
         converted: the dtype to which the recorder converted the operands to continue; None without a conversion.
         consequence: whether the same call already broke a contract in the forward, with the same cause.
     """
@@ -270,7 +270,7 @@ class Setup:
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
         compute: dtype to which the recorder converts operands that break a contract, unless a part of the model decides
-            otherwise. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
+            otherwise. `compute` is the policy's dtype, autocast's dtype, or the dtype of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint by the model's config; None if the config has none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.

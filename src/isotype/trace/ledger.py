@@ -150,7 +150,7 @@ class Ledger:
             self._gradients[standing] = self._gradients.get(standing, 0) + size
 
     def resize(self, tensor: torch.Tensor, size: int) -> None:
-        """Set the bytes of a counted tensor that this process holds."""
+        """Set the number of bytes that this process holds of a counted tensor."""
         key = storage_of(tensor)
         if key in self._live:
             self._book_again(key, self._live[key][2], size)

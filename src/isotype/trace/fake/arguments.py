@@ -86,7 +86,7 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Return an operator's results in the measured dtypes; unchanged if there are more or fewer of them."""
+    """Return an operator's results in the measured dtypes; unchanged if the numbers of results and dtypes differ."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result

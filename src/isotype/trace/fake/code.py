@@ -50,7 +50,7 @@ class StepCode:
         weights: the result of `weights_of(model)` if the caller has it, since that call is slow; None to read the
             weights.
         evaluation: inputs of the phase `evaluate`; None for no evaluation.
-        reference: kind of memory of the frozen copy of the model's weights; None if there is no copy.
+        reference: memory kind that counts the frozen copy of the model's weights; None if there is no copy.
     """
 
     model: nn.Module

@@ -4,7 +4,8 @@ The step runs on whole fake tensors, and the ledger counts the share of one proc
 and frees is that of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
 - Weights are gathered into one flat buffer and copied out of it. A forward frees the buffer after the copy of the next
-  group. A backward frees it after its own copy, and gathers the buffer of the next group ahead.
+  group. A backward frees the buffer after the copy of the same group, and gathers the buffer of the next group in
+  advance.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without

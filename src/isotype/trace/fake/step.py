@@ -115,7 +115,7 @@ def trace_step(
 
 
 def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
-    """Return the trace of a step up to now; `weights` are those of the real model."""
+    """Return the trace of a step up to now; `weights` are the weights of the real model."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(

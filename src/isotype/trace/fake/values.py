@@ -262,8 +262,9 @@ class Values:
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.
 
-        A short vector selects the experts that get tokens: all its elements are True. A longer mask after it selects the
-        tokens of one expert: an equal share is True. Every other mask has `_STAND_IN_ROWS` elements that are True.
+        A short vector selects the experts that get tokens: all its elements are True. A longer mask after such a vector
+        selects the tokens of one expert: an equal share of its elements is True. Every other mask has `_STAND_IN_ROWS`
+        elements that are True.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()

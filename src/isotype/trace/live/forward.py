@@ -50,7 +50,7 @@ class StaleCasts:
     """Detects an optimizer step inside of the autocast region in which the next forward runs.
 
     Autocast casts a weight once and caches the cast until the outermost autocast region ends. A forward after an
-    optimizer step inside of that region uses the old weights. In this case, `report` is called once. The test uses a
+    optimizer step inside of that region uses the old weights. The first such forward calls `report`. The test uses a
     separate weight, which is cast, changed, and cast again.
     """
 

@@ -171,7 +171,7 @@ class LiveRecorder(Recorder):
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove the origins from the script's tensors, which the script may save, and all references to the tensors."""
+        """Remove the origins from the script's tensors, because the script may save them, and remove all references."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):

@@ -140,7 +140,7 @@ def _masked_row(operand: Operand) -> bool:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's dense float values, float8 as float32; None if it has no such values.
+    """Return a tensor's dense float values, with float8 as float32; None if the tensor has no such values.
 
     The values of a sharded tensor are those of this process. Other tensor subclasses cannot be read.
     """

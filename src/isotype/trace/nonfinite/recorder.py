@@ -122,7 +122,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             self.phase = "forward"
 
     def _look(self, call: _Call, result: Any) -> NonFinite | None:
-        """Return the finding for an operator's results; None if they are finite or not to be reported."""
+        """Return the finding for an operator's results; None if the results are finite or not to be reported."""
         name = operator_name(call.func)
         written = written_in(call.func, call.args, call.kwargs)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -148,7 +148,7 @@ class Probe:
         return torch.where(where, torch.where(drawn == ids, following, drawn), ids)
 
     def meaningless(self) -> torch.Tensor:
-        """Return a mask of the tokens that have no special meaning in the config, `[rows, tokens]`."""
+        """Return a mask, `[rows, tokens]`, of the tokens that have no special meaning in the config."""
         return torch.isin(self.batch.ids, torch.tensor(self.copy.plain))
 
     @cached_property
@@ -206,7 +206,7 @@ def spread(first: int, last: int, most: int) -> list[int]:
 
 
 def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the predictions whose logits have a gradient: the loss does not depend on any other."""
+    """Return the predictions whose logits have a gradient: the loss depends on no other prediction."""
     gradient = None
     if loss.requires_grad and logits.requires_grad:
         (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)
