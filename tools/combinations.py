@@ -23,10 +23,10 @@ PAGE = ROOT / "docs" / "combinations.md"
 _HEAD = """# What combines
 
 This page shows which options of a training combine in pairs; `python -m tools.combinations` writes the page from `tests/combinations.json`. **✓** means that a step
-with both options runs: `tests/test_combinations.py` trains a tiny model on a CPU, with the defaults for all other options (`sft`, LoRA, no quantization, one process,
-no checkpointing, no packing, a dense model of text, no compiler); other tests compare the numbers of such steps. **✗** means that the pair is refused before weights
-are loaded, with the message of that number below. `make test-all` runs every pair, `make test` a few. FSDP2 and DDP run in two processes, `compile` with torch's
-backend `eager`. Three options at once, and GPUs, are not tested here.
+with both options runs. `tests/test_combinations.py` trains a tiny model on a CPU, with the defaults for all other options (`sft`, LoRA, no quantization, one process,
+no checkpointing, no packing, a dense text model, no compiler); other tests compare the numbers of such steps. **✗** means that isotype refuses the pair before it
+loads weights; the number beside ✗ is the number of the message in the list below. `make test-all` runs every pair, and `make test` runs a few pairs. Steps with FSDP2
+or DDP run in two processes, and steps with `compile` use torch's backend `eager`. Combinations of three options, and GPUs, are not tested here.
 
 """
 
