@@ -70,7 +70,7 @@ def page(rule: Rule) -> str:
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
-    """Return the findings of all rules: errors come first, then codes decide. Fixes are in order of preference."""
+    """Return the findings of all rules, errors first, then in order of codes. Fixes are in order of preference."""
     findings = [
         replace(finding, fixes=by_preference(finding.fixes))
         for rule in all_rules()

@@ -62,7 +62,7 @@ _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on thi
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield operators for which the device has no kernel in their dtype."""
+    """Yield findings for operators whose dtype has no kernel on the device."""
     for finding in _without_kernel(trace):
         dtype, where = dtype_name(finding.operands[0].dtype), short(finding.source)
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")

@@ -18,11 +18,12 @@ dtype and its result back, so it returns float32 again.
 
     isotype.enforce(model, policy)                     # the dtypes of the policy again
 
-**What is not reported.** Matmuls that autocast runs in float32 on purpose; matmuls of adapters; quantized layers with
-a wide compute dtype (IST404); casts in the code of a published transformers model, whose authors chose that arithmetic
-(routers, state-space scans); any matmul on a device without instructions for the compute dtype (IST601, IST602), where
-float32 is faster; matmuls with less than 2 % of the FLOPs that make the step less than 1.1 times slower. The share of
-FLOPs is the sum over wide calls divided by the sum over all matmul-like calls.
+**What is not reported.** Matmuls that autocast runs in float32 on purpose; matmuls of adapters; quantized
+layers with a wide compute dtype (IST404); casts in the code of a published transformers model, whose authors
+chose that arithmetic (routers, state-space scans); any matmul on a device without instructions for the
+compute dtype (IST601, IST602), where float32 is faster; matmuls that have less than 2 % of the FLOPs and make
+the step less than 1.1 times slower. The share of FLOPs is the sum over wide calls divided by the sum over all
+matmul-like calls.
 
 **How safe is the fix?** Running under autocast, or returning outputs in the compute dtype, changes no stored weight. A
 cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight, else unsafe.

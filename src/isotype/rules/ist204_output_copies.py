@@ -21,8 +21,8 @@ with `fp32_output=True`, before the trainer computes log-probabilities chunk by 
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** A float32 copy that a loss uses as a whole: softmax and loss need float32. Nor are
-copies below 1 % of the step's peak memory reported; copies below 5 % get a note. The reported memory is the
+**What is not reported.** A float32 copy that a loss uses as a whole: softmax and loss need float32. The rule
+ignores copies below 1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the
 bytes of the copies.
 
 **How safe is the fix?** Softmax and loss compute with the same digits.

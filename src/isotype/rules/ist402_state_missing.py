@@ -33,7 +33,7 @@ TITLE = "A quantized layer without its quantization state"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield quantized weights without their state."""
+    """Yield a finding for quantized weights without their state."""
     lost = [weight for weight, state in quantized(trace) if not state.present]
     if lost:
         yield finding_of(

@@ -3,10 +3,10 @@
 if they were a weight: code multiplies or casts them, replaces them by a dense tensor, or casts activations to
 their dtype.
 
-**Why it is bad.** It fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
-(6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex
-dtypes`; or it runs without an error, but a cast has changed the codes, or has rounded the activations to
-integers from 0 to 255.
+**Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be
+multiplied (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or
+complex dtypes`; or it runs without an error, but a cast has changed the codes, or has rounded the activations
+to integers from 0 to 255.
 
 **An example that fails**
 
@@ -18,7 +18,7 @@ integers from 0 to 255.
     layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
     BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose parent reads its weight
 
-**How safe is the fix?** Only the author of the code can change it, or choose the option that selects it.
+**How safe is the fix?** Only the owner of the code can change the code, or set an option that avoids it.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
 unslothai/unsloth-zoo #1132; huggingface/peft #929, #1999; MNoorFawi/curlora #5;

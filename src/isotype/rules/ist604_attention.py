@@ -2,10 +2,10 @@
 **What it means.** The attention kernel that the model requests does not exist on the device, or does not
 support the dtype of queries, keys and values.
 
-**Why it is bad.** FlashAttention takes float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0
+**Why it is bad.** FlashAttention supports float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0
 and later and on AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on
-a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for CPUs.
-`sdpa` selects a slower kernel instead, which materializes all scores or runs in float32.
+a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
+CPUs. `sdpa` selects a slower kernel instead, which materializes all scores or runs in float32.
 
 **Why it happens.** The script asks for `attn_implementation="flash_attention_2"` on older hardware, or for a float32
 model without autocast. Or float32 norms (PEFT, `prepare_model_for_kbit_training`) make the queries float32.

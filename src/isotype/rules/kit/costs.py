@@ -1,10 +1,10 @@
 """Costs of findings that raise no error: FLOPs, casts, bytes and estimated time. The rules IST2xx and IST6xx use them.
 
-Times are estimated by the roofline model (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an
-operator takes `max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step
-takes the sum over its operators. Rates are the data-sheet peaks of the device profile. Each operator counts
-by itself, as in eager PyTorch, without launch costs, so for tiny models only the ratios between large
-operators are meaningful.
+The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator
+takes `max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step takes the
+sum over its operators. Rates are the data-sheet peaks of the device profile. Each operator counts by itself,
+as in eager PyTorch, without launch costs, so for tiny models only the ratios between large operators are
+meaningful.
 """
 
 from __future__ import annotations
