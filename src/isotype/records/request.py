@@ -33,10 +33,8 @@ class StepRequest:
         model: any `nn.Module`, real or on the meta device.
         inputs: keyword arguments of the model (with labels), a callable model -> loss, or a `LossOf`.
         policy: the model's intended policy; None for the policy attached to the model, if any.
-        device: a device profile (`"t4"`) or a real device; None for the policy's device, else the best device of this
-            machine.
-        autocast: dtype of autocast around forward and loss; None for the policy's autocast dtype, if any; False for no
-            autocast.
+        device: a device profile (`"t4"`) or a real device; None for the policy's device, else this machine's best.
+        autocast: dtype of autocast around forward and loss; None for the policy's dtype, if any; False for no autocast.
         scaler: whether a GradScaler is used; None to use it only under float16 autocast.
         optimizer: a name, an optimizer, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
@@ -47,15 +45,13 @@ class StepRequest:
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         zero3: version of DeepSpeed if its ZeRO-3 shards the run; else "".
         find_unused: whether DDP runs with `find_unused_parameters`: it looks for parameters without a gradient.
-        shard_integers: whether FSDP shards frozen weights stored as integers (isotype shards them, accelerate does
-            not).
+        shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
             the model's setting.
         generate: function of the model that the phase `"generate"` runs.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
-        evaluation: inputs of an evaluation batch between steps, in one of the forms of `inputs`; None without
-            evaluation.
+        evaluation: inputs of an evaluation batch between steps, in the form of `inputs`; None without evaluation.
         reference: kind of the loss's frozen reference copy, `weights` or `adapters`; None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
         ahead: number of batches that are in the device's memory in addition to the current batch.

@@ -274,8 +274,7 @@ class Setup:
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint by the model's config; None if the config has none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
-        accumulates: number of micro-batches in an optimizer step; gradients are in memory from the second micro-batch
-            on.
+        accumulates: number of micro-batches in an optimizer step; from the second one on, gradients are in memory.
         room: memory limit of the step, with its reason; None for the device's limit.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
@@ -283,8 +282,7 @@ class Setup:
         data: known facts about the data set's rows in words; "" if no data set was opened.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
         ranges: measured value ranges; None if not measured.
-        family_ranges: published facts about value ranges in the model's family, with their source; "" if there are
-            none.
+        family_ranges: published facts about value ranges in the model's family, with the source; "" if unknown.
     """
 
     profile: DeviceProfile

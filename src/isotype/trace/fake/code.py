@@ -47,8 +47,7 @@ class StepCode:
             optimizer.
         generate: code of the phase `generate`; None for one forward without labels and gradients.
         folded: True to trace only one of several equal layers, see `isotype.model.fold`.
-        weights: the result of `weights_of(model)` if the caller has it, since that call is slow; None to read the
-            weights.
+        weights: the result of `weights_of(model)`, if the caller has it; None to call this slow function.
         evaluation: inputs of the phase `evaluate`; None for no evaluation.
         reference: memory kind that counts the frozen copy of the model's weights; None if there is no copy.
     """
