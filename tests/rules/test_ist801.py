@@ -74,7 +74,7 @@ def test_a_dora_magnitude_that_no_update_moves() -> None:
     (finding,) = find(trace(given, learning_rate=1e-4))
     assert finding.message == "updates of 1e-04 are lost in 1 of 2 trainable parameters"
     assert finding.notes == (
-        f"{DORA}: not loaded; initialised, its values are near 0.58, where bfloat16 has steps of 3.9e-03",
+        f"{DORA}: not loaded; as initialised, its values are near 0.58, where bfloat16 has steps of 3.9e-03",
     )
     assert not list(find(trace([adapter(FP32, DORA, shape=(64,)), given[1]], learning_rate=1e-4)))
 

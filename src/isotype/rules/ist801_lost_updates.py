@@ -131,8 +131,8 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
         return 0.0, ""
     base = _measured(weight, trace, layer).median_weight
     if base:
-        return math.sqrt(inputs[0]) * base / 0.6745, "by the measured weights of its layer, values"
-    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; initialised, its values are"
+        return math.sqrt(inputs[0]) * base / 0.6745, "computed from the measured weights of its layer: values"
+    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; as initialised, its values are"
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
