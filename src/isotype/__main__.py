@@ -6,7 +6,7 @@ import sys
 
 
 def start() -> int:
-    """Run the command line and return its exit status; Ctrl-C also works while isotype is still imported."""
+    """Run the command line and return its exit status; Ctrl-C also works while isotype is being imported."""
     try:
         from isotype.cli.main import main
 

@@ -155,7 +155,7 @@ class _Judge:
     zeros: frozenset[str]
 
     def use(self, tensor: TensorHeader) -> tuple[Effect, str, str]:
-        """Return (effect, why, fix) of one tensor."""
+        """Return (effect, reason, fix): what the program does with one tensor of the adapter, why, and what to do."""
         config, rules, module = self.adapter.config, self.rules, module_of(tensor.name)
         for option, why in rules.refuses.items():
             if getattr(config, option, None):

@@ -215,7 +215,10 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Return the headers of the tensors that `adapter` makes; the conversion runs on the meta device."""
+    """Return the names, dtypes and shapes of the tensors into which `adapter` converts the tensors of a checkpoint.
+
+    The conversion runs on the meta device.
+    """
     blank = {
         tensor.name: torch.empty(dense_shape(tensor) or (), dtype=dense_dtype(tensor), device="meta")
         for tensor in stored_tensors(headers.tensors, headers.quantization)

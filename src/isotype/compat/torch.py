@@ -230,7 +230,7 @@ TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 
 
 def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
-    """Return a fake tensor on `device` with the meta tensor `memory`, without the attributes that `FakeTensor.__new__` sets."""
+    """Wrap the meta tensor `memory` as a fake tensor on `device`. The attributes that `FakeTensor.__new__` sets are not set."""
     result = torch.Tensor._make_subclass(
         FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
     )

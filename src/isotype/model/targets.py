@@ -70,7 +70,9 @@ def remember_drawn(model: Any, names: Collection[str]) -> None:
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add modules whose weights no checkpoint file has to an adapter's `modules_to_save`; return a sentence about them.
+    """Save with the adapter the modules whose weights are in no file of the checkpoint; return a sentence about them.
+
+    The modules are added to `modules_to_save` of the PEFT config.
 
     Raises UsageError if such a module also has weights from files, or if this kind of adapter saves no modules.
     """

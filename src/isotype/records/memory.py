@@ -133,5 +133,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """Host seconds per launch: if a launch takes longer, a device that reaches `traced_seconds` waits for the host."""
+        """Seconds that the device computes per kernel launch. If the host needs longer to launch a kernel, the device waits."""
         return self.traced_seconds / self.launches

@@ -56,8 +56,8 @@ class StepRequest:
         accumulates: number of micro-batches in an optimizer step, or True for several.
         ahead: number of batches that are in the device's memory in addition to the current batch.
         room: device memory that the step may take; None for the device's limit.
-        wiring: whether to measure, on a small copy, which inputs reach which predictions; or the inputs for this copy,
-            if a wrapped forward calls the model with other inputs.
+        wiring: whether to measure on a small copy of the model which inputs reach which predictions. If a wrapper calls the
+            model with inputs of its own, these inputs are given here instead of True.
         others: batches that other processes get at the same time.
         ranges: measured value ranges; if None, `run` measures them if the step is in float16, the weights are
             available, and the measurement is short.

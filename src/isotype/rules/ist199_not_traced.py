@@ -1,6 +1,6 @@
 """
 **What it means.** The step raised an error that no operator's contract explains, and the trace ended there. The part
-of the step before the error was checked, the part after it was not.
+of the step that precedes the error was checked; the part that follows was not.
 
 **Why it happens.** The model needs values and not only dtypes (a loop until convergence, a size that is
 computed from a tensor's values), it calls a kernel without a fake implementation, a library is missing, or

@@ -13,7 +13,7 @@ from isotype.records.trace import Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Parts of paths of published models' code. Many trainings use this code, so what looks like a mistake in it works."""
+"""Folder names that mark a source file as code of transformers or diffusers. Many trainings run this code, so what looks like a mistake in it works."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:

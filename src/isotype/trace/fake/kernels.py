@@ -184,7 +184,9 @@ def _is_steady(func: Any) -> bool:
 
 
 def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
-    """Return this machine's error for a call with mixed dtypes; None if the error does not depend on shapes.
+    """Return the error that a call with mixed dtypes raises on this machine, or None if it raises no error.
+
+    Only operators whose error depends on the operands' shapes are called; None for all others.
 
     The call is real, with uninitialized tensors: a kernel raises before it reads values. A call with an operand of more
     than `_LARGEST` elements is not made.

@@ -17,7 +17,7 @@ _PICTURES = ("pixel", "features", "audio", "image")
 
 
 def unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Yield the inputs that change no prediction: pictures or sounds in rows with labels, or the mask of padding."""
+    """Yield the inputs that change no prediction. Pictures and sounds in rows with labels, and the attention mask, are tested."""
     batch, learned, has_picture = probe.batch, probe.learned, probe.of_pictures.any(-1)
     unlearned = bool(has_picture.any()) and not bool(has_picture[learned.rows].any())
     for name, value in () if unlearned else batch.inputs.items():

@@ -40,7 +40,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     Attributes:
         steps: the records so far, those of `earlier` first.
-        evals: held-back losses so far, those of `earlier` first.
+        evals: losses on the held-out rows so far, those of `earlier` first.
         resumed_from: step of the resumed checkpoint; None if the run was not resumed.
     """
 
