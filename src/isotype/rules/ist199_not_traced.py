@@ -2,8 +2,8 @@
 **What it means.** The step raised an error that no operator's contract explains, and the trace ended there. The part
 of the step that precedes the error was checked; the part that follows was not.
 
-**Why it happens.** The model needs values and not only dtypes (a loop until convergence, a size that is
-computed from a tensor's values), it calls a kernel without a fake implementation, a library is missing, or
+**Why it happens.** The model needs values and not only dtypes (a size that is computed from a tensor's
+values), it calls a kernel without a fake implementation, a library is missing, or
 the inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too, so the
 finding is an error; else it is a warning.
 
