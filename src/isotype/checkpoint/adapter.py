@@ -274,7 +274,7 @@ _FIX = "give the base model that the adapter was trained on"
 
 
 def fill(peft_model: Any, adapter: Adapter) -> None:
-    """Copy an adapter's trained values into the model from `inject`; raise CheckpointError if they do not fit."""
+    """Copy an adapter's trained values into a model that `inject` returned; raise CheckpointError if they do not fit."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 

@@ -49,7 +49,7 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        Only these rows are read if they are whole source tensors (one per expert) or the same rows of each source tensor.
+        The other rows are not read if these rows are whole source tensors (one per expert) or the same rows in each source tensor.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)

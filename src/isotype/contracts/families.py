@@ -29,7 +29,8 @@ class Family:
         ops: names of the operators, without overload (`aten.mm`).
         message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, `{1}` for
             the first operand that differs from it. The message is "" for a rule that only limits the dtypes.
-        alike: positions (in the pattern's letters) of the operands that must have the same dtype; None for all.
+        alike: positions of the operands that must have the same dtype; None if all operands must. A pattern has a letter for
+            each operand, in the same order.
         exact: True if integer operands can break the rule, too (as in a matmul); False if the rule ignores them (as
             indices).
         only: letters of the accepted dtypes; "" for all dtypes.

@@ -1,4 +1,4 @@
-"""Chooses the boundary of each module under a policy.
+"""Choose for each module the dtypes that its inputs and outputs are cast to under a policy.
 
 A module needs a boundary if value ranges require one (a float32 residual stream, an exception), if its own weights are
 float32, or if it returns float32.

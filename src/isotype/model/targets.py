@@ -257,7 +257,7 @@ _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences about weights with and without adapters; no sentence if each weight that the config names has one."""
+    """Return sentences about weights with and without adapters, or none if every weight that the config names has an adapter."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]

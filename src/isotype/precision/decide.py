@@ -258,7 +258,7 @@ class _Draft:
             self._refuse(
                 f"{options} with {storage_format or 'no'} quantization",
                 "quantization nf4 or fp4",
-                f"ask for one, or leave {options} out",
+                f"ask for nf4 or fp4, or leave {options} out",
             )
         if self.request.storage is not None:
             return self._requested_storage(self.request.storage, storage_format, compute, master)

@@ -168,7 +168,7 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 
 
 def plan_lines(inspection: PlanInspection) -> list[str]:
-    """Return lines on tied, initialised, surplus and computed tensors, other formats, and warnings of the policy."""
+    """Return lines about tied, initialised, unused and computed tensors, layers in another format than the policy's, and warnings."""
     plan = inspection.plan
     lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
     for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():

@@ -63,7 +63,7 @@ NARROW = 60
 """On a console of fewer columns the cells of a table's row are printed one under another."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The part of a line under which its other lines are indented: spaces, a bullet, a label of one or two words."""
+"""The start of a line: spaces, a bullet, a label of one or two words. If the line is wrapped, its continuation is indented by it."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 

@@ -266,7 +266,7 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
-    """Return a (label, sentence) for each next step after a check of the user's script, which no command can repair."""
+    """Return a (label, sentence) for each thing to do after a check of the user's script. No command can repair a script."""
     rows, setup = [], report.trace.setup
     fixes = [fix for finding in report.findings for fix in finding.fixes]
     safeties = {fix.safety for fix in fixes if fix.verified and fix.scope == "model"}

@@ -116,7 +116,10 @@ class PlannedStep:
         return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan for a batch of `rows` rows, and the tokens of a row; documents get separate rows if `mixed`."""
+        """Return the plan for a batch of `rows` rows, and the length of a row in tokens.
+
+        If packed documents would attend to each other (`mixed`), each document gets a row of its own.
+        """
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
