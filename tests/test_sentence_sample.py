@@ -45,7 +45,7 @@ def test_sentences_have_kind_place_and_holder(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).write_text(PAGE if name == "README.md" else "", encoding="utf-8")
     monkeypatch.setattr(sentence_sample, "ROOT", tmp_path)
     assert [
-        (found.kind, found.where, found.holder, found.text) for found in sentences(read_sources(tmp_path))
+        (drawn.kind, drawn.where, drawn.holder, drawn.text) for drawn in sentences(read_sources(tmp_path))
     ] == [
         ("docstring", "isotype/room.py:2", "isotype.room", "The door of a room opens twice."),
         ("docstring", "isotype/room.py:2", "isotype.room", "It closes once a day, at night."),

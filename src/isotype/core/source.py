@@ -83,6 +83,15 @@ def condition_at(source: str) -> str:
     return raising if raising.startswith(("assert", "if")) else above if raising.startswith("raise") else ""
 
 
+def decided_at(file: str, line: int) -> str:
+    """Return what the condition on a line decides: "loop" (a `while`), "error" (an `if` without `not` that raises), or ""."""
+    text, below = linecache.getline(file, line).strip(), linecache.getline(file, line + 1).strip()
+    if text.startswith("while "):
+        return "loop"
+    raises = text.startswith(("if ", "elif ")) and (": raise " in text or below.startswith("raise "))
+    return "error" if raises and " not " not in text else ""
+
+
 def line_of(error: BaseException) -> str:
     """Return the `raising_line` of an error; if there is none, the innermost line, which is in this package or torch."""
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]

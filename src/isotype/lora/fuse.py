@@ -241,7 +241,7 @@ def fuse(
     the weights that FSDP2 has gathered.
 
     Args:
-        model: a PEFT model; changed in place. If the model is fused already, it is fused anew.
+        model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments of the forward for that run. By default the inputs are a few tokens, which pass through
             the language model but through no vision tower.
         budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU, and a quarter of the

@@ -124,7 +124,7 @@ def plan(
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
     """Return the fixes that together resolve the most findings of `report`, and (finding, reason) for the others.
 
-    After each fix, all findings are determined anew, since one cause can hide another. For each finding, a fix is
+    After each fix, the step is checked again, since one cause can hide another. For each finding, a fix is
     searched only once: after that, the finding is resolved, or it remains.
 
     Args:

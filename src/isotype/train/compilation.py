@@ -91,7 +91,7 @@ def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
         return
     flag, fix = "--torch_compile True", "install it, or leave --torch_compile out"
     if device.startswith("cpu") or (device == "auto" and not torch.accelerator.is_available()):
-        # The default of `torch._inductor.config.cpp.cxx`.
+        # The C++ compiler that inductor calls by default.
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(shlex.split(name)[0]) is None:
             expected = f"a C++ compiler, which inductor needs for a CPU: {name} is not on the path"

@@ -88,8 +88,8 @@ void norm_backward(int64_t rows, int64_t width, int64_t threads, const T* d, con
 template <class T> struct Heads { T* at; int64_t batch, head, token; };
 
 // Rotary positions: the halves (a, b) of a head become (a cos - b sin, b cos + a sin), with the cosines and sines of each half. With
-// `back` gradients become (a cos + b sin', b cos - a sin'), where sin' are the sines of the other half. A table is [tokens, dim];
-// `apart` values lie between the tables of two rows of the batch, 0 if all rows share a table.
+// `back` gradients become (a cos + b sin', b cos - a sin'), where sin' are the sines of the other half. A table is [tokens, dim].
+// `apart` is the distance in values from the table of one row of the batch to the table of the next row, 0 if all rows share a table.
 template <class T>
 void rotate(int64_t batch, int64_t heads, int64_t tokens, int64_t dim, int64_t apart, bool back, int64_t threads, Heads<const T> x,
             const T* cos, const T* sin, Heads<T> out) {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from linecache import getline
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,7 @@ from isotype.compat.torch import (
 )
 from isotype.core.names import short
 from isotype.core.operators import leaves, operator_name
-from isotype.core.source import asking_line
+from isotype.core.source import asking_line, decided_at
 from isotype.precision.devices.simulated import VALUE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
@@ -243,13 +242,13 @@ class Values:
         The condition of a `while` gets other numbers in turn, so that its loop ends. A condition that would make the
         code raise an error is False.
         """
-        file, line = asking_line() or ("", 0)
-        text, number = getline(file, line).strip(), 1.0
-        if text.startswith("while "):
-            number = _OF_LOOP[self.loops[file, line] % len(_OF_LOOP)]
-            self.loops[file, line] += 1
-        elif tensor.dtype == torch.bool and text.startswith(("if ", "elif ")) and " not " not in text:
-            number = not (": raise " in text or getline(file, line + 1).strip().startswith("raise "))
+        place, number = asking_line() or ("", 0), 1.0
+        decided = decided_at(*place)
+        if decided == "loop":
+            number = _OF_LOOP[self.loops[place] % len(_OF_LOOP)]
+            self.loops[place] += 1
+        elif decided == "error" and tensor.dtype == torch.bool:
+            number = 0.0
         kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
         return kind(number)
 
