@@ -91,59 +91,6 @@ def test_a_layer_that_chance_may_skip_is_kept(drawn: tuple[int, ...]) -> None:
     assert skipped == [False] * 3
 
 
-def test_a_guard_lets_unknown_values_pass() -> None:
-    def guarded(x: torch.Tensor) -> str:
-        if x.max() > 100:
-            raise ValueError("too large")
-        if x.min() < 0: raise ValueError("negative")  # noqa: E701 # fmt: skip
-        if not (x > 1).any():
-            raise ValueError("all small")
-        return "passed"
-
-    assert followed(guarded, {"x": X}, known=False) == "passed"
-    with pytest.raises(ValueError, match="negative"):
-        followed(guarded, {"x": X - 10})
-
-
-def below(x: torch.Tensor) -> int:
-    rounds = 0
-    while x.sum() > rounds * 0.001:
-        rounds += 1
-    return rounds
-
-
-def above(x: torch.Tensor) -> int:
-    rounds = 0
-    while x.float().mean().item() < 10:
-        rounds += 1
-    return rounds
-
-
-def both(x: torch.Tensor) -> int:
-    return below(x) + above(x) + below(x)
-
-
-@pytest.mark.parametrize(("program", "rounds"), [(below, 2), (above, 3), (both, 8)])
-def test_a_loop_that_ends_by_unknown_values_ends(program: Program, rounds: int) -> None:
-    """An equilibrium, a search: with a condition that stays true it would be traced for ever."""
-    mode = fake_mode()
-    recorder = FakeRecorder(contracts_for("cpu"), torch.float32, mode)
-    fakes = fake_inputs({"x": X}, mode)
-    with mode, recorder, Functions(recorder, "cpu"):
-        assert program(**fakes) == rounds
-    places = [note.partition(" ends ")[0] for note in recorder.values.notes()]
-    assert places == [
-        f"the loop at test_values.py:{loop.__code__.co_firstlineno + 2}"
-        for loop in ([below, above] if program is both else [program])
-    ]
-
-
-def test_a_condition_on_a_weight_is_taken_for_true() -> None:
-    assert followed(lambda x: bool(x.sum() > 100), {"x": X}, known=False) is True
-    assert followed(lambda x: x.float().max().item(), {"x": X}, known=False) == 1.0
-    assert followed(lambda x: x.max().item(), {"x": X}, known=False) == 1
-
-
 def test_a_factorisation_of_weights_succeeds() -> None:
     square = torch.eye(3)
     assert followed(lambda x: torch.linalg.cholesky_ex(x).info.item(), {"x": square}, known=False) == 0

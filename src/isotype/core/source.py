@@ -9,6 +9,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,16 +36,22 @@ def is_library(filename: str) -> bool:
     return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 
-def asking_line() -> Any:
-    """Return (file, line) of the operator's caller: the innermost frame outside of torch and this package.
+def asking_frame() -> FrameType | None:
+    """Return the frame of the operator's caller: the innermost frame outside of torch and this package.
 
     Returns None if the preflight itself called the model, and only torch's modules ran inside of the model.
     """
-    frame = frame_above(2)
+    frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == _STEP:
             return None
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
+    return frame
+
+
+def asking_line() -> tuple[str, int] | None:
+    """Return (file, line) of `asking_frame`; None if there is no frame."""
+    frame = asking_frame()
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -81,15 +88,6 @@ def condition_at(source: str) -> str:
     line = int(number) if number.isdigit() else 0
     above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
     return raising if raising.startswith(("assert", "if")) else above if raising.startswith("raise") else ""
-
-
-def decided_at(file: str, line: int) -> str:
-    """Return what the condition on a line decides: "loop" (a `while`), "error" (an `if` without `not` that raises), or ""."""
-    text, below = linecache.getline(file, line).strip(), linecache.getline(file, line + 1).strip()
-    if text.startswith("while "):
-        return "loop"
-    raises = text.startswith(("if ", "elif ")) and (": raise " in text or below.startswith("raise "))
-    return "error" if raises and " not " not in text else ""
 
 
 def line_of(error: BaseException) -> str:

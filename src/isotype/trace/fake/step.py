@@ -124,7 +124,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         weights=_with_history(weights_of(step.twin), weights, before),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         memory=memory,
-        notes=(*step.notes, *step.recorder.values.notes(), *step.attention_notes(memory.peak)),
+        notes=(*step.notes, *step.recorder.values.numbers.notes(), *step.attention_notes(memory.peak)),
         model=type(model).__name__,
         input_dtypes=frozenset(step.recorder.inputs),
         reached=step.reached,

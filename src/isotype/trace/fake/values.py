@@ -9,8 +9,7 @@ unknown, so that counts, selections and splits by the same mask agree.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,12 +23,11 @@ from isotype.compat.torch import (
     without_functions,
     without_modes,
 )
-from isotype.core.names import short
 from isotype.core.operators import leaves, operator_name
-from isotype.core.source import asking_line, decided_at
 from isotype.precision.devices.simulated import VALUE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
+from isotype.trace.fake.unknown import Numbers
 
 aten = torch.ops.aten
 
@@ -41,8 +39,6 @@ _LARGE = "_isotype_large"
 _EXACT = "_isotype_exact"
 HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
-_OF_LOOP = (1.0, 1.0, 0.0, 1e9)
-"""Numbers that the condition of a `while` reads in turn: `x > limit` and `x < limit` become false after two or three rounds."""
 _MOST_EXPERTS = 1024
 # Operators whose result depends only on the shape of the operand.
 _SHAPE_ONLY = frozenset(
@@ -62,8 +58,8 @@ _FACTORISATIONS = frozenset(
 )
 # Comparisons of floats are guessed. The code compares integers to find the rows of experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
-# Conditions that must be true for the code to continue, such as argument checks of `torch.distributions`.
-_ALL = frozenset({aten.all, aten._is_all_true})
+# Conditions on all elements: `Numbers` chooses their truth value by its use, such as a check of arguments.
+_REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
 # Models use these operators to find the pictures that only pad a batch, all zeros: they are computed for large values, too.
 _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
@@ -79,8 +75,7 @@ class Values:
         self._experts = 0
         # Storages of values that a write has made unknown; kept alive, since a new storage could get their address.
         self._unknown: dict[int, torch.UntypedStorage] = {}
-        # (file, line) of a `while` whose condition is unknown -> how many of its values the code has read.
-        self.loops: Counter[tuple[str, int]] = Counter()
+        self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
         """Store the value of the fake `tensor`; more than `LIMIT` elements only if their zeros are to be `counted`."""
@@ -123,9 +118,11 @@ class Values:
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         shape_only = packet in _SHAPE_ONLY
-        if packet in _NEVER and tensors[0][1].numel() <= LIMIT:
+        if packet in _NEVER:
             with unset_fake_temporarily():
-                return torch.zeros(tensors[0][1].shape, dtype=torch.bool)
+                never = torch.zeros((), dtype=torch.bool).expand(tensors[0][1].shape)
+                setattr(never, _LARGE, None)
+                return never
         values = [self._read(tensor, packet) for _, tensor in tensors]
         if not shape_only and any(value is None for value in values):
             return _guess(tensors) if packet in _COMPARISONS else None
@@ -146,7 +143,9 @@ class Values:
                 result = func(*map_leaves(real, args), **map_leaves(real, kwargs))
             except RuntimeError:
                 return None  # mixed dtypes, or no kernel: the contract decides what happens
-            if guessed and packet in _ALL:
+            if guessed and packet in _REDUCTIONS and result.numel() == 1:
+                return None
+            if guessed and packet is aten.all:
                 result = torch.ones_like(result)
             if packet in _COUNTED and tensors and hasattr(tensors[0][1], _LARGE):
                 setattr(result, _LARGE, None)
@@ -233,30 +232,8 @@ class Values:
         if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
             return _split
         if func is aten._local_scalar_dense.default:
-            return self._number
+            return self.numbers.read
         return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
-
-    def _number(self, tensor: torch.Tensor) -> Any:
-        """Return a stand-in for an unknown number or truth value: 1 or True.
-
-        The condition of a `while` gets other numbers in turn, so that its loop ends. A condition that would make the
-        code raise an error is False.
-        """
-        place, number = asking_line() or ("", 0), 1.0
-        decided = decided_at(*place)
-        if decided == "loop":
-            number = _OF_LOOP[self.loops[place] % len(_OF_LOOP)]
-            self.loops[place] += 1
-        elif decided == "error" and tensor.dtype == torch.bool:
-            number = 0.0
-        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
-        return kind(number)
-
-    def notes(self) -> Iterator[str]:
-        """Yield a note on every loop whose later rounds were not traced."""
-        for file, line in self.loops:
-            place = short(f"{file}:{line}")
-            yield f"the loop at {place} ends by its values: two or three rounds of it are traced and counted"
 
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.

@@ -1,0 +1,254 @@
+"""Numbers that the code reads from tensors with unknown values.
+
+The code that reads a number decides something with it. The trace follows a step that works: guards let the number pass,
+loops end after a few rounds. The syntax tree of the source tells the use of a number: `if x.max() > 1e4: raise …`,
+`while error.item() > 1e-3`, `if done.all(): break`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from isotype.core.names import short
+from isotype.core.source import asking_frame, is_library
+
+_ROUNDS = 3
+_MOST_READS = 50
+_BY_TURNS = (1.0, 1.0, 0.0, 1e9)
+"""Numbers for a loop that reads them in a place without a known use: `x > limit` and `x < limit` become false."""
+_NOT_FINITE = re.compile(r"(?:\b|_|is)(?:nan|inf)(?:\b|_)")
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NOP")
+
+
+@dataclass(frozen=True)
+class Order:
+    """The way from a number to the condition that it decides.
+
+    Attributes:
+        negated: True if an odd number of `not` is on the way.
+        rises: True if a large number makes the comparison on the way true, False if a small one does, None without one.
+        limit: the constant that the number is compared with; None if there is none.
+    """
+
+    negated: bool = False
+    rises: bool | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """The use of a number.
+
+    Attributes:
+        passes: the truth value of the number, or of its comparison, with which the code goes on.
+        loop: the line of the `while` loop that another truth value ends; None if no loop depends on the number.
+        order: the way to the condition.
+    """
+
+    passes: bool
+    loop: int | None
+    order: Order
+
+    def number(self, truth: bool, is_integer: bool) -> float:
+        """Return a number for which the comparison has a truth value; 1 if possible."""
+        rises, limit = self.order.rises, self.order.limit
+        if rises is None:
+            return float(truth)
+        wants_large = truth == rises
+        if limit is not None and (limit < 1.0) == wants_large:
+            return 1.0
+        if limit is not None:
+            return 2 * limit + 1 if wants_large else limit / 2 if limit > 0 else 2 * limit - 1
+        if self.loop is None:
+            return (1024.0 if is_integer else 1e9) if wants_large else 1.0
+        return 1e9 if wants_large else 0.0
+
+
+class Numbers:
+    """Chooses the numbers that the code reads from unknown values, and counts the rounds of loops."""
+
+    def __init__(self) -> None:
+        self._reads: Counter[tuple[CodeType, int]] = Counter()
+        # (file, line) of the loops that were ended here, in the order of their first round.
+        self._loops: dict[tuple[str, int], None] = {}
+
+    def read(self, tensor: torch.Tensor) -> bool | int | float:
+        """Return a number of the tensor's type, 1 or True unless its use needs another one."""
+        frame = asking_frame()
+        number = 1.0 if frame is None else self._number(frame, tensor)
+        if tensor.dtype == torch.bool:
+            return bool(number)
+        return number if tensor.is_floating_point() else int(number)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a note on every loop whose later rounds were not traced."""
+        for file, line in self._loops:
+            place = short(f"{file}:{line}")
+            yield f"the loop at {place} ends by its values: only its first rounds are traced and counted"
+
+    def _number(self, frame: FrameType, tensor: torch.Tensor) -> float:
+        use, frame = use_in(frame)
+        place, file = (frame.f_code, frame.f_lineno), frame.f_code.co_filename
+        count = self._reads[place]
+        self._reads[place] += 1
+        if use is None:
+            if count < _MOST_READS or (loop := _while_around(frame)) is None:
+                return 1.0
+            self._loops[file, loop] = None
+            return _BY_TURNS[count % len(_BY_TURNS)]
+        truth = use.passes
+        if use.loop is not None:
+            self._loops[file, use.loop] = None
+            truth ^= count % _ROUNDS == _ROUNDS - 1
+        if tensor.dtype == torch.bool:
+            return float(truth)
+        return use.number(truth, not tensor.is_floating_point())
+
+
+def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
+    """Return the use of the number that a frame reads now, and the frame that uses it: the reader, or its caller."""
+    use = _use(frame.f_code, frame.f_lasti, Order())
+    while isinstance(use, Order) and (caller := frame.f_back) is not None:
+        if is_library(caller.f_code.co_filename):
+            break
+        frame = caller
+        use = _use(frame.f_code, frame.f_lasti, use)
+    return (None if isinstance(use, Order) else use), frame
+
+
+@lru_cache(maxsize=4096)
+def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
+    """Return the use of the number that the instruction at byte `at` reads; the way so far if the function returns it."""
+    parents = _parents(code.co_filename)
+    node = _expression(code, at)
+    if node is None:
+        return None
+    order, place = _upwards(node, order, parents)
+    match place:
+        case ast.Return():
+            return order
+        case ast.Assign(targets=[(ast.Name() | ast.Attribute()) as target]) | ast.AnnAssign(target=target):
+            readers = _readers(place, ast.unparse(target), parents)
+            ways = (_upwards(reader, order, parents) for reader in readers)
+            return next((use for way, test in ways if (use := _of_test(test, way, parents))), None)
+    use = _of_test(place, order, parents)
+    equals = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)
+    if use is None and (equals or _NOT_FINITE.search(ast.unparse(node))):
+        return Use(False, None, order)  # an unknown number equals no other, and it is finite
+    return use
+
+
+def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> Use | None:
+    """Return the use of a number in the condition of `place`; None if the code runs on either way."""
+    match place:
+        case ast.While():
+            return Use(not order.negated, place.lineno, order)
+        case ast.Assert():
+            return Use(not order.negated, None, order)
+        case ast.If(body=body, orelse=orelse):
+            loop = _around(place, parents, (ast.While, ast.For))
+            is_while = isinstance(loop, ast.While)
+            ends = (ast.Break, ast.Return) if is_while else ast.Break
+            for branch, passes in ((body, False), (orelse, True)):
+                if any(isinstance(statement, ast.Raise) for statement in branch):
+                    return Use(passes != order.negated, None, order)
+                if loop is not None and any(isinstance(statement, ends) for statement in branch):
+                    return Use(passes != order.negated, loop.lineno if is_while else None, order)
+    return None
+
+
+def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
+    """Return the way from an expression to the statement, or to the `… if … else …`, that it decides; and that place."""
+    part: ast.AST = node
+    while not isinstance(place := parents[part], ast.stmt):
+        match place:
+            case ast.IfExp(test=test) if part is test:
+                break
+            case ast.UnaryOp(op=ast.Not()):
+                order = replace(order, negated=not order.negated)
+            case ast.Compare(left=left, ops=[operator], comparators=[right]):
+                sign = isinstance(operator, (ast.Gt, ast.GtE)) - isinstance(operator, (ast.Lt, ast.LtE))
+                other = right if part is left else left
+                limit = (
+                    float(other.value)
+                    if isinstance(other, ast.Constant) and isinstance(other.value, (int, float))
+                    else None
+                )
+                if sign:
+                    order = replace(order, rises=(sign > 0) == (part is left), limit=limit)
+        part = place
+    return order, place
+
+
+def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]:
+    """Yield the expressions that read a variable in conditions of the function around `place`."""
+    scope = _around(place, parents, _SCOPES)
+    for statement in ast.walk(scope) if scope is not None else ():
+        if isinstance(statement, (ast.While, ast.If, ast.Assert)):
+            for part in ast.walk(statement.test):
+                if isinstance(part, (ast.Name, ast.Attribute)) and ast.unparse(part) == variable:
+                    yield part
+
+
+def _around(node: ast.AST, parents: dict[ast.AST, ast.AST], kinds: tuple[type[ast.AST], ...]) -> Any:
+    """Return the innermost node of some kinds around a node, within its function; None if there is none."""
+    while (parent := parents.get(node)) is not None and not isinstance(parent, kinds):
+        if isinstance(parent, _SCOPES):
+            return None
+        node = parent
+    return parent
+
+
+def _while_around(frame: FrameType | None) -> int | None:
+    """Return the line of the innermost running `while` loop in the frames of the model's code."""
+    while frame is not None and not is_library(frame.f_code.co_filename):
+        parents, line = _parents(frame.f_code.co_filename), frame.f_lineno
+        lines = (
+            node.lineno
+            for node in parents
+            if isinstance(node, ast.While) and node.lineno <= line <= (node.end_lineno or 0)
+        )
+        if (loop := max(lines, default=None)) is not None:
+            return loop
+        frame = frame.f_back
+    return None
+
+
+def _expression(code: CodeType, at: int) -> ast.expr | None:
+    """Return the expression whose value the instruction at byte `at` reads; None if the source is not available.
+
+    The conversion of a condition to a truth value has the position of the whole statement. The instruction before it
+    has the position of the operand.
+    """
+    positions, index = [*code.co_positions()], at // 2
+    while dis.opname[code.co_code[2 * index]].startswith(_CONVERTS) and index:
+        index -= 1
+    line, last, column, end = positions[index]
+    around = None
+    for node in _parents(code.co_filename):
+        if isinstance(node, ast.expr) and None not in (line, last, column, end):
+            begins = (node.lineno, node.col_offset) <= (line, column)
+            around = node if begins and (last, end) <= (node.end_lineno, node.end_col_offset) else around
+    return around
+
+
+@cache
+def _parents(file: str) -> dict[ast.AST, ast.AST]:
+    """Return the nodes of a source file with their parents; empty if the file is not available or no Python."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
