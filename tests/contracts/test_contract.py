@@ -223,7 +223,8 @@ def test_a_cpu_that_nobody_has_measured_is_judged_by_the_nearest_and_says_so(
     # What all x86 CPUs do alike is no matter of their instructions.
     assert contracts.judge("aten.mm.default", (F, B)) == CPU.judge("aten.mm.default", (F, B))
     assert doubts(profile) == [
-        f"this is a CPU of type aarch64, the tables are of x86 CPUs: it is judged by the table {profile.contracts}"
+        "this is a CPU of type aarch64, and the tables were measured on x86 CPUs: it is judged by the table "
+        f"{profile.contracts}"
     ]
 
 

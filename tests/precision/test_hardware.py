@@ -136,7 +136,7 @@ def test_a_lowered_instruction_set_is_named() -> None:
     [
         (parse_cpuinfo(GRAVITON3), AMX, "cpu-amx", "this is a CPU of type aarch64"),
         (parse_sysctl(APPLE_M1), AVX2, "cpu-avx2", "this is a CPU of type arm64"),
-        (parse_cpuinfo(MILAN), AMX, "cpu-amx", "no table is of a CPU that has no amx_bf16"),
+        (parse_cpuinfo(MILAN), AMX, "cpu-amx", "no table was measured on a CPU without amx_bf16"),
         (parse_cpuinfo(MILAN), None, "cpu-avx2", "this torch has no oneDNN"),
     ],
 )

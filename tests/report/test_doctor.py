@@ -173,7 +173,9 @@ def test_names_with_brackets_are_not_markup() -> None:
 
 
 def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
-    status = BitsandbytesStatus("0.50.2", None, None, "it imports, but no NVIDIA T4 is here to try it on")
+    status = BitsandbytesStatus(
+        "0.50.2", None, None, "it imports, but this machine has no NVIDIA T4 to try it on"
+    )
     report = _report(profile=device_profile("t4"), rates={}, bitsandbytes=status)
     assert report.ok
     text = _text(report, 120)
@@ -295,7 +297,7 @@ def test_bitsandbytes_not_installed_or_device_not_here() -> None:
     )
     script = f"print('{machine._ANSWER}' + '{{}}')"
     assert try_bitsandbytes("0.1", device_profile("t4"), 60, script) == BitsandbytesStatus(
-        "0.1", None, None, "it imports, but no NVIDIA T4 is here to try it on"
+        "0.1", None, None, "it imports, but this machine has no NVIDIA T4 to try it on"
     )
 
 
@@ -306,7 +308,7 @@ def test_nf4_values_that_come_back_wrong_are_a_failure() -> None:
         bad = read_answer("0.1", {"library": "BNBNativeLibrary", "nf4_error": error})
         assert bad.works is False
         assert bad.message == (
-            f"values in [-1, 1] come back from nf4 off by {shown}; 0.153 is the most possible"
+            f"an nf4 round trip changes values in [-1, 1] by up to {shown}, but correct kernels by at most 0.153"
         )
 
 

@@ -32,7 +32,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Disable repacking of 4-bit weights for this CPU in a trace; rule IST407 reports repacking on the simulated device."""
+    """Return a context manager in which bitsandbytes does not repack 4-bit weights for this CPU, for traces of another device."""
     modules = sys.modules.get("bitsandbytes.nn.modules")
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 

@@ -23,7 +23,9 @@ def freed_memory_kept() -> Iterator[None]:
     next step would cause tens of thousands of page faults. This function has no effect with another C library, or if the
     user has set `MALLOC_…` or `GLIBC_TUNABLES`.
     """
-    if platform.libc_ver()[0] != "glibc" or _is_set():
+    set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
+    set_by_user |= "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if platform.libc_ver()[0] != "glibc" or set_by_user:
         yield
         return
     library = ctypes.CDLL(None)
@@ -40,8 +42,3 @@ def give_back_memory() -> None:
     """Let glibc return free memory to the system: tensors of some megabytes leave unused holes in its heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))
-
-
-def _is_set() -> bool:
-    named = any(name.startswith("MALLOC_") for name in os.environ)
-    return named or "malloc" in os.environ.get("GLIBC_TUNABLES", "")

@@ -17,7 +17,7 @@ _silences: dict[str, tuple[float, str]] = {}
 
 
 def asking(source: object) -> AbstractContextManager[str]:
-    """Return `offline_if_unreachable()` if `source` is a string (a hub id), else a context manager without effect."""
+    """Return `offline_if_unreachable()` if `source` is a string (a hub id), else a context manager that yields ""."""
     return offline_if_unreachable() if isinstance(source, str) else nullcontext("")
 
 
@@ -52,7 +52,6 @@ def offline_if_unreachable() -> Iterator[str]:
 
 
 def _why_unreachable() -> str:
-    """Return why a request to the hub fails, or "" if the hub answers."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import get_session

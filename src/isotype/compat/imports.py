@@ -14,7 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` when the module `name` has been imported, at once if it is imported already; return a function that cancels this."""
+    """Call `act` once the module `name` is imported, or now if it is imported already; return a function that cancels the call."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()
@@ -44,10 +44,9 @@ def code_refused() -> Iterator[None]:
 
 
 class _Finder:
-    """Finder that lets the other finders find one module, and calls `act` after the module's first successful import.
+    """Import finder that delegates to the other finders, and calls `act` after the first successful import of one module.
 
-    The finder stays in `sys.meta_path` until the import has succeeded: a lookup by `importlib.util.find_spec` imports nothing, and a
-    failed import may be repeated.
+    The finder stays in `sys.meta_path` until then: `importlib.util.find_spec` imports nothing, and a failed import may be repeated.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Base of the classes that `swapped_class` creates; `made_by` has a function and arguments by which pickle recreates one."""
+    """Base of the classes that `swapped_class` creates; pickle recreates such a class by `made_by[0](*made_by[1])`."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
@@ -111,7 +111,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def see_module(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Set all globals of a copy that `with_global` has made, except `name`, to the current globals of `function`."""
+    """Update all globals except `name` in a copy that `with_global` has made to the current globals of `function`."""
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None

@@ -114,7 +114,7 @@ def _time_limit() -> Iterator[None]:
 
 @contextmanager
 def _memory_limit() -> Iterator[None]:
-    """Limit the memory of this process, so that Python raises MemoryError beyond the limit."""
+    """Let Python raise MemoryError if this process allocates more than `BYTES` inside the `with` block (Linux only)."""
     if not sys.platform.startswith("linux"):
         yield
         return

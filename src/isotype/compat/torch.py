@@ -1,8 +1,7 @@
 """torch (2.10 to 2.14): its private names under public names of isotype.
 
-isotype uses private modules, functions and attributes of torch in this file only, so that a torch release that
-renames one breaks only this file. tests/compat/test_torch.py fails if such a name is gone or has changed its meaning.
-docs/compat.md lists the names that this file reads, and those that it replaces.
+Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or has
+changed its meaning. docs/compat.md lists the names that this file reads, and those that it replaces.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that torch does not wrap in its compiler switch: code that runs under it is not compiled."""
+    """A dispatch mode for uncompiled code: torch does not wrap its `__torch_dispatch__` in `torch._dynamo.disable`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -128,10 +127,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Return whether an operator (`aten::mm`) has its own kernel for a device type, not a composition of operators.
-
-    torch's tests and functorch look up kernels by the same function. bitsandbytes registers its operators when it is imported.
-    """
+    """Return whether an operator (`aten::mm`) has its own kernel for a device type, not a composition of operators."""
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
@@ -226,7 +222,7 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 dispatch_keys = torch._C._dispatch_key_set
 """Return the dispatch keys of a tensor, by which torch chooses the kernel of an operator."""
 TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
-"""The function that a function mode is called with when code reads `tensor.data`."""
+"""The function that a function mode receives when code reads `tensor.data`."""
 
 
 def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
@@ -252,7 +248,7 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the fake tensor itself if its dtype stays: bitsandbytes' `to` would make a parameter of the data, which fakes reject."""
+    """Replace `to` of bitsandbytes' classes, which fails for fake tensors if the dtype stays."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 

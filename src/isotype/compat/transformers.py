@@ -65,7 +65,7 @@ def rename(config: Any, name: str) -> None:
 
 
 def has_own_adapters(model: Any) -> bool:
-    """Return whether transformers' own `load_adapter` has added adapters to a model."""
+    """Return whether the model's method `load_adapter`, which needs no `PeftModel`, has added adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -318,7 +318,7 @@ SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks: it would never be called."""
+    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks and would never call."""
     installed = Version(version("transformers"))
     steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]

@@ -47,7 +47,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Set the forward of one model to `forward(model, …)`, until `take_forward` restores the former one."""
+    """Set the model's forward to `forward(model, …)`, until `take_forward` restores the former forward."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 
@@ -66,7 +66,7 @@ def take_forward(model: Any) -> None:
 
 
 def completions_of(trainer: Any) -> dict[str, Any] | None:
-    """Return the completions that a GRPO or RLOO trainer still trains on, and its micro-batch count; None for others."""
+    """Return a GRPO or RLOO trainer's generated completions and its micro-batch count; None for other trainers."""
     if not hasattr(trainer, "_buffered_inputs"):
         return None
     return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}

@@ -33,8 +33,6 @@ logger = logging.getLogger("isotype")
 LOCK = "turn.lock"
 """Lock file in the folder of libraries, locked while a compiler runs; the file is not removed."""
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = (
     "-std=c++17",
@@ -152,7 +150,7 @@ def _refuse_others(path: Path) -> None:
     status, user = path.stat(), os.geteuid()  # stat follows links, as the loader does
     if status.st_uid != user:
         why = f"{path} belongs to user {status.st_uid}, and this is user {user}"
-    elif status.st_mode & _OTHERS_WRITE:
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         why = f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
     else:
         return
@@ -166,7 +164,7 @@ def _warn(message: str) -> None:
 
 
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source; return the path of the library, which is `target` with a checksum behind the name."""
+    """Compile a source; return the path of the library: `target` with a checksum added to the name."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:

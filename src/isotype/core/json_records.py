@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
@@ -26,6 +26,7 @@ NONFINITE = tuple(_NUMBERS)
 """Strings that stand for the floats that JSON cannot represent."""
 
 Record = TypeVar("Record")
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 class FormatVersionError(ValueError):
@@ -39,7 +40,7 @@ def require_version(written: object, version: int) -> None:
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
-    """Return a record type's map JSON key -> attribute, in the order of the JSON object."""
+    """Return JSON key -> attribute of a record type, in the order of the JSON object."""
     if kind not in names:
         return {field.name: field.name for field in fields(kind)}
     pairs = (name.partition("=") for name in names[kind].split())
@@ -67,18 +68,11 @@ def encoded(value: Any, names: Names) -> Any:
         return {encoded(key, names): encoded(item, names) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encoded(item, names) for item in value]
-    if (
-        type(value).__module__ == "torch"
-    ):  # a dtype; records without dtypes are written without importing torch
+    if type(value).__module__ == "torch":  # a dtype, whose class cannot be named here without importing torch
         return str(value).removeprefix("torch.")
     if isinstance(value, float) and not math.isfinite(value):
         return next(word for word, number in _NUMBERS.items() if str(number) == str(value))
     return value
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
@@ -108,7 +102,7 @@ def decoded(value: Any, kind: Any) -> Any:
     """
     arguments = get_args(kind)
     if is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]
+        hints = _hints(kind)
         return kind(**{name: decoded(item, hints[name]) for name, item in value.items()})  # type: ignore[operator]
     if get_origin(kind) in (Union, types.UnionType):
         (wrapped,) = (argument for argument in arguments if argument is not types.NoneType)

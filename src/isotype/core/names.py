@@ -110,8 +110,8 @@ def pattern_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of regular expressions (argument -> expressions) with invalid syntax or endless matching.
 
-    The expressions are matched against `names` and the beginnings of `names`. A letter is also added to each of these,
-    since a match that fails takes longest.
+    Each expression is matched against every name, the beginnings of every name, and the same texts with a `!` at the end,
+    because a match that fails takes longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():

@@ -32,7 +32,7 @@ _STEP = str(PACKAGE / "trace" / "fake" / "step.py")
 
 @cache
 def is_library(filename: str) -> bool:
-    """Return True if a file belongs to torch or this package, or is no file; reports do not name lines of such files."""
+    """Return True if a file belongs to torch or this package, or is no file: then reports do not name its lines."""
     return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 

@@ -112,7 +112,7 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
     # Braille characters are frames of rich's spinner.
     text = "".join(_NEAREST.get(char, "." if "\u2800" <= char <= "\u28ff" else "?") for char in lacking)
     text = text.encode(error.encoding, "replace").decode(error.encoding)
-    # In a table a longer text takes its room from the gap before the next column.
+    # In a table, a longer text may fill the gap before the next column.
     gap = len(error.object) - end - len(error.object[end:].lstrip(" "))
     return text, end + max(0, min(len(text) - len(lacking), gap - 1))
 

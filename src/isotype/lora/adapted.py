@@ -99,7 +99,6 @@ def _dropout(layer: Any, name: str) -> float:
 
 
 def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
-    """Return the description of a PEFT layer, and the layer's tensors in the order of `lora_linear`."""
     base, names = layer.get_base_layer(), _active(layer)
     biases = [(1.0, base.bias)] + [(layer.scaling[name], layer.lora_B[name].bias) for name in names]
     biases = [(scale, bias) for scale, bias in biases if bias is not None]
@@ -147,8 +146,7 @@ class Reading:
 def read(layer: Any, former: Reading | None) -> Reading | None:
     """Return the description of a PEFT layer, `former` if still valid; None if only PEFT's forward can compute the layer.
 
-    Only PEFT's forward calls the hooks of inner modules, and gathers weights while they are sharded, as between steps
-    with FSDP2.
+    Only PEFT's forward calls the hooks of inner modules, and gathers sharded weights (FSDP2).
     """
     if former is not None and former.holds(layer):
         return former
@@ -221,7 +219,6 @@ def _settings(
     children: Sequence[nn.Module | None],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Return the values on which the computation depends, except for the modules and parameters."""
     active = layer.active_adapter
     return (
         layer.merged,

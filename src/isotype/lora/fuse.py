@@ -357,7 +357,6 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
 def _put_in_all(
     model: nn.Module, kind: Any, state_of: Callable[[nn.Module], tuple[Any, ...] | None]
 ) -> dict[str, tuple[Any, ...]]:
-    """Fuse every module for which `state_of` returns a state, by the class `kind`; return module name -> state."""
     modules = dict(model.named_modules())
     states = {name: state for name, module in modules.items() if (state := state_of(module)) is not None}
     for name, state in states.items():

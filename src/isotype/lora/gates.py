@@ -44,7 +44,7 @@ class Gate:
         """Return `act(gate) * up` in the operands' dtype."""
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
-        kernel = self._kernel(gate, up)
+        kernel = self._gpu_kernel(gate, up)
         if kernel is not None:
             return cast("torch.Tensor", kernel.product(self.name, gate, up))
         active = self.activate(gate)
@@ -55,17 +55,17 @@ class Gate:
         """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
         if self.name == "silu" and elementwise.usable(grad, gate, up):
             return elementwise.silu_product_backward(grad, gate, up)
-        kernel = self._kernel(grad, gate, up)
+        kernel = self._gpu_kernel(grad, gate, up)
         if kernel is not None:
             return cast("_Three", kernel.product_backward(self.name, grad, gate, up))
         active = self.activate(gate)
         product, d_up = active * up, active.mul_(grad)
         return product, self.through(grad.mul_(up), gate), d_up
 
-    def _kernel(self, *tensors: torch.Tensor) -> Any | None:
-        """Return the Python module that computes the product or its gradients in one pass on a GPU, but has no derivatives."""
+    def _gpu_kernel(self, *tensors: torch.Tensor) -> Any | None:
         first = tensors[0]
         alike = all((x.dtype, x.shape) == (first.dtype, first.shape) for x in tensors)
+        # The kernels have no derivatives.
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         return None if differentiated or not alike else kernel_of("gated", *tensors, detail=self.name)
 
@@ -75,7 +75,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward operator that overwrites the incoming gradient, as large as an MLP's hidden state, with its result."""
+    """Return a backward operator that overwrites the incoming gradient, which is as large as an MLP's hidden state."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -97,17 +97,13 @@ GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACK
 
 
 # --------------------------------------------------------------------------------------------------- detection
-# A gated MLP is detected by running the module's forward, not by the module's name. The module has three layers with
-# adapters. The forward passes the input to two of them, multiplies one result, after a known activation, by the other
-# result, passes the product to the third layer, and returns the third layer's result.
+# A gated MLP is detected by running its forward with stand-ins for its three layers with adapters: the input goes to two
+# layers, one result is multiplied, after a known activation, by the other result, and the product goes to the third layer.
 
 
 @dataclass(frozen=True)
 class GatedParts:
-    """Names of the children of a gated MLP: `down(gate.product(first(x), second(x)))`.
-
-    `order` has the values of `first` and `second`, in the order in which the MLP calls these layers.
-    """
+    """Names of the children of a gated MLP, `down(gate.product(first(x), second(x)))`; `order` is the order of the calls."""
 
     first: str
     second: str
@@ -117,8 +113,6 @@ class GatedParts:
 
 
 class _Stub(nn.Module):
-    """Stands in for a layer: records the input, and returns `result`."""
-
     def __init__(self, name: str, result: torch.Tensor, calls: list[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
         self.name, self.result, self.calls = name, result, calls

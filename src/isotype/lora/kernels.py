@@ -1,8 +1,7 @@
 """Chooses the GPU kernel of each operation between matrix products, by trials on this machine.
 
-Each candidate is tried once per device and dtype: its forward and backward are compared with float64 results. A candidate
-that does not compile, does not launch or differs too much is not used; the reports of `isotype.fuse` and of a run name
-the reason. On a CPU `isotype.lora.loops.elementwise` decides in every call whether compiled loops are used.
+A trial compares a candidate's forward and backward with float64 results, once per device and dtype. A candidate that
+raises an error or differs too much is not used; the reports of `isotype.fuse` and of a run name the reason.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora.gpu import elementwise, products
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
-"""`rms_norm_promoted` has a weight in another dtype or stored as the difference from one. `float32_product` multiplies
-16-bit matrices and returns float32."""
+"""`rms_norm_promoted` has a weight in another dtype, or one that is stored as the difference from one; `float32_product`
+multiplies 16-bit matrices and returns float32."""
 
 TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rms_norm": ("aten", "triton"),
@@ -52,9 +51,10 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of an operation for a device and dtype: `aten`, `triton`, or `torch`, which means several torch operators.
+    """The kernel of an operation for a device and dtype.
 
     Attributes:
+        name: the candidate's name in `TABLE`, or `torch` for several torch operators.
         functions: Python module with the kernel's functions; None for torch's operators.
         reasons: why earlier candidates are not used, as clauses.
     """
@@ -110,7 +110,6 @@ def _why_not(name: str, kind: str) -> str | None:
 def _failure(
     operation: Operation, functions: Any, device: torch.device, dtype: torch.dtype, detail: str
 ) -> str | None:
-    """Return why a candidate fails in a trial; None if it works."""
     try:
         with torch.no_grad(), torch.inference_mode(False):
             error = max(_TRIALS[operation](functions, device, dtype, detail))
@@ -128,7 +127,6 @@ def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 
 def _errors(results: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """Return the error of each result relative to the norm of the exact result; infinity for NaN."""
     pairs = zip(results, exact, strict=True)
     errors = (float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
     return [error if error == error else inf for error in errors]

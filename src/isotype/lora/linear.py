@@ -5,11 +5,11 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
     Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
-Autocast is off in this function. It casts X and the adapters' master weights once each, and casts the gradients of the
-master weights to the dtype of these weights. The backward computes one gradient of X for all layers, and all gradients of
-A in one product. Base weights are frozen, so only X and the small X Aᵀ are saved; if X is a gated product, its two
-factors are saved instead. The function saves tensors before it computes Y: gradient checkpointing stops its recomputation
-when a block's last tensor is saved, so it does not compute the last product of a block again.
+The function runs without autocast and does all casts itself, each once: of X, of the adapters' master weights, and of the
+gradients of these weights. The backward computes one gradient of X for all layers, and all gradients of A in one product.
+Base weights are frozen, so only X (if it is a gated product, its two factors) and the small X Aᵀ are saved. They are saved
+before Y is computed: gradient checkpointing stops its recomputation when a block's last tensor is saved, so it does not
+compute the last product of a block again.
 """
 
 from __future__ import annotations
@@ -180,8 +180,7 @@ class _LayerTensors:
     """The tensors of one layer, and their positions.
 
     Attributes:
-        start: position of the layer's first tensor among all tensors of the call.
-        first_pair: position of the layer's first A among all tensors of the call; B follows A.
+        start, first_pair: positions of the layer's first tensor and of its first A among all tensors of the call; B follows A.
         first_column: first column of the layer's adapters in X Aᵀ.
         scaled_up: s B of the layer's adapters side by side in the working dtype, `[out, rank]`; None without adapters.
     """
@@ -212,13 +211,11 @@ def _layers_of(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_LayerTensor
 
 
 def _columns(hidden: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
-    """Return a layer's columns of X Aᵀ or of the gradient of X Aᵀ."""
     rank = layer.spec.rank
     return hidden if rank == hidden.shape[1] else hidden.narrow(1, layer.first_column, rank)
 
 
 def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return X, or the two factors of X, as matrices in the working dtype."""
     return [x.reshape(-1, x.shape[-1]).to(spec.working) for x in inputs if x is not None]
 
 
@@ -229,10 +226,7 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _adapters(
     layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Adapter, torch.Tensor]]:
-    """Return (adapter, A in `dtype`) in the order of the columns of X Aᵀ.
-
-    `down` has all A stacked, in `dtype`; it is None if they have not been rounded.
-    """
+    """Return (adapter, A in `dtype`) in the order of the columns of X Aᵀ; `down` has all A stacked, or is None."""
     adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
     if down is None:
         downs: Sequence[torch.Tensor] = [part.to(dtype) for layer in layers for part in layer.down]
@@ -248,10 +242,7 @@ def _hidden(
     layers: Sequence[_LayerTensors],
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, dropout masks of the adapters).
-
-    `down` has all A stacked. It is None if there are no adapters, or if no A was rounded because of dropout.
-    """
+    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, dropout masks); `down` has all A stacked, or is None."""
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
@@ -316,13 +307,10 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 
 def _write_few(product: _Product) -> None:
-    """Compute an output that has few rows and no backward, directly with the packed 4-bit weight.
-
-    The product with the base weight is rounded before the adapters' product is added.
-    """
+    """Compute an output that has few rows and no backward, directly with the packed 4-bit weight."""
     layer = product.layer
     base: Any = layer.spec.base
-    y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
+    y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)  # rounded once more
     if layer.scaled_up is not None:
         y = torch.addmm(y, _columns(product.hidden, layer), layer.scaled_up.t())
     product.out.copy_(y)
@@ -370,10 +358,7 @@ def _through_up(
     d_hidden: torch.Tensor,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Store the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`.
-
-    `arrived` has each layer with the gradient of its product X Wᵀ.
-    """
+    """Store the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`; `arrived` is as in `_through_products`."""
     sums, places, summed = [], [], _summed(hidden)
     for layer, rows in arrived:
         if layer.scaled_up is None:
@@ -390,7 +375,6 @@ def _through_up(
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which products of matrices with the dtype of `x` are summed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -406,7 +390,6 @@ def _through_products(
     Args:
         arrived: each layer with the gradient of its product X Wᵀ; empty if X needs no gradient.
         down: all A stacked; None without adapters, or if each adapter has a dropout mask.
-        d_hidden: the gradient of X Aᵀ.
         x: X; None if the gradient of A is computed later.
     """
     sums, d_x, d_down = [], None, None
@@ -453,10 +436,7 @@ def _through_down(
 def _through_input(
     ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return X, and the gradients of the inputs in the dtypes and shapes of the inputs.
-
-    If `x` is None, X is a gated product: it is recomputed into the memory of its gradient.
-    """
+    """Return X, and the gradients of the inputs; if `x` is None, X is a gated product, which is computed again."""
     spec, (dtype, other) = ctx.spec, ctx.dtypes
     if spec.gate is not None and d_x is not None:
         x, d_first, d_second = spec.gate.backward(d_x, *factors)

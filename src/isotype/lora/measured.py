@@ -25,10 +25,7 @@ Result = TypeVar("Result")
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
-    """Return the path of the file for measurements with this torch under some conditions; the file need not exist.
-
-    The file is for this CPU, or for GPUs with the name `card`.
-    """
+    """Return the path of the file for measurements with this torch under some conditions, on this CPU or on GPUs named `card`."""
     machine = [card, torch.__version__] if card else _machine()
     key = json.dumps([*conditions, *machine])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -103,8 +100,8 @@ def in_turns(
 ) -> dict[Name, list[float]]:
     """Time the calls that `prepare` returns, in turns after a warm-up turn; return name -> milliseconds in each turn.
 
-    `prepare` and the calls run in a separate thread, without the caller's autocast, saved-tensor hooks
-    (gradient checkpointing) or dispatch modes. Errors of the thread are raised in the caller's thread.
+    All runs in a separate thread, without the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch
+    modes.
     """
     times: dict[Name, list[float]] = {}
 

@@ -1,7 +1,4 @@
-"""Fused modules: LoRA layers, gated MLPs, RMSNorms and attention layers whose class has been swapped.
-
-LoRA layers with the same input compute their outputs together (`Siblings`).
-"""
+"""Fused modules: LoRA layers, gated MLPs, RMSNorms and attention layers whose class has been swapped."""
 
 from __future__ import annotations
 
@@ -58,9 +55,8 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 class Siblings:
     """Layers of one module that are called one after another with the same tensor, and are computed together.
 
-    The call of the first layer computes all outputs; the calls of the other layers return outputs that are ready. If a
-    layer is called with another tensor, with a tensor that has been modified since, or with a tensor without a version
-    counter (see `version_of`), the call computes the output of that layer alone.
+    The call of the first layer computes all outputs, and the calls of the others return them. A call with another tensor,
+    with a tensor that was modified, or with a tensor without a version counter computes the output of one layer.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
@@ -77,7 +73,7 @@ class Siblings:
         self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of one of the layers for X; None if only PEFT's forward can compute it now."""
+        """Return the output of one of the layers for X; None if only PEFT's forward can compute that output now."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
             output = ready.outputs.pop(layer)
@@ -106,7 +102,6 @@ class Siblings:
         return output
 
     def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
-        """Return the outputs for X, of the first layer and of those other layers that have the same dtypes."""
         first, *others = [self._read(layer, x) for layer in layers]
         if first is None:
             return None
@@ -119,7 +114,6 @@ class Siblings:
         return dict(zip(usable, outputs, strict=True))
 
     def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
-        """Return the description of a layer for the input X; None if only PEFT's forward can compute the output now."""
         former = self._readings.get(layer)
         reading = read(layer, former)
         if reading is None:
@@ -131,8 +125,6 @@ class Siblings:
 
 @dataclass
 class _Ready:
-    """Outputs computed from the tensor `x`, which the next calls of the layers return."""
-
     x: torch.Tensor
     version: int | None
     modes: tuple[Any, ...]
@@ -176,7 +168,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer, which refers to the model's base weights and to the layers that are computed together with it."""
+    """A fused LoRA layer, with the model's base weights and the layers that are computed together with it."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights

@@ -2,8 +2,8 @@
 
     y = x / sqrt(mean(x²) + eps) ⊙ (offset + w)
 
-The norm is computed in float32 and rounded once. The backward needs only x and one number per row. If torch's operators
-compute the formula, autograd saves four float32 tensors as large as x.
+The norm is computed in float32 and rounded once. The backward needs only x and one number per row; with torch's operators,
+autograd would save four float32 tensors as large as x.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class NormParts:
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """Return an RMSNorm's parameters, which are found by running the module on a few numbers; None for another module.
+    """Return an RMSNorm's parameters, which a run of the module on a few numbers shows; None for another module.
 
-    The result is also None for an RMSNorm that returns float32 for 16-bit inputs, because the replacement returns the
-    promoted dtype of input and weight.
+    The result is also None for an RMSNorm that returns float32 for 16-bit inputs: `rms_norm` returns the promoted dtype.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -110,7 +109,6 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _kernel(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> Any | None:
-    """Return the Python module that computes the norm in one pass; None for torch's operators."""
     if weight.shape != x.shape[-1:]:
         return None
     if x.device.type == "cpu":

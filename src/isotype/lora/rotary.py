@@ -2,9 +2,8 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-for the halves a and b of a head, computed in float32 and rounded once. In transformers' models, attention layers rotate
-by a function of their Python module. A fused layer runs a copy of its forward that calls another function; the Python
-module stays unchanged.
+for the halves a and b of a head, computed in float32 and rounded once. In transformers, a function of the Python module
+rotates. A fused attention layer runs a copy of its forward that calls another function; the module stays unchanged.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ NAME = "apply_rotary_pos_emb"
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Tolerances for numbers up to about ten, if every product and sum is rounded."""
-
-
-_looked_at: dict[FunctionType, FunctionType] = {}
+_first_seen: dict[FunctionType, FunctionType] = {}
 """Forward of a class -> rotation of the Python module at the call of `rotates`."""
 
 
@@ -38,7 +35,7 @@ def rotates(forward: Any) -> bool:
     rotate = _rotation_of(forward)
     if rotate is None:
         return False
-    _looked_at[forward] = rotate
+    _first_seen[forward] = rotate
     return _copied(forward, rotate) is not None
 
 
@@ -49,7 +46,7 @@ def with_loops(forward: Any) -> Any:
     """
     rotate = _rotation_of(forward)
     # For a model that was fused in another process, `rotates` has not been called.
-    if rotate is None or _looked_at.setdefault(forward, rotate) is not rotate:
+    if rotate is None or _first_seen.setdefault(forward, rotate) is not rotate:
         return forward
     copied = _copied(forward, rotate)
     if copied is None:
@@ -74,7 +71,6 @@ def _copied(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
 
 
 def _is_rotation(rotate: Any) -> bool:
-    """Return whether a function gives the results of this module's formula, tested on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -99,18 +95,17 @@ def _replacement(rotate: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(rotate)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and (not kwargs or kwargs == {"unsqueeze_dim": 1}):
-            functions = _functions(*args)
-            if functions is not None:
+            kernel = _kernel_for(*args)
+            if kernel is not None:
                 q, k, cos, sin = args
                 apply = _Rotate.apply
-                return apply(q, cos, sin, functions), apply(k, cos, sin, functions)  # type: ignore[no-untyped-call]
+                return apply(q, cos, sin, kernel), apply(k, cos, sin, kernel)  # type: ignore[no-untyped-call]
         return rotate(*args, **kwargs)
 
     return rotated
 
 
-def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
-    """Return the Python module that rotates these operands in one pass; None if they are not supported."""
+def _kernel_for(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
     operands = (q, k, cos, sin)
     if not all(isinstance(x, torch.Tensor) for x in operands):
         return None
@@ -130,17 +125,15 @@ def _functions(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
 class _Rotate(torch.autograd.Function):
     # One tensor per call: otherwise a key that needs no gradient would get one if the query needs one.
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, functions: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernel: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.functions = functions
-        return cast("torch.Tensor", functions.rotate(x, cos, sin))
+        ctx.kernel = kernel
+        return cast("torch.Tensor", kernel.rotate(x, cos, sin))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        d_x = None if grad is None else ctx.functions.rotate(grad, cos, sin, back=True)
+        d_x = None if grad is None else ctx.kernel.rotate(grad, cos, sin, back=True)
         return d_x, None, None, None

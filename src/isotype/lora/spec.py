@@ -20,7 +20,7 @@ class Adapter:
     Attributes:
         scale: alpha / r, for rsLoRA alpha / sqrt(r).
         dropout: dropout probability; 0 in evaluation.
-        magnitude: whether the adapter is DoRA, which has a magnitude. A layer with DoRA has no other adapter and no dropout.
+        magnitude: whether the adapter is DoRA, which has a magnitude; a layer with DoRA has no other adapter and no dropout.
     """
 
     rank: int

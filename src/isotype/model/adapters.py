@@ -116,7 +116,6 @@ def _take_dropout(config: Any) -> float:
 
 
 def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
-    """Set the dropout of all LoRA layers of one adapter, including those on experts."""
     for layer in model.modules():
         if is_tuner_layer(layer) and adapter_name in getattr(layer, "lora_dropout", ()):
             layer.lora_dropout[adapter_name] = torch.nn.Dropout(rate).train(layer.training)
@@ -160,7 +159,6 @@ def _magnitudes_again(model: Any, adapter_name: str) -> None:
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
-    """Return `config`, or a `peft.LoraConfig` of `lora_kwargs`, which by default targets all linear layers."""
     if config is not None and lora_kwargs:
         settings = f"config=… and {', '.join(lora_kwargs)}"
         fix = "put them into the LoraConfig, or leave the config out"

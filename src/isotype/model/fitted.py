@@ -120,7 +120,6 @@ def _blocks(
 
 
 def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) -> torch.Tensor:
-    """Return the best constants `[blocks]` for values and moments `[blocks, blocksize]`."""
     assert weights is not None
     largest = values.abs().amax(dim=1)
     values = _finite(values, largest)

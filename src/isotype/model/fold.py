@@ -109,7 +109,6 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _state(state: Any) -> tuple[Any, ...] | None:
-    """Return the dtypes of a quantization state."""
     if state is None:
         return None
     absmax = getattr(state, "absmax", None)

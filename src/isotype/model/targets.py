@@ -209,7 +209,6 @@ def _excluded_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
 
 
 def _narrow(base: Any, config: Any, excluded: Mapping[str, str], adapt: Adapt) -> None:
-    """Remove the layers of `excluded` from the targets of a config that names its targets."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     named = {plain_name(place.name) for place in places(base) if not place.tuner}
@@ -308,7 +307,6 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
-    """Return a description of weights: `4 stacked expert weights (down_proj, gate_up_proj: 49,152 of 73,984 values)`."""
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
@@ -395,7 +393,6 @@ def _reads(base: Any) -> dict[str, str]:
 
 @cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """Return the names of submodules whose `weight` the methods of a class read."""
     paths: set[str] = set()
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, method in vars(base).items():

@@ -152,7 +152,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float]:
-    """Return (module, value) of the largest magnitude that would be rounded to float16 if the whole forward ran in float16."""
+    """Return (module, value) of the largest magnitude that a forward in float16 would round to float16."""
     values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
@@ -163,11 +163,10 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude) for the operators that a forward runs in 16 bits: all except those of norms."""
+    """Yield (operator, largest magnitude except fill values of masks) for a forward's operators, without those of norms."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
-            # A mask's fill value says nothing about the other operands.
             values = (value for value in (operator.output, *operator.inputs) if not is_fill(value))
             yield operator, max((0.0, *values))
 
@@ -197,11 +196,8 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
 
 def _carriers(ranges: Ranges) -> frozenset[str]:
     """Return the names of the modules that only pass on the residual stream: the blocks and all their parents."""
-    carriers = {"", *ranges.stream}
-    for name in ranges.stream:
-        parts = name.split(".")
-        carriers |= {".".join(parts[:count]) for count in range(1, len(parts))}
-    return frozenset(carriers)
+    paths = [name.split(".") for name in ranges.stream]
+    return frozenset({"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))})
 
 
 def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:
@@ -217,14 +213,11 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
         return None
     reason = f"its {end} reach {number(largest)}"
     # Scaling costs two casts and two elementwise products of activations, float32 a slower matmul.
-    if not quantized and not _float16_is_faster(profile):
+    slower = profile.slower(torch.float16, torch.float32)
+    fast = torch.float16 in profile.native if slower is None else slower < 1
+    if not quantized and not fast:
         return ModuleException(module.name, "float32", reason=reason)
     return ModuleException(module.name, "scale", max(math.ceil(math.log2(largest / LIMIT)), 0), reason)
-
-
-def _float16_is_faster(profile: DeviceProfile) -> bool:
-    measured = profile.slower(torch.float16, torch.float32)
-    return torch.float16 in profile.native if measured is None else measured < 1
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:

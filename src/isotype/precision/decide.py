@@ -1,8 +1,4 @@
-"""Decision of the precision policy: a pure function of model facts, a device profile and the user's request.
-
-`decide` returns a policy, or raises one error that names every conflict. `isotype.resolve_precision` gathers the
-facts and calls `decide`.
-"""
+"""Decision of the precision policy: a pure function of model facts, a device profile and the user's request."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ def decide(
         ranges: measured magnitudes of this model's values; None if they were not measured.
 
     Raises:
-        PrecisionError: the request has conflicts. The error lists every conflict with its fix, and the nearest policy that works.
+        PrecisionError: the request has conflicts; the error lists them with their fixes, and the nearest policy that works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()
@@ -79,8 +75,9 @@ def decide(
             problems,
             hint=_nearest(facts, profile, request, obstacles),
         )
-    double_quant = _double_quant(facts, request, storage)
-    dense = _dense(facts, request, storage)
+    double_quant, quant_storage = _packing(facts, request, storage)
+    whole = facts.saved_format is not None or request.quantized_parts == "all"
+    dense = facts.dense if storage in QUANTIZATIONS and not whole else ()
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
     reasons |= fixed_reasons(compute, plain, pinned)
     experts = kept_experts(facts, request)
@@ -110,7 +107,7 @@ def decide(
         device=profile.name,
         pinned=tuple(sorted(set(pinned))),
         double_quant=double_quant,
-        quant_storage=_quant_storage(facts, request, storage),
+        quant_storage=quant_storage,
         wide_residual=by_ranges.wide and plain == compute,
         layers=request.layers,
         dense=dense,
@@ -125,7 +122,7 @@ def decide(
 
 @dataclass(frozen=True)
 class _Draft:
-    """State of a decision: its problems, its warnings, and the reason for each role."""
+    """A decision in progress: the problems, the warnings and the reason for each role."""
 
     facts: ModelFacts
     profile: DeviceProfile
@@ -284,7 +281,6 @@ class _Draft:
         compute: torch.dtype,
         master: torch.dtype,
     ) -> str:
-        """Return the float dtype that was requested for the frozen weights; add a warning if every step has to cast them."""
         if requested in QUANTIZATIONS:
             fix = f"ask for quantization {requested} instead of storage"
             self._refuse(f"storage {requested}", "a float dtype", fix)
@@ -346,12 +342,15 @@ def _auto_compute(
     return best, f"the checkpoint was trained in {name}; {profile.reason(trained)}, so its best dtype is used"
 
 
-def _double_quant(facts: ModelFacts, request: PrecisionRequest, storage: str) -> bool:
+def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[bool, torch.dtype]:
+    """Return (whether the constants of 4-bit weights are quantized, dtype of the packed bytes)."""
     if storage not in FOUR_BITS:
-        return False
-    if facts.quantization and facts.quantization.format == storage:
-        return bool(facts.quantization.double_quant)
-    return bool(request.double_quant)
+        return False, torch.uint8
+    saved, packed = facts.quantization, request.quant_storage
+    if saved and saved.format == storage:
+        return bool(saved.double_quant), saved.quant_storage or torch.uint8
+    packed = torch.uint8 if packed in (None, "uint8", torch.uint8) else parse_dtype(packed)
+    return bool(request.double_quant), packed
 
 
 _DENSE = (
@@ -360,24 +359,10 @@ _DENSE = (
 )
 
 
-def _dense(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[str, ...]:
-    saved = facts.saved_format is not None
-    return () if saved or storage not in QUANTIZATIONS or request.quantized_parts == "all" else facts.dense
-
-
-def _quant_storage(facts: ModelFacts, request: PrecisionRequest, storage: str) -> torch.dtype:
-    if storage not in FOUR_BITS:
-        return torch.uint8
-    if facts.quantization and facts.quantization.format == storage:
-        return facts.quantization.quant_storage or torch.uint8
-    requested = request.quant_storage
-    return torch.uint8 if requested in (None, "uint8", torch.uint8) else parse_dtype(requested)
-
-
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Drop parts of the request, and return a line with the first policy that then works; None if no policy works."""
+    """Return a line with the first policy that works after parts of the request are dropped; None if none works."""
     if obstacles:
         return None
     changes: tuple[Mapping[str, Any], ...] = (

@@ -102,14 +102,6 @@ def _required(package: str) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------------------- what clashes
 
 
-def _applies(requirement: Requirement, package: str) -> bool:
-    """Return whether a requirement's marker applies here, with the extras of `package` that isotype uses."""
-    marker = requirement.marker
-    return marker is None or any(
-        marker.evaluate({"extra": extra}) for extra in ("", *_EXTRAS.get(package, ()))
-    )
-
-
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
     """Return a specifier that allows the same versions, but has only the highest `>=` and the lowest `<`."""
     bounds = {">=": max, "<": min}
@@ -124,13 +116,15 @@ def tightest(specifier: SpecifierSet) -> SpecifierSet:
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
     """Return what a package requires: (required package -> joined specifier, requirement strings that cannot be parsed)."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
+    extras = ("", *_EXTRAS.get(package, ()))
     for text in texts:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             unreadable.append(text)
             continue
-        if _applies(requirement, package):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
             target = canonicalize_name(requirement.name)
             demands[target] = demands.get(target, SpecifierSet()) & requirement.specifier
     return demands, unreadable

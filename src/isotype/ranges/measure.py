@@ -343,7 +343,6 @@ def measure(
 def _run(
     twin: Twin, recorder: RangeRecorder, run: Batches, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """Run forward and backward of every batch; return the losses and notes."""
     losses, notes = [], list[str]()
     chosen: dict[str, set[int]] = {}
     with undisturbed(device), _experts_noted(twin.model, chosen):
@@ -376,7 +375,6 @@ def _run(
 
 
 def _experts_of(module: Any) -> int:
-    """Return the number of experts that a module of transformers' experts holds; 0 for other modules."""
     count = getattr(module, "num_experts", 0)
     stacked = any(weight.ndim == 3 for weight in module.parameters(recurse=False))
     return count if isinstance(count, int) and stacked else 0

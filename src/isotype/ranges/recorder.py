@@ -158,7 +158,6 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 tensor.register_hook(partial(_note_gradient, sizes))  # type: ignore[no-untyped-call]
 
     def _note_texts(self, sizes: _Module, output: torch.Tensor) -> None:
-        """Record the largest magnitude of `output` for each text."""
         if not self._rows:
             values = [_undispatched(output)]
         elif output.ndim and output.shape[0] == self._rows and output.numel():
@@ -277,7 +276,6 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 def _undispatched(tensor: torch.Tensor) -> float:
-    """Return the largest magnitude of a tensor, computed outside of dispatch modes."""
     with without_dispatch():
         return magnitude(tensor).value
 
@@ -287,7 +285,6 @@ def _note_gradient(sizes: _Module, gradient: torch.Tensor) -> None:
 
 
 def _larger(size: float, other: float) -> float:
-    """Return the larger of two magnitudes; NaN if one of them is NaN."""
     return other if other > size or math.isnan(other) else size
 
 

@@ -63,7 +63,6 @@ class Twin:
 
 
 def _weights_in(module: nn.Module) -> dict[str, Weight]:
-    """Return the weights of a copied module, by name; empty for a module that was not copied."""
     parameters = vars(module).get(PARAMETERS)
     return parameters.weights() if isinstance(parameters, OnDemand) else {}
 

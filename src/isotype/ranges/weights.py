@@ -39,7 +39,6 @@ def magnitude(tensor: torch.Tensor) -> Magnitude:
 
 
 def _cached(tensor: torch.Tensor) -> Magnitude | None:
-    """Return the cached magnitude of a tensor; None if there is none, or if the tensor was written to since."""
     version, measured = getattr(tensor, _KNOWN, (None, None))
     return measured if version is not None and version == version_of(tensor) else None
 

@@ -85,7 +85,6 @@ def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 
 def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
-    """Return the result of one part, `[batch, queries, query heads, value head]`."""
     batch, heads, queries = q.shape[:3]
     done, at = [], 0
     for block in part.blocks:

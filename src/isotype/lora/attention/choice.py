@@ -39,14 +39,14 @@ def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> tor
         return scaled_dot_product_attention(q, k, v, is_causal=kind == "causal", enable_gqa=True)
     # transformers repeats keys and values if there is a mask.
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=_mask(q, k))
+    return scaled_dot_product_attention(q, k, v, attn_mask=_causal_mask(q, k))
 
 
 def _own(kernel: OwnKernel) -> Kernel:
     def called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
         rows = block_rows(q.shape[1] // k.shape[1])
         if kind == "masked":
-            plan = plan_of_mask(_mask(q, k), len(q), rows)
+            plan = plan_of_mask(_causal_mask(q, k), len(q), rows)
         else:
             plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
         return kernel(q, k, v, spec_of(q, k, v, plan, work=attention_dtype(q)))
@@ -54,13 +54,12 @@ def _own(kernel: OwnKernel) -> Kernel:
     return called
 
 
-def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return a causal mask, with which every kind of masked attention is measured."""
+def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
 OWN: dict[Name, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
-"""Name -> kernel of isotype. No kernel rounds scores to 16 bits, which would change results."""
+"""Name -> kernel of isotype; none rounds scores to 16 bits, which would change results."""
 
 KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
 
@@ -150,7 +149,8 @@ def choose(shape: Shape) -> tuple[Choice, str | None]:
     A new class is measured once per machine, which takes some tenths of a second.
     """
     threads = torch.get_num_threads()
-    return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
+    name = f"{shape}, values of {shape.value_head}"
+    return _CHOICES.of(_file(threads, shape.dtype), name, lambda: measure(shape, threads))
 
 
 def measure(shape: Shape, threads: int) -> Choice:
@@ -167,7 +167,6 @@ def decided(times: dict[Name, list[float]]) -> Choice:
 
 
 def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
-    """Return kernel name -> function that calls the kernel, and its backward if gradients are computed."""
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 
@@ -186,10 +185,6 @@ def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
             torch.autograd.grad(out, (q, k, v), d_out)
 
     return {name: partial(call, KERNELS[name]) for name in offered(shape.dtype)}
-
-
-def _key(shape: Shape) -> str:
-    return f"{shape}, values of {shape.value_head}"
 
 
 def _file(threads: int, dtype: torch.dtype) -> Path:

@@ -261,7 +261,6 @@ def _why_not_registered(owners: list[Any]) -> str | None:
 
 
 def _implementations(config: Any) -> Any:
-    """Return the attention implementations of a config and its sub-configs, in a form for `set_attn_implementation`."""
     parts = ((key, getattr(config, key, None)) for key in config.sub_configs)
     inner = {key: _implementations(part) for key, part in parts if part is not None}
     return {"": attention_of(config), **inner} if inner else attention_of(config)

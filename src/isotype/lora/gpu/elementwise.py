@@ -59,7 +59,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = F
 
 
 def _launch(name: str, x: torch.Tensor, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Run the programs of a Triton kernel on the device of `x`, unless `x` is empty."""
     from isotype.lora.gpu import kernels
 
     if not x.numel():

@@ -1,7 +1,7 @@
 """Computes sums of matrix products on a CPU by compiled loops (products.cpp), which sum in float32 and round once.
 
-A LoRA layer computes such sums: its output X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that several layers share. With
-torch's operators, each product reads and writes the whole sum.
+A LoRA layer computes two kinds of sums: outputs X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that several layers share.
+With torch's operators, each product reads and writes the whole sum.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sum(NamedTuple):
 
 
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
-    """Return whether the compiled loops support products of `x` in a dtype, and are faster on this machine."""
+    """Return whether the compiled loops support products of `x` in a dtype, and are fast enough on this machine."""
     return (
         not needs_operators()
         and x.device.type == "cpu"
@@ -169,7 +169,6 @@ _memory_of = attrgetter("is_cpu", "layout", "dtype")
 
 @cache
 def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dtype]]:
-    """Return the values of `_memory_of` for the tensors, which must be in plain CPU memory and have one of these dtypes."""
     return frozenset((True, torch.strided, dtype) for dtype in dtypes)
 
 
@@ -209,7 +208,6 @@ def _timing(dtype: torch.dtype, threads: int) -> Timing:
 
 
 def measure(dtype: torch.dtype, threads: int) -> Timing:
-
     def prepare() -> dict[bool, Callable[[], None]]:
         steps = _layers_of(dtype)
 

@@ -249,7 +249,6 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
 
 
 def _scale(config: Any) -> float:
-    """Return the factor of the model's logits; its name in the config depends on the model family."""
     # Names of Cohere and MPT (may be None), of Muse Glimmer, and of Falcon-H1.
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         scale = getattr(config, name, None)

@@ -26,7 +26,6 @@ class _Results(ctypes.Structure):
 
 
 def _is_by_loops(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Return whether the compiled loops support a block: plain contiguous CPU tensors of supported dtypes."""
     return (
         not needs_operators()
         and logits.device.type == "cpu"
@@ -108,7 +107,6 @@ def softmax(
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return whether each target is the `argmax` of its row; `top` `[n, 1]` has the largest value of each row."""
     if z.device.type != "cpu" or isinstance(z, FakeTensor):
         return z.argmax(-1) == targets
     # On a CPU argmax is twenty times slower than amax.

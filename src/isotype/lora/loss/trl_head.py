@@ -301,7 +301,6 @@ def _labels(named: dict[str, Any]) -> torch.Tensor:
 
 
 def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of TRL's forward for a batch whose padding is removed if possible."""
     theirs = former_forward(model)
     labels = _labels(named)
     bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)

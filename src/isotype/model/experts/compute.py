@@ -176,7 +176,6 @@ def _sorted(
 
 
 def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch.Tensor]) -> int:
-    """Return the number of experts that are computed together."""
     if x.is_meta or not _can_be_grouped(spec, x, factors):
         return 1
     stored = max(spec.up.bytes, spec.down.bytes)
@@ -445,7 +444,6 @@ def _through_norm(
     group: _Group,
     weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Recompute a group's y, which is normed before it is weighted, and return the gradients of y and of the routing weights."""
     assert spec.normed is not None
     y = _output(spec, spec.down, a, group, downs, small)
     with torch.enable_grad():

@@ -66,7 +66,6 @@ class QuantizedStack(UncastBuffers):
         blocksize: int = 64,
         transposed: bool = False,
     ) -> None:
-        """Create the parametrization from `constants`: those of `constants_4bit`, or `scales` for int8 and mxfp4."""
         super().__init__()
         self.storage, self.shape, self.dtype = storage, torch.Size(shape), dtype
         self.blocksize, self.transposed = blocksize, transposed
@@ -163,7 +162,6 @@ def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
 
 
 def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Module) -> QuantizedStack:
-    """Return the parametrization of a 4-bit stack from bitsandbytes' state."""
     held, turned = constants_4bit(state, shape[0]), is_transposed(module)
     return QuantizedStack(state.quant_type, shape, dtype, held, blocksize=state.blocksize, transposed=turned)
 

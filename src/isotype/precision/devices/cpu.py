@@ -78,7 +78,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Return key -> value for lines `key : value`; a key's first line counts, because cpuinfo repeats keys for each core."""
+    """Return key -> value of lines `key : value`; the first line of a key counts, because cpuinfo lists every core."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -180,19 +180,6 @@ def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn:
     return None
 
 
-@dataclass(frozen=True)
-class ContractSource:
-    """The contract table of a CPU.
-
-    Attributes:
-        table: name of the table.
-        unlike: why the CPU of the table differs from this CPU, as a clause; "" if it does not differ.
-    """
-
-    table: str
-    unlike: str = ""
-
-
 # oneDNN's dtypes -> (table, required flag). AVX512-FP16 and AVX2-VNNI-2 add float16 too, but only AMX was measured.
 _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
     frozenset[torch.dtype](): ("cpu-avx2", ""),
@@ -201,16 +188,14 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 }
 
 
-def contract_source(features: CpuFeatures, onednn: OneDnn | None) -> ContractSource:
-    """Return the contract table that fits a CPU best."""
+def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
+    """Return (name of the contract table that fits a CPU best, why the table's CPU differs from this one, or "")."""
     if onednn is None:
-        return ContractSource("cpu-avx2", "this torch has no oneDNN, the tables were measured with it")
+        return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))
     if features.machine.lower() not in ("x86_64", "amd64"):
-        return ContractSource(table, f"this is a CPU of type {features.machine}, the tables are of x86 CPUs")
+        return table, f"this is a CPU of type {features.machine}, and the tables were measured on x86 CPUs"
     if onednn.takes not in _TABLES or (flag and features.flags is not None and flag not in features.flags):
         takes = " and ".join(sorted(map(dtype_name, onednn.takes)))
-        return ContractSource(
-            table, f"no table is of a CPU that has no {flag} and whose oneDNN takes {takes}"
-        )
-    return ContractSource(table)
+        return table, f"no table was measured on a CPU without {flag} whose oneDNN supports {takes}"
+    return table, ""

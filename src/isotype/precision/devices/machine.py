@@ -135,7 +135,7 @@ def gather_doctor_report(
 
 
 def compiler_here() -> str:
-    """Return a clause that names the C++ compiler and what it speeds up on a CPU, or that says why there is no compiler."""
+    """Return a clause: the C++ compiler and what it speeds up on a CPU, or why there is no compiler."""
     try:
         check_folder()
         compiler = find_compilers()[0][0]
@@ -147,10 +147,7 @@ def compiler_here() -> str:
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Return the status of bitsandbytes; `script` imports it in a child process, because the import prints text and is slow.
-
-    The script quantizes a weight if the device is in this machine.
-    """
+    """Return the status of bitsandbytes, which `script` imports in a child process and tries if the device is present."""
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]
@@ -164,7 +161,7 @@ def try_bitsandbytes(
         message = lines[-1] if lines else f"the process ended with status {done.returncode} without output"
         return BitsandbytesStatus(version, False, None, message)
     if not profile.present:
-        message = f"it imports, but no {profile.title} is here to try it on"
+        message = f"it imports, but this machine has no {profile.title} to try it on"
         return BitsandbytesStatus(version, None, None, message)
     return read_answer(version, json.loads(answers[-1].removeprefix(_ANSWER)))
 
@@ -173,8 +170,8 @@ def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
     """Return the status for a child process's answer, which has `library` (a class name) and `nf4_error` (the largest error)."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also for NaN
-        message = (
-            f"values in [-1, 1] come back from nf4 off by {error:.3g}; {_NF4_BOUND} is the most possible"
+        changed = f"an nf4 round trip changes values in [-1, 1] by up to {error:.3g}"
+        return BitsandbytesStatus(
+            version, False, None, f"{changed}, but correct kernels by at most {_NF4_BOUND}"
         )
-        return BitsandbytesStatus(version, False, None, message)
     return BitsandbytesStatus(version, True, _LIBRARIES.get(answer["library"], answer["library"]), None)

@@ -1,13 +1,11 @@
 """Measured matmul rates of each dtype on this machine, within a time budget.
 
 A dtype without hardware support can be a hundred times slower than another. So the probe enlarges the matrices only if
-the next size surely fits the time budget. After a warm-up, the dtypes take turns, with several calls each: a temporary
-load of the machine then slows all dtypes. If the calls of one dtype still differ much in time, its rate is not compared
-with other rates (`MatmulRate.steady`).
+the next size surely fits the time budget. After a warm-up, the dtypes take turns, so that a temporary load of the
+machine slows all dtypes.
 
-A call computes what a frozen linear layer does in a LoRA step: the forward x @ w.T and the input gradient y @ w.
-Without hardware support the layout changes the rate: a CPU with AVX2 ran bfloat16 forwards at 4.2 GFLOP/s, and
-input gradients at 1.3.
+A call computes the two products of a frozen linear layer in a LoRA step: the forward x @ w.T and the input gradient
+y @ w. Their rates can differ: a CPU with AVX2 ran bfloat16 forwards at 4.2 GFLOP/s, and input gradients at 1.3.
 """
 
 from __future__ import annotations
@@ -62,9 +60,8 @@ class MatmulRate:
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
     """Return the side of the next matrices, at most twice `side`; `side` if larger matrices may exceed the budget.
 
-    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. A larger call is allowed if
-    its predicted time is at most a quarter of the remaining seconds, because it takes longer than predicted if the
-    matrices exceed a cache.
+    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. A larger call may take a
+    quarter of the remaining seconds: it takes longer than predicted if the matrices exceed a cache.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3

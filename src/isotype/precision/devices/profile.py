@@ -25,7 +25,7 @@ from isotype.precision.devices.cpu import (
     CPU_INSTRUCTIONS,
     CpuFeatures,
     OneDnn,
-    contract_source,
+    contract_table,
     this_cpu,
     this_onednn,
     why_not_native,
@@ -162,7 +162,6 @@ def _records() -> dict[str, Any]:
 
 @cache
 def _names() -> dict[str, str]:
-    """Return a dict from each profile's name and aliases to the name of its record."""
     aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
     return {name: name for name in _records()} | aliases
 
@@ -181,8 +180,8 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
         dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
     }
     emulated = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
-    source = contract_source(features, onednn)
-    measured = _named_profile(source.table)
+    table, unlike = contract_table(features, onednn)
+    measured = _named_profile(table)
     native = frozenset({_F32, _F64, *reasons}) - emulated.keys()
     return DeviceProfile(
         name="cpu",
@@ -197,9 +196,9 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
         flash_attention=frozenset({_F32, _BF16, _F16}),
         present=True,
         source=features.source,
-        speed=measured.speed if native == measured.native and not source.unlike else {},
-        contracts=source.table,
-        unlike=source.unlike,
+        speed=measured.speed if native == measured.native and not unlike else {},
+        contracts=table,
+        unlike=unlike,
         repacks_4bit="avx512_bf16" in (features.flags or ()),
     )
 

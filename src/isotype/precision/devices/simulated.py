@@ -36,11 +36,6 @@ def simulates_cpu(fake: FakeTensor) -> bool:
     return isinstance(fake.fake_mode, SimulatedMode) and fake.fake_mode.is_cpu
 
 
-def is_emulated(fake: FakeTensor, dtype: torch.dtype) -> bool:
-    """Return whether the CPU simulated by `fake` has no instructions for products in `dtype`."""
-    return isinstance(fake.fake_mode, SimulatedMode) and dtype in fake.fake_mode.emulated
-
-
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """Return the dtype of products of `x`: `compute`, or float32 on a CPU that emulates `compute`.
 
@@ -49,7 +44,10 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """
     if x.device.type != "cpu":
         return compute
-    slow = is_emulated(x, compute) if isinstance(x, FakeTensor) else this_cpu_emulates(compute)
+    if isinstance(x, FakeTensor):
+        slow = isinstance(x.fake_mode, SimulatedMode) and compute in x.fake_mode.emulated
+    else:
+        slow = this_cpu_emulates(compute)
     return torch.float32 if slow else compute
 
 
