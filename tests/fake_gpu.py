@@ -33,7 +33,7 @@ from isotype.lora import kernels, linear, weights
 from isotype.lora.attention.registered import LENGTHS
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
-from isotype.lora.unpadded import Sequences, saying
+from isotype.lora.unpadded import Sequences, with_sequences
 from isotype.trace.fake import twin
 from isotype.train.monitor.step import MicroBatch, Step
 from tests.models import quiet
@@ -270,7 +270,7 @@ def step(
         if ends:
             steps = [end - begin for begin, end in pairwise((0, *ends))]
             said = Sequences(torch.empty(1 + len(ends), dtype=torch.int32, device=DEVICE), max(steps))
-        with launches, saying(said):
+        with launches, with_sequences(said):
             hidden = backbone(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
             hidden.backward(torch.empty_like(hidden))
     assert x.grad is not None

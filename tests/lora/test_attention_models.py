@@ -221,7 +221,7 @@ def test_calls_that_are_left_are_told() -> None:
         ("falcon", "FalconForCausalLM has attention of its own, outside of transformers' registry"),
         (
             "glm_moe_dsa",
-            "the code of GlmMoeDsaForCausalLM does something else where the implementation is not named sdpa",
+            "the code of GlmMoeDsaForCausalLM compares the implementation's name with sdpa",
         ),
     ],
 )

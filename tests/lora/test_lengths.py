@@ -19,7 +19,7 @@ import isotype.lora.loss.trl_head
 from isotype.lora.attention import lengths, registered
 from isotype.lora.attention.registered import LENGTHS, AttentionReport, use_fast_attention, without_padding
 from isotype.lora.loss.trl_head import put_head
-from isotype.lora.unpadded import Sequences, current, saying, unpadded
+from isotype.lora.unpadded import Sequences, current, unpadded, with_sequences
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from tests.lora import by_lengths
 from tests.lora.test_padding import Batch, adapted, present
@@ -326,6 +326,6 @@ def test_the_device_is_waited_for_once_a_batch(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_is_said_after_a_call() -> None:
     sequences = Sequences(torch.tensor([0, 1], dtype=torch.int32), 1)
-    with pytest.raises(KeyError), saying(sequences):
+    with pytest.raises(KeyError), with_sequences(sequences):
         raise KeyError
     assert current() is None

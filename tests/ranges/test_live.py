@@ -212,7 +212,7 @@ def test_little_memory_takes_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_batch_can_be_made_up_for_a_module_of_ones_own() -> None:
-    with pytest.raises(UsageError, match="give batch=, what the model is called with"):
+    with pytest.raises(UsageError, match="give batch=, the arguments of the model's forward"):
         isotype.measure_ranges(Custom())
     with pytest.raises(UsageError, match="a dict of the tensors"):
         isotype.measure_ranges(Custom(), torch.ones(2))

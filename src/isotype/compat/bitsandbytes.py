@@ -79,7 +79,6 @@ def product_4bit(
 
     Args:
         x: `[rows, in]` in float32, bfloat16 or float16.
-        weight: the packed codes of W.
         state: the quantization state of W, for which `multiplies` returns True.
         bias: `[out]` in x's dtype.
     """

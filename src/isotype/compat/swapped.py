@@ -110,7 +110,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
     return copy
 
 
-def see_module(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
+def update_globals(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
     """Update all globals except `name` in a copy that `with_global` has made to the current globals of `function`."""
     inner, original = innermost(copy), innermost(function)
     assert inner is not None

@@ -74,8 +74,8 @@ def has_states(model: Any) -> bool:
     return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
-def documents_told_at() -> frozenset[str]:
-    """Return the lines of transformers (`file:line`) that use position ids to find packed documents for the mask."""
+def lines_separating_documents() -> frozenset[str]:
+    """Return the lines (`file:line`) by which transformers finds the documents of a packed row in its position ids."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -165,7 +165,6 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
     `_keep_in_fp32_modules` to bfloat16, and a cast back to float32 would not restore their digits.
 
     Args:
-        cls: a model class of transformers.
         float32: function that returns names of further parameters that stay float32; none by default.
         read: function that loads the weights into the model; by default transformers loads them.
     """

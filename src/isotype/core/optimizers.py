@@ -18,11 +18,9 @@ class NamePart:
     """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, with facts about optimizers with this part.
 
     Attributes:
-        text: the part of the name.
         package: import name of the package that has the optimizer; "" for torch and transformers.
         state: dtype of the optimizer state. `{}` means the dtype of the master weights, and "" that other name parts
             decide the dtype.
-        why: description of the state.
         own_kernels: True if the optimizer's update kernels accept every float dtype.
     """
 

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """Random states that were saved together. Saving them does not synchronize with a device.
-
-    Attributes:
-        setters: calls that restore the states.
-    """
+    """Random states that were saved together. Saving them does not synchronize with a device."""
 
     setters: tuple[Callable[[], object], ...]
 

@@ -45,10 +45,9 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Return (groups of the names of `layers`, why the model could not be run or "").
 
-    The layers of a group are children of one module that are called one after another with the same tensor. All layers of
-    a group are in one module, because gradient checkpointing recomputes whole modules. Every layer belongs to exactly one
-    group. The function runs the model once in evaluation, without gradients, with `inputs` (None: a few tokens). It
-    restores random states and modes.
+    A group's layers are children of one module that are called one after another with the same tensor; a layer without
+    such neighbours is a group of its own. The model runs once in evaluation, without gradients, with `inputs` (None: a
+    few tokens).
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -75,15 +74,12 @@ def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: 
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer on the meta device return an uninitialized tensor, because not all kernels support that device.
-
-    For another layer wrapped by PEFT, the base layer is called, because PEFT would use autocast on the meta device.
-    """
+    """Let a linear layer return an uninitialized meta tensor, because not all kernels support the meta device."""
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
     if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
         rows, _ = shape_of(base)
         layer.__dict__["forward"] = lambda x, *_, **__: x.new_empty(*x.shape[:-1], rows)
-    else:
+    else:  # PEFT's forward would use autocast on the meta device
         layer.__dict__["forward"] = base.forward
     try:
         yield
@@ -103,7 +99,7 @@ def _groups(names: list[str], calls: list[tuple[str, Any]]) -> list[tuple[str, .
     groups: list[tuple[str, ...]] = []
     placed: set[str] = set()
     for run in runs:
-        # A layer that is called twice with one tensor, or with different neighbours, is a group of its own.
+        # A layer that is called twice with one tensor, or with different neighbours, has no group.
         others = [other for other in runs if other is not run and set(other) & set(run)]
         alone = len(set(run)) < len(run) or any(other != run for other in others)
         for group in [(name,) for name in run] if alone else [tuple(run)]:
@@ -124,16 +120,13 @@ class FusionReport:
         fused: names of the LoRA layers that one function computes.
         together: groups of fused layers with the same input, whose outputs are computed together.
         gated: name of a gated MLP that does not save its product -> activation.
-        norms: names of the RMSNorms that one function computes, on a CPU or on a GPU with a kernel for it.
-        attention: the kernels of the model's attention.
+        norms: names of the RMSNorms that one function computes.
         left: name of a LoRA layer that keeps PEFT's forward -> reason.
         unseen: why layers with the same input could not be found; "" if the model could be run.
-        copies: number of base weights with a dense copy in the compute dtype.
-        copied_bytes: bytes of the dense copies.
-        rotary: names of the attention layers whose rotation of queries and keys is one function, on a CPU with a compiler
-            or on a GPU with a kernel for it. Partial rotations and calls with several dtypes keep the model's function.
-        kernels: on a GPU, name of an operation between matrix products -> its kernel, with the reasons against earlier
-            candidates.
+        copies, copied_bytes: number and bytes of dense copies of base weights in the compute dtype.
+        rotary: names of the attention layers that rotate queries and keys in one function; partial rotations and calls
+            with several dtypes keep the model's function.
+        kernels: on a GPU, name of an operation between matrix products -> its kernel.
         experts: names of the experts modules with adapters that one function computes.
     """
 
@@ -236,18 +229,15 @@ def fuse(
     layers and layers with inner hooks. Gated MLPs recompute their product in the backward instead of saving it. On a CPU,
     each RMSNorm and each rotation by positions becomes one function, and attention uses the kernel that was measured as
     the fastest (`isotype.lora.attention`). The model runs once, without gradients, to find layers with the same input.
-    4-bit weights keep their training layout (`isotype.model.quantized.keep_training_layout`): on some CPUs bitsandbytes
-    would repack them in that run. A sharded model is fused after sharding, by all processes together: fused layers read
-    the weights that FSDP2 has gathered.
+    Fuse a sharded model after sharding, in all processes together.
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments of the forward for that run. By default the inputs are a few tokens, which pass through
             the language model but through no vision tower.
         budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU, and a quarter of the
-            free memory on a CPU, where dequantizing a weight takes more than half as long as the product. It is always 0
-            for sharded (FSDP2) models. If the model has a policy (`isotype.enforce`, `isotype.add_lora`), `fuse` creates
-            the copies; otherwise the first step creates them.
+            free memory on a CPU, where dequantizing a weight takes more than half as long as the product. Sharded (FSDP2)
+            models have no copies.
         device: for a model on the meta device, the kind (`"cpu"`, `"cuda"`) or profile of the device; None: the
             parameters' device.
 
@@ -307,8 +297,6 @@ def fuse(
 
 
 _GRADIENTS = "gradients of adapters in float32"
-
-
 _KERNELS = {
     "aten": "torch's fused operator",
     "triton": "isotype's Triton kernels",
@@ -318,7 +306,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Return operation -> kernel, for the operations between products on a GPU; a trial now prevents a failure in a step."""
+    """Return operation -> kernel, for the operations between products on a GPU, after trials of the kernels."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -337,7 +325,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Return (names of experts with adapters that one function now computes, id of the wrapper of other experts -> reason)."""
+    """Return (names of experts with adapters that one function now computes, id of a wrapper of other experts -> reason)."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):

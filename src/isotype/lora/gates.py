@@ -28,7 +28,6 @@ class Gate:
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
-        activate: function of the activation.
         through: function of (gradient of the result, input) that returns the gradient of the input, and may overwrite
             the gradient of the result.
     """

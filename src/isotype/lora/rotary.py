@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from isotype.compat.swapped import globals_of, innermost, see_module, with_global
+from isotype.compat.swapped import globals_of, innermost, update_globals, with_global
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.modes import is_close, result_of
@@ -51,7 +51,7 @@ def with_loops(forward: Any) -> Any:
     copied = _copied(forward, rotate)
     if copied is None:
         return forward
-    see_module(copied, forward, NAME)
+    update_globals(copied, forward, NAME)
     return copied
 
 

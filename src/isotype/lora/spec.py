@@ -19,7 +19,6 @@ class Adapter:
 
     Attributes:
         scale: alpha / r, for rsLoRA alpha / sqrt(r).
-        dropout: dropout probability; 0 in evaluation.
         magnitude: whether the adapter is DoRA, which has a magnitude; a layer with DoRA has no other adapter and no dropout.
     """
 
@@ -67,7 +66,6 @@ class Spec:
 
     Attributes:
         working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
-        result: dtype of the outputs.
         gate: the gate, if X is a gated product of two tensors; else None.
         keep: whether a backward follows, see `DenseWeights.matrix`.
         compiled: whether compiled loops compute the products, see `isotype.lora.loops.products`.

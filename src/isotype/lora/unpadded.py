@@ -1,8 +1,7 @@
 """Batches without padding: rows are concatenated, and each row attends only to itself.
 
-Linear layers, norms and attention then spend no time on padding. The results stay the same if tokens interact only in
-attention, and if attention separates sequences by their positions, as for packed sequences in transformers. A trial of
-the model decides (`tried`).
+The results stay the same if tokens interact only in attention, and if attention separates sequences by their positions, as
+for packed sequences in transformers. A trial of the model shows this (`tried`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class Sequences:
 
     Attributes:
         ends: 0 and the end of each sequence, int32 `[sequences + 1]`, on the tokens' device.
-        longest: tokens of the longest sequence, known without synchronization with the device.
-        window: number of keys to which a query attends, the last of them at the query's position; None for all keys up to
-            there.
+        window: number of keys up to the query's position to which a query attends; None for all of them.
     """
 
     ends: torch.Tensor
@@ -62,7 +59,7 @@ _sequences: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the sequences that `saying` has set for the current call of a model; None if they are unknown."""
+    """Return the sequences that `with_sequences` has set for the current call of a model; None if they are unknown."""
     return _sequences.get()
 
 
@@ -75,7 +72,7 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-def saying(sequences: Sequences | None) -> AbstractContextManager[None]:
+def with_sequences(sequences: Sequences | None) -> AbstractContextManager[None]:
     """Set the sequences of the row for the model calls in the `with` block; None if they are unknown."""
     return _holding(_sequences, sequences)
 
@@ -83,11 +80,9 @@ def saying(sequences: Sequences | None) -> AbstractContextManager[None]:
 _ARGUMENTS = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
 _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
-"""Maximum tokens without padding: the mask of packed sequences has a byte per pair of tokens. Attention by lengths has no
-mask and no maximum."""
+"""Maximum tokens without padding if attention has a mask, which takes a byte per pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Tolerated differences over the change if rows are not separated. Left padding shifts rotary positions, and so changes
-rounding."""
+"""Tolerated differences over the change if rows are not separated; left padding shifts rotary positions, which are rounded."""
 _NEIGHBOURS = 1e-4
 """Tolerated relative change of a document's states if the document before it changes: experts' products round differently."""
 _LENGTH, _SHORT = 16, 3
@@ -101,10 +96,7 @@ class Unpadded:
     Attributes:
         inputs: arguments of the model's forward, with `input_ids` and `position_ids` `[1, tokens]`.
         place: index of each token of the batch in the concatenated row, int64 `[rows, length]`; undefined for padding.
-        sequences: the rows as sequences of the concatenated row.
         tokens: index of each token of the concatenated row in the flat batch, int64 `[tokens]`.
-        reads: number of positions whose results are read.
-        lengths: number of tokens of each nonempty row.
     """
 
     inputs: Mapping[str, Any]
@@ -126,9 +118,7 @@ def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding, if this saves time and no results at padding are read.
-
-    The function reads the lengths of the rows from the device, which synchronizes once.
+    """Return a batch without its padding, if this saves time and no results at padding are read; this synchronizes once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
@@ -182,10 +172,9 @@ def _without(
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
     """Prepare a model for calls with `bare.inputs`: attention gets the sequences, and hooks of embeddings get the padded batch.
 
-    NEFTune draws its noise for padding, too, and divides the noise by the length of the rows. For the concatenated row,
-    the noise would be smaller, and would depend on the other rows of the batch.
+    NEFTune, such a hook, divides its noise by the length of the rows, which is another length for the concatenated row.
     """
-    with saying(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
+    with with_sequences(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield
 
 
@@ -231,14 +220,11 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens of each row, number of read positions, whether the batch is unsound, sides with padding in nonempty rows).
-
-    A batch is unsound if results at padding are read, or if there is padding between tokens.
-    """
+    """Return (tokens of each row, number of read positions, whether the batch is unsound, sides with padding in nonempty rows)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
-        (read & ~present).any() | (begins.sum(1) > 1).any(),
+        (read & ~present).any() | (begins.sum(1) > 1).any(),  # padding is read, or is between tokens
         (~present[:, 0] & some).any(),
         (~present[:, -1] & some).any(),
     ]
@@ -259,9 +245,8 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which a model's padding may be removed without changing results.
 
-    The trial runs a few rows with padding, and runs them again concatenated without padding. The results may differ by a
-    small share of the difference that arises if rows attend to earlier rows. The model runs a few times in evaluation,
-    without gradients; its modes and the random states are restored.
+    The trial runs a few rows with padding, and again concatenated without padding. The results may differ by a small share
+    of the difference that arises if rows attend to earlier rows. The model and the random states stay unchanged.
     """
     from transformers import PreTrainedModel
 
@@ -290,8 +275,7 @@ def mixes_documents(model: Any) -> str:
 
 
 def _mixes(backbone: Any) -> bool:
-    """Return whether a row's second document has results that depend on the first document, or that differ from its
-    results alone."""
+    """Return whether a row's second document has other results with another first document, or alone."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT
@@ -318,7 +302,7 @@ def _sound_sides(backbone: Any) -> frozenset[str]:
     bare = unpadded(inputs, frozenset(_TOLERANCES), mask.bool())
     assert bare is not None, "two of three rows are padded"
     padded = _states(backbone, inputs)[mask.bool()]
-    with saying(bare.sequences):
+    with with_sequences(bare.sequences):
         states = _states(backbone, bare.inputs)[0]
     order = torch.arange(len(states), device=device)[None]
     mixed = _states(backbone, {**bare.inputs, "position_ids": order})[0]

@@ -1,8 +1,4 @@
-"""Provides the matrices for products: of frozen base weights, which may be packed in 4 bits or int8, and of adapters.
-
-If a base weight is quantized or has another dtype than the product, each product writes it as a dense matrix into scratch
-memory, or uses a dense copy that is kept within the user's budget.
-"""
+"""Provides the matrices for products: of frozen base weights, which may be packed in 4 bits or int8, and of adapters."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ class Workspace:
     def borrow(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, keep: bool = True
     ) -> Iterator[torch.Tensor]:
-        """Yield an uninitialized tensor of `shape`, valid inside the `with` block.
-
-        If `keep` is True, the buffer stays in the pool for the next product; it is False for a forward without a backward.
-        """
+        """Yield an uninitialized tensor of `shape`; if `keep` is True, its buffer stays in the pool for the next product."""
         key = (device, _stream(device), dtype)
         size = prod(shape)
         buffer = self._take(key, size)
@@ -152,9 +145,9 @@ def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 class DenseWeights:
     """The dense matrices of a model's base weights, with copies of some weights within a budget in bytes.
 
-    A copy is valid as long as the weight has the same memory and version; code that changes weights through
-    `.data`, such as PEFT's merge, calls `forget`. A weight without a version, created in `torch.inference_mode`,
-    is not copied.
+    If a weight is quantized or has another dtype than the product, each product writes it as a dense matrix into scratch
+    memory, or reads a copy. A copy is valid as long as the weight has the same memory and version; code that changes
+    weights through `.data`, such as PEFT's merge, calls `forget`.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -189,8 +182,7 @@ class DenseWeights:
     def _state(self, layer: Any) -> Any:
         """Return a 4-bit layer's quantization state; on a GPU its block constants are float32 as long as there is room.
 
-        With doubly quantized constants, a product launches two more kernels; float32 constants take a sixteenth of a byte
-        per weight.
+        With doubly quantized constants, a product launches two more kernels.
         """
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
@@ -230,7 +222,7 @@ class DenseWeights:
             return copy
         self.forget(layer)
         if not self._has_room(layer, dtype) or (identity := _identity(layer, dtype)) is None:
-            return None
+            return None  # a weight of inference mode has no identity
         with torch.inference_mode(False), torch.no_grad():  # a training step may read the copy next
             copy = dense(layer, dtype)
         self._copies[layer] = identity, copy
@@ -323,9 +315,8 @@ def total_memory(device: torch.device) -> int | None:
 
 
 # ------------------------------------------------------------------------------------------------------- adapters
-# On a GPU two kernels round the adapters of all layers of a group; one or two kernels per tensor would cost more for
-# their launches than for their work. Every forward rounds again: a cache would need the version counters of the master
-# weights, but some optimizers write through `.data`, and FSDP2 does not count writes to gathered parameters.
+# On a GPU two kernels round the adapters of all layers of a group, because launches cost more than the work. Every forward
+# rounds again: some optimizers write masters through `.data`, and FSDP2 does not count writes, so a cache could be stale.
 
 
 @dataclass(frozen=True)

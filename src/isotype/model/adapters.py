@@ -42,10 +42,8 @@ def add_lora(
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT supports.
-        policy: from `isotype.resolve_precision`.
         config: a `peft.LoraConfig` or another PEFT config; by default a `LoraConfig` of `lora_kwargs` for all linear
             layers.
-        adapter_name: name of the adapter in PEFT.
         adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`, several
             of these (`"language,projector"`, or a list), or `"all"`. By default every part with target layers gets
             adapters.
@@ -103,11 +101,7 @@ def _adapt(parts: str | Sequence[str] | Adapt | None) -> Adapt | None:
 
 
 def _take_dropout(config: Any) -> float:
-    """Set the dropout of a config with target parameters to 0, and return the previous dropout for `_set_dropout`.
-
-    PEFT 0.21 rejects dropout for adapters on parameters (`ParamWrapper`), even when it loads a saved adapter for
-    inference.
-    """
+    """Set the dropout of a config with target parameters to 0, which PEFT 0.21 requires; return the previous dropout."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate or not getattr(config, "target_parameters", None):
         return 0.0
@@ -122,11 +116,7 @@ def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Write the base model's absolute path, or the commit of its hub repository, into an adapter's config.
-
-    PEFT copies the model's name into the config. In another working directory, a relative path would name another folder,
-    or would be read as a hub id.
-    """
+    """Write the base model's absolute path, or the commit of its hub repository, into an adapter's config."""
     base = without_peft(model)
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
     if not name or settings is None:
@@ -142,8 +132,7 @@ def remember_base(model: Any, config: Any) -> None:
 def _magnitudes_again(model: Any, adapter_name: str) -> None:
     """Recompute the initial magnitudes of DoRA's linear layers in float32.
 
-    PEFT 0.21 creates adapters in the base weight's dtype, and rounds the norms to this dtype
-    (`DoraLinearLayer.update_layer`). So the norm of a float16 weight can become infinite.
+    PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`), in float16 even to infinity.
     """
     for place in places(model):
         layer: Any = place.module
@@ -191,12 +180,11 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 
 
 @contextmanager
-def _without_a_silent_hub(model: Any) -> Iterator[bool]:
-    """Let the block save a PEFT model without waiting for a silent hub; yield True if PEFT misses a new vocabulary size.
+def _offline_if_unreachable(model: Any) -> Iterator[bool]:
+    """Save a PEFT model in the `with` block without waiting for an unreachable hub; yield True if embeddings must be saved.
 
-    On each save PEFT (0.21) reads the base model's config from the hub, to decide whether to save the embeddings. If it
-    gets no config, it assumes that the vocabulary is unchanged. So this function reads the vocabulary size from the hub's
-    local cache.
+    On each save PEFT (0.21) reads the base model's config from the hub. Without the config, PEFT assumes that the
+    vocabulary is unchanged; so this function compares its size with that in the hub's local cache.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]
@@ -220,7 +208,7 @@ def save_policy_too(model: Any) -> None:
         return
 
     def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        with _without_a_silent_hub(self) as resized:
+        with _offline_if_unreachable(self) as resized:
             more = {"save_embedding_layers": True} if resized else {}
             type(self).save_pretrained(self, save_directory, *args, **more | kwargs)
         policy = policy_of(self)

@@ -45,8 +45,6 @@ class BoundarySettings:
     Every kind also keeps the row scales of an 8-bit layer when its weight is copied (see `_init_8bit_state`).
 
     Attributes:
-        kind: one of the eight kinds above.
-        compute: the compute dtype.
         result: dtype of float outputs; None means `compute`.
         exponent: the power of two of `"scale"`; 0 for other kinds.
     """

@@ -74,7 +74,10 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
         changes += _parameters(place, wanted)
         changes += _quantization(place, policy, by_ranges.get(place.name.partition(_PARAMETRIZED)[0]))
         changes += _buffers(place, policy)
-        changes += _boundary(place, policy, boundaries.get(place.name))
+        settings = boundaries.get(place.name) or boundary_of_dtypes(place, policy)
+        if set_boundary(place.module, settings):
+            what = "boundary removed" if settings is None else f"{settings.kind} boundary set"
+            changes.append(Change(place.name, what))
     use_where_needed(model)
     setattr(model, POLICY_ATTRIBUTE, policy)
     return tuple(changes)
@@ -138,10 +141,9 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype that each unquantized float parameter in `all_places` has to get under `policy`.
+    """Return the dtype that each unquantized float parameter has to get: float32 if one of the modules that share it needs that.
 
-    A parameter that several modules share gets float32 if one of these modules needs float32. `by_ranges` is the result
-    of `range_boundaries`; `frozen` says whether all parameters except those of adapters will be frozen.
+    `by_ranges` is the result of `range_boundaries`; if `frozen`, all parameters except those of adapters will be frozen.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
@@ -191,7 +193,7 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
 
 
 def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Set the attribute `name` (`data` or `grad_dtype`) of a parameter, cast its gradient, and return an undo function."""
+    """Set the attribute `name` (`data` or `grad_dtype`) of a parameter and cast its gradient; return a function that undoes both."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:
@@ -242,10 +244,3 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
         fix = "do not cast the whole model with .to(dtype); load it with isotype.load"
         raise PrecisionError.of("rotary frequencies were rounded", what, "float32 frequencies", fix)
     return type(module)(config=config)
-
-
-def _boundary(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySettings | None) -> list[Change]:
-    wanted = by_ranges or boundary_of_dtypes(place, policy)
-    if not set_boundary(place.module, wanted):
-        return []
-    return [Change(place.name, f"{wanted.kind} boundary set" if wanted else "boundary removed")]

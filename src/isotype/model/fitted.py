@@ -50,7 +50,6 @@ def quantize_fitted(
 
     Args:
         weight: float32, bfloat16 or float16, any shape: rows of a layer's weight, or a part of its rows.
-        form: `"nf4"` or `"fp4"`.
         moments: `[in]`, E[x²] of the layer's input channels up to a common factor.
         first: column of the first element of `weight`.
 
@@ -84,7 +83,6 @@ def nearest_values(
 
     Args:
         weight: `[rows, columns]`, or whole blocks of its rows.
-        form, moments, blocksize: the same arguments as those of `quantize_fitted`.
     """
     flat = weight.detach().reshape(-1)
     near = torch.empty_like(flat)

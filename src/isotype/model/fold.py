@@ -35,10 +35,12 @@ _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 @dataclass(frozen=True)
 class _Fold:
-    """The folding of one list: `kept` has the original numbers of the layers that remain.
+    """The folding of one list.
 
-    `stands_for` has the number of layers that each remaining layer represents. `represents` maps each original number to
-    the position, in the folded list, of the layer that represents it.
+    Attributes:
+        kept: original numbers of the layers that remain.
+        stands_for: number of layers that each remaining layer represents.
+        represents: for each original number, the position of its representative in the folded list.
     """
 
     kept: tuple[int, ...]
@@ -51,12 +53,9 @@ def fold(model: nn.Module) -> nn.Module:
 
     Only lists of at least 4 layers are folded. Layers are equal if they have the same classes, the same parameters and
     buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for their
-    number. Where layers of the same kinds alternate, the first and the last layer of each kind stay. The first layer
-    represents only itself, so that work that only it does counts once; the last layer represents all others (attribute
-    `_stands_for`). Both keep their names (`model.layers.0`, `model.layers.79`).
-
-    Layer numbers (`layer_idx`) are updated. In copies of the configs, the number of layers is updated and lists with one
-    entry per layer are shortened.
+    number. The first and the last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The
+    first layer represents only itself, so that work that only it does counts once; the last layer represents all others
+    (attribute `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -82,7 +81,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return layer name -> number of layers that it represents, for each layer in a folded list; names are fully qualified."""
+    """Return fully qualified layer name -> number of layers that it represents, for each layer in a folded list."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
@@ -138,9 +137,8 @@ def _is_number(value: object) -> bool:
 def _plan(signatures: Sequence[Any]) -> _Fold:
     """Return the layers that folding keeps.
 
-    The list of layers is split before the first layer and after the last layer of each kind. Within a piece of the list
-    the kinds repeat, so layers of one kind return the same dtypes and shapes. In each piece, the first and the last layer
-    of each kind stay.
+    The list is split before the first and after the last layer of each kind, so that each piece repeats the same kinds.
+    In each piece, the first and the last layer of each kind stay.
     """
     count = len(signatures)
     first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}

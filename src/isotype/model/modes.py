@@ -45,10 +45,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` does not move a tensor with values to the meta device, and changes only its dtype.
-
-    PEFT initializes an adapter, and then moves it to the device of its base layer.
-    """
+    """Mode in which `Tensor.to` never moves a tensor with values to the meta device: PEFT moves a new adapter to its base."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,10 +69,9 @@ _PLACED = (PARAMETERS, CHILDREN)
 def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Set the model to evaluation mode without gradients inside the `with` block; then restore it and the random states.
 
-    The modules' training modes, attributes, dicts, lists, parameters and buffers are restored, because a forward may
-    change them. Routers keep the capacity of their first batch, caches keep the last keys, and PEFT's Arrow changes
-    adapters in its first forward. On the meta device, a condition on a tensor (`if mask.all():`) is true, and a number
-    read from a tensor is 1.
+    Attributes, containers, parameters and buffers are restored too, because a forward may change them: caches keep the
+    last keys, and PEFT's Arrow changes adapters in its first forward. On the meta device, a condition on a tensor
+    (`if mask.all():`) is true, and a number read from a tensor is 1.
     """
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())

@@ -61,7 +61,7 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of blocks in a tower whose output the model does not read.
 
-    LLaVA's `vision_feature_layer` has one or several indices of the tower's hidden states; index 0 is the input of the blocks.
+    LLaVA's `vision_feature_layer` has one or several indices of the tower's hidden states; index 0 is the blocks' input.
     """
     indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [indices] if isinstance(indices, int) else list(indices or ())

@@ -50,15 +50,11 @@ def quantize_4bit(
 
     Args:
         weight: float32, bfloat16 or float16, any shape.
-        form: `"nf4"` or `"fp4"`.
-        blocksize: elements per absmax.
         double_quant: whether absmax constants are quantized to 8 bits in blocks of 256
             (https://arxiv.org/abs/2305.14314, section 3).
-        storage: dtype of the stored codes.
 
     Returns:
-        `[ceil(elements / 2) / storage.itemsize, 1]` codes in `storage`, two per byte, and the
-            `QuantState`.
+        `[ceil(elements / 2) / storage.itemsize, 1]` codes in `storage`, two per byte, and the `QuantState`.
     """
     from bitsandbytes import functional
 
@@ -150,8 +146,7 @@ def _piece(
 ) -> torch.Tensor | None:
     """Return the codes of `blocks` [blocks, blocksize], one code per byte, and write the blocks' absmax.
 
-    Returns None if a value is not finite. `work` is float32 memory [3, at least the number of elements]; allocating it
-    for each piece would make the work 1.5 times as slow.
+    Returns None if a value is not finite. `work` is float32 memory [3, at least the number of elements].
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)

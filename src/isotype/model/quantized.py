@@ -25,7 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the distinct quantization states of a 4-bit layer: the weight's, and the layer's own, which FSDP2 does not drop."""
+    """Return the distinct quantization states of a 4-bit layer: the weight's, and the layer's, which FSDP2 does not drop."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -39,10 +39,7 @@ def row_scales(layer: Any) -> torch.Tensor | None:
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Return the bytes of the constants of a quantized weight: absmax for 4 bits, scales for int8.
-
-    `layer` is the module whose parameter holds the codes, `weight` is this parameter.
-    """
+    """Return the bytes of the constants (absmax for 4 bits, scales for int8) of the codes `weight`, a parameter of `layer`."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         nested = int(state.state2.absmax.nbytes) if state.nested else 0
@@ -68,11 +65,9 @@ def holds_turned(layer: Any) -> bool:
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Set the dtypes of a `Linear4bit`, its quantization state and its constants; return the changes in words.
 
-    The quantization state names the dtype of dequantized weights. A checkpoint saves this dtype, and loading restores it
-    even if the policy has another dtype (https://github.com/unslothai/unsloth/issues/4005). The absmax constants become
-    float32.
-
-    Raises PrecisionError if the state was lost or the packed codes were cast.
+    Loading restores the saved dtype of dequantized weights even if the policy has another dtype
+    (https://github.com/unslothai/unsloth/issues/4005). Raises PrecisionError if the state was lost or the packed codes
+    were cast.
     """
     changes = []
     dequantize_by_blocks()

@@ -1,10 +1,9 @@
 """Shards a model under a policy with FSDP2, so that every tensor keeps its dtype.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the parameters of a group together and reduces their gradients
-together, and requires one dtype for all trained parameters of a group. A model under a policy has several dtypes:
-float32 norms among bfloat16 weights, integer codes, float32 adapters. So FSDP2 casts nothing when it gathers
-(`param_dtype=None`: the model casts where it computes), and parameters that are trained in another dtype than the rest of
-their block become a group of their own.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) requires one dtype for all trained parameters of a group, which it gathers and
+reduces together. A model under a policy has several dtypes: float32 norms among bfloat16 weights, integer codes, float32
+adapters. So FSDP2 casts nothing when it gathers (`param_dtype=None`), and parameters that are trained in another dtype
+than the rest of their block become a group of their own.
 """
 
 from __future__ import annotations
@@ -82,17 +81,14 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
 
     Args:
         model: any module; its parameters may be on the meta device.
-        policy: the model's policy.
         mesh: a one-dimensional `DeviceMesh`; by default all processes.
-        reshard: whether a block's gathered weights are freed after its forward and gathered again for its
-            backward.
+        reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
 
     Returns:
         The same model; FSDP2 has changed its class.
 
     Raises:
-        PrecisionError: one module has trained parameters of different dtypes, which FSDP2 cannot reduce
-            together.
+        PrecisionError: one module has trained parameters of different dtypes.
         UsageError: there is no process group, or the mesh has more than one dimension.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -149,11 +145,7 @@ def groups_of(
 
 @contextmanager
 def integers_named() -> Iterator[None]:
-    """Raise PrecisionError instead of torch's error if this torch release cannot shard integers.
-
-    Older releases (2.10 among them) first create every sharded parameter with `requires_grad`, which integers cannot
-    have.
-    """
+    """Raise PrecisionError instead of torch's error if this torch release, such as 2.10, cannot shard integers."""
     try:
         yield
     except RuntimeError as error:
@@ -168,8 +160,7 @@ def integers_named() -> Iterator[None]:
 def _plain_codes(model: nn.Module) -> None:
     """Make quantized codes plain parameters and store the constants on the layer, because FSDP2 drops a parameter's attributes.
 
-    In a 4-bit layer, bitsandbytes reads these constants (`fix_4bit_weight_quant_state_from_module`); in an 8-bit layer,
-    the boundary reads them.
+    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read these constants.
     """
     for place in places(model):
         layer: Any = place.module

@@ -1,9 +1,8 @@
 """The layers that `all-linear` adapts, and sentences about weights without adapters.
 
 `all-linear` leaves out routers, and layers whose weight the model uses without calling the layer
-(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans): they bypass an adapter. PEFT 0.21 knows two names of such
-layers in five architectures, and raises for them (`_check_lora_target_modules_mamba`). If the user names targets, all of
-them stay.
+(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans), because the model then bypasses an adapter. If the user names
+targets, all of them stay.
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ def remember_drawn(model: Any, names: Collection[str]) -> None:
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Save with the adapter the modules whose weights are in no file of the checkpoint; return a sentence about them.
-
-    The modules are added to `modules_to_save` of the PEFT config.
+    """Add the modules whose weights are in no file of the checkpoint to `modules_to_save`; return a sentence about them.
 
     Raises UsageError if such a module also has weights from files, or if this kind of adapter saves no modules.
     """

@@ -24,8 +24,6 @@ class Place:
     """A module in its model.
 
     Attributes:
-        name: fully qualified name.
-        module: the module.
         kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (also convolutions), `"embedding"`, `"norm"` or
             `"other"`.
         tuner: whether the module belongs to one of PEFT's tuner layers, which cast their own inputs.
@@ -81,10 +79,7 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is one of transformers' routers, which multiply hidden states with a weight of their own.
-
-    Such a router returns the logits, and the scores and indices of the chosen experts.
-    """
+    """Return whether a module is one of transformers' routers, which multiply hidden states with a weight of their own."""
     weight = own_parameters(module).get("weight")
     named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
     return named and weight is not None and weight.ndim == 2
@@ -96,10 +91,7 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList from which `isotype.model.fold` has removed layers.
-
-    The names of its children are their original numbers; an index counts only the children that are present.
-    """
+    """A ModuleList from which `isotype.model.fold` has removed layers; the names of its children are their original numbers."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]
@@ -160,17 +152,16 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the unregistered float tensors of `module`, which `.to()` does not move.
 
-    The name of a tensor in a dict or list consists of the attribute and the key (`meta.scale`, where quantizers keep
-    scales and zero points). Weights of modules in a list are named in the same way (`blocks.0.weight`). If an attribute
-    refers to the parent of `module`, the parent's weights are yielded, too.
+    The name of a tensor in a dict or list consists of the attribute and the key (`meta.scale`, `blocks.0.weight`). If an
+    attribute refers to the parent of `module`, the parent's weights are yielded, too.
     """
-    yield from _unregistered(module, "", {id(module)})
+    visited = {id(module)}
+    for name, value in _unregistered(module):
+        yield from _floats_in(value, name, visited)
 
 
-def _unregistered(module: nn.Module, prefix: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE:
-            yield from _floats_in(value, f"{prefix}{name}", visited)
+def _unregistered(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
 
 
 def _floats_in(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,17 +172,15 @@ def _floats_in(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, 
         visited.add(id(value))
         for key, held in _items(value):
             yield from _floats_in(held, f"{name}.{key}", visited)
-        if isinstance(value, nn.Module):
-            yield from _unregistered(value, f"{name}.", visited)
 
 
 def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the items of a container, or of a module's parameters, buffers and children."""
     if isinstance(holder, list):
         yield from ((str(position), value) for position, value in enumerate(holder))
     elif isinstance(holder, nn.Module):
         for registered in (own_parameters(holder), own_buffers(holder), own_modules(holder)):
             yield from registered.items()
+        yield from _unregistered(holder)
     else:  # only keys that are valid in a dotted name
         yield from ((k, value) for k, value in holder.items() if isinstance(k, str) and k.isidentifier())
 
@@ -228,8 +217,7 @@ def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
     """Copy the attributes of modules into their copies in `memo`; modules whose `id` is in `leave` are skipped.
 
-    `memo` maps the `id` of a module, tensor or container to its copy, like the memo of `copy.deepcopy`. Attributes that
-    cannot be copied (a lock, a file, a process group) are shared.
+    `memo` is like the memo of `copy.deepcopy`. Attributes that cannot be copied (a lock, a file) are shared.
     """
     for module in list(model.modules()):
         copy = memo[id(module)]

@@ -80,7 +80,6 @@ class Mixture:
     Attributes:
         storage: the model's nominal format, see `_most`.
         layers: the layers in another format than `storage`.
-        double_quant: whether the constants of 4-bit layers are quantized.
         reason: the counts of layers by format, their bytes, and the estimated damage in nats per token, in words.
     """
 
@@ -140,9 +139,7 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     Formats are nf4 in blocks of 64 or 32 with fitted constants, int8, and the float dtype of unquantized weights.
 
     Args:
-        damages: the model's measured damages.
         policy: the policy with all layers in nf4.
-        parameters: number of parameters of the whole model.
         memory: limit for the bytes of all weights of the base; None: the layers may take a tenth more bytes than in nf4.
 
     Raises:

@@ -49,8 +49,6 @@ class RangeDecision:
 
     Attributes:
         wide: whether the residual stream is float32.
-        exceptions: modules that cannot run in float16.
-        loss_scale: the initial loss scale.
         reasons: role -> reason, for `residual` and `loss_scaling`.
         warnings: risks that could not be excluded.
     """

@@ -42,7 +42,6 @@ class LayerDamage:
     """Damage of one linear layer to the model's output in each format.
 
     Attributes:
-        module: fully qualified name.
         rows, columns: shape of the layer's dense weight, `[out, in]`.
         damage: format -> nats per token if only this layer is stored in the format: the Kullback-Leibler divergence of
             the next token's distribution from that of the float32 model, to first order in the loss.
@@ -71,15 +70,11 @@ class Damages(Measurement):
     """A damage measurement of one model.
 
     Attributes:
-        source: the model, in words.
         key: fingerprint of the checkpoint; "" for a model in memory.
         when: date and time, ISO 8601 in UTC.
-        dtype: dtype of the computation.
         text: the measured texts, in words.
-        tokens: number of tokens.
         layers: all linear layers that quantization covers, in the model's order.
         measured: format -> nats per token that were measured with all layers in the format, for the same tokens.
-        notes: remarks on the measurement.
     """
 
     subject: ClassVar = "damages"

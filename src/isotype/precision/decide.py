@@ -57,8 +57,6 @@ def decide(
 
     Args:
         facts: the model's dtypes, from the checkpoint's headers and config.
-        profile: the device.
-        request: the user's explicit choices.
         obstacles: problems with library versions; the error lists them together with the request's conflicts.
         ranges: measured magnitudes of this model's values; None if they were not measured.
 

@@ -49,10 +49,8 @@ class ModelFacts:
     Attributes:
         source: the model, in words: a path, a hub id or a class name.
         model_type: model type in config.json (`"llama"`); None without a config.
-        architecture: name of the model class; None if unknown.
         trained_dtype: dtype in which the model was trained: that of most unquantized elements, else that in the config;
             None if unknown.
-        quantization: existing quantization of the weights, or None.
         pinned: patterns of parameters kept in float32 if float16 is requested (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters always kept in float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters of the dequantized model; a shared parameter counts once.

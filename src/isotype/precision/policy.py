@@ -50,7 +50,6 @@ class ModuleException:
     """A module whose measured values exceed float16's range.
 
     Attributes:
-        module: fully qualified name in the base model.
         how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, casts the
             result to float32, and multiplies it by 2^exponent; this is exact except for subnormal numbers. `"float32"`
             runs the module's own operators in float32; `"adapters"` runs only the adapters of a linear layer in float32.
@@ -69,7 +68,6 @@ class LayerStorage:
     """A linear layer that is stored in another format than most layers.
 
     Attributes:
-        module: fully qualified name in the base model.
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
             `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
             float dtype of unquantized weights.

@@ -112,7 +112,6 @@ class OperatorRange:
     Attributes:
         module: fully qualified name, in the base model, of the innermost module that runs the operator; "" is the
             model. For an operator of the backward, this is the module of the corresponding forward call.
-        op: the operator's name, for example `aten.mm.default`.
         index: number of this call among the operator's calls in this module and phase, from 0.
         phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
@@ -151,8 +150,6 @@ class ModuleRange:
     Attributes:
         name: fully qualified name in the base model.
         kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
-        input: largest magnitude of the float inputs.
-        output: largest magnitude of the float outputs.
         gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 if there is none.
         weight: largest magnitude of the module's own float parameters; 0 if there is none.
         median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 if there is none.
@@ -175,7 +172,6 @@ class Ranges(Measurement):
     """A range measurement of one model.
 
     Attributes:
-        source: the model: a path, a hub id or a class name.
         key: fingerprint of the checkpoint's headers and file sizes; "" for a model in memory.
         when: date and time of the measurement, ISO 8601 in UTC.
         dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
@@ -186,7 +182,6 @@ class Ranges(Measurement):
         modules: the modules that were called, in the order of their first call.
         operators: calls of operators with floating-point results, in the order in which they were first called.
         stream: names of the modules whose outputs are the residual stream: the embedding and the blocks, in order.
-        loss: mean loss of each forward.
         notes: parts that could not be measured, with the reason.
     """
 

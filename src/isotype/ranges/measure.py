@@ -39,10 +39,7 @@ _FIRST = 5  # the first token id after the special tokens of most vocabularies
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts on which models are compared: the token ids and labels of each text, and the source of the texts.
-
-    The source is None for the texts that come with isotype.
-    """
+    """Texts on which models are compared: (token ids, labels) of each text; `source` is None for isotype's texts."""
 
     texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
     source: str | None = None
@@ -53,10 +50,7 @@ class Batches:
     """The batches on which a model is measured.
 
     Attributes:
-        batches: keyword arguments of each forward.
         rows: number of texts per batch that are recorded separately; 0 to record a batch as one.
-        said: the batches in words.
-        tokens: total number of tokens.
         notes: sentences on what the batches leave out.
     """
 
@@ -93,7 +87,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return the number of positions of each learned table: OPT counts from 2, RoBERTa from the padding index + 1."""
+    """Return the size of each table of learned positions; OPT counts from 2, RoBERTa from the padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -149,7 +143,7 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
             "no batch can be made up for this model",
             f"{type(base).__name__}, which takes {named}",
             "a batch",
-            "give batch=, what the model is called with",
+            "give batch=, the arguments of the model's forward",
         )
     length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
     rows = -(-tokens // length)
@@ -166,8 +160,8 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
     """Return token ids, int64 `[rows, length]`, and a clause about their source.
 
-    Row r begins with isotype's passage r and continues with the next passages. Without a tokenizer, or with a
-    tokenizer that returns no token for the passages, ids are drawn with a fixed seed.
+    Row r begins with isotype's passage r and continues with the next passages. If there is no tokenizer, or the tokenizer
+    has no token for the passages, ids are drawn with a fixed seed.
     """
     # Special tokens at the start come once per row.
     pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
@@ -213,7 +207,7 @@ def _add_pictures(
     pictures = pictures_of(base.config, processor, [_PICTURE]) or by_config(base.config)
     if pictures is None:
         return 0, (
-            "the batch is text only: neither a processor nor the config says what a picture is to the model",
+            "the batch has no pictures: without a processor, this config does not define their inputs",
         )
     ids = batch["input_ids"]
     for placeholder in set(pictures.ids[pictures.kinds].tolist()):
@@ -227,9 +221,7 @@ def _add_pictures(
         drawn = value.is_floating_point()
         batch[name] = torch.randn(value.shape, generator=generator) if drawn else value
     batch |= pictures.marks(ids, 1, base)
-    return pictures.tokens, (
-        "the images of the batch are drawn: normally distributed values with a fixed seed",
-    )
+    return pictures.tokens, ("the pictures of the batch are random: normally distributed, with a fixed seed",)
 
 
 _ROOM = 1.5
@@ -241,11 +233,7 @@ class Measured:
     """The module to measure.
 
     Attributes:
-        model: the module, on the meta device if its weights stay on disk.
-        source: description of the module.
-        device: the device of the module's weights.
         read: a function that reads a parameter's values; None if the parameters have values.
-        notes: notes that the measurement will contain, too.
     """
 
     model: nn.Module
@@ -262,7 +250,7 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the numbers of weights that are in memory together: those of each block, and of each module outside of blocks."""
+    """Return the number of weights of each block, and of each module outside of blocks: such a part is in memory together."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
@@ -298,20 +286,14 @@ def measure(
     """Run forward and backward of the mean loss and record the largest magnitude of every value.
 
     The model runs in float32 in evaluation mode, without autocast and without the policy's boundaries. Only one block
-    is in float32 at a time: blocks are recomputed in the backward. The model, its gradients, hooks, modes and
-    random states stay unchanged.
+    is in float32 at a time: blocks are recomputed in the backward. The model stays unchanged.
 
     Args:
-        measured: the model.
-        run: the batches of the measurement.
-        device: device of the computation; by default the model's.
         dtype: dtype of the computation; by default float32, or bfloat16 if float32 does not fit into free memory.
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement, without a key. If float32 overflows, the measurement contains infinity or NaN, and a note names
-        the
-            first operator.
+        The measurement, without a key. If float32 overflows, it contains infinity or NaN, and a note names the operator.
     """
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
@@ -361,7 +343,9 @@ def _run(
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 else:
-                    notes.append("the loss depends on nothing that takes a gradient: there are no gradients")
+                    notes.append(
+                        "the loss depends on no tensor that requires a gradient: there are no gradients"
+                    )
             twin.weights.end_step()
             losses.append(float(loss.detach()))
     reached = sum(map(len, chosen.values()))

@@ -1,7 +1,7 @@
 """Picture inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The ids and tensors come from the model's processor, which runs on blank pictures of the wanted sizes. Without a
-processor, isotype computes them from the config, for model families whose config has the necessary values.
+The model's processor makes them from blank pictures of the wanted sizes. Without a processor, isotype computes them from
+the config, for model families whose config has the necessary values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class Pictures:
     """The pictures of one row.
 
     Attributes:
-        sizes: sizes of the pictures, in order.
         ids: int64 `[tokens]`, the tokens of the pictures in the text, with the tokens around each picture.
         kinds: bool `[tokens]`, True for tokens that represent a part of a picture.
-        inputs: argument name -> tensor of one row's pictures; rows are concatenated in a batch.
-        source: source of this information, as a clause.
+        inputs: argument name -> tensor of one row's pictures.
+        source: the processor or the config, as a clause.
     """
 
     sizes: tuple[Size, ...]
@@ -125,7 +124,7 @@ def picture_place(processor: Any) -> str:
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
     """Return a row's pictures by the config; None if the config lacks the necessary values.
 
-    If `sizes` is None and the vision tower takes only one size, the row has one picture of that size.
+    If `sizes` is None, the row has one picture of the only size that the vision tower takes.
     """
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)

@@ -82,7 +82,6 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     """Records the magnitudes of a running step.
 
     Attributes:
-        phase: phase of the current operators.
         first: the first operator with finite operands and a non-finite result; "" if there is none.
     """
 
@@ -122,9 +121,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
         """Add hooks to the modules of `model`: `names` are their plain names by id, `inside` the ids of modules in blocks.
 
-        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules even if the
-        embeddings are frozen. Outputs of embeddings inside of blocks require none, because the kernel may depend on a
-        position table's gradient.
+        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Inside of blocks
+        they do not: attention may choose its kernel by whether a position table requires a gradient.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -269,7 +267,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return tuple(modules)
 
     def spread(self) -> float:
-        """Return the largest ratio of a module's outputs between two texts or batches; 1 for a single text."""
+        """Return the largest ratio of a module's largest outputs in two texts or batches; 1 for a single text."""
         outputs = [m.outputs.values() for m in self._modules.values() if len(m.outputs) == self._texts]
         ratios = [max(values) / min(values) for values in outputs if min(values) > 0]
         return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)
@@ -308,6 +306,6 @@ def _short(func: Any) -> str:
 
 
 def _is_fill(short: str, args: Any, kwargs: Any) -> bool:
-    """Return whether infinity in a result is intended: a number among the arguments caused it, or it is log(0)."""
+    """Return whether infinity in a result is intended: it is an argument of the operator, or log(0)."""
     numbers = (value for value in (*args, *kwargs.values()) if type(value) is float)
     return short == "aten.log" or any(abs(number) >= FILL for number in numbers)

@@ -38,18 +38,17 @@ Read = Callable[[nn.Module, str, torch.Tensor], Weight]
 
 
 class Watcher(Protocol):
-    """A recorder that adds hooks to the modules of a copy."""
+    """A recorder that adds hooks to the modules of a copy, as `RangeRecorder` does."""
 
     def again(self) -> AbstractContextManager[Any]:
         """Return the context in which a block's forward runs, including its recomputation."""
 
-    def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
-        """Add hooks to the modules: `names` are plain names by id, `inside` the ids of modules in blocks."""
+    def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A measured copy of a model, the plain names of its modules by id, and the plain names of the blocks in every list."""
+    """A measured copy of a model, the plain names of its modules by id, and the plain names of the blocks of each list."""
 
     model: nn.Module
     names: dict[int, str]
@@ -85,17 +84,21 @@ def twin_of(
 ) -> Twin:
     """Return a copy of `model` to measure, in evaluation mode and without the policy's boundaries.
 
-    `recorder` adds hooks to the modules of the copy, `done` is called after each run of a block, and `read` reads the
-    values of a parameter.
+    `done` is called after each run of a block, and `read` reads the values of a parameter.
     """
-    memo = _Memo(model, weights)
+    memo, dense = _Memo(model, weights), set[int]()
     for module in model.modules():
-        memo[id(own_parameters(module))] = OnDemand(weights, _weights_of(module, read or _live))
+        parameters = own_parameters(module)
+        on_demand = {
+            name: None if parameter is None else (read or _live)(module, name, parameter)
+            for name, parameter in parameters.items()
+        }
+        memo[id(parameters)] = OnDemand(weights, on_demand)
         if kind_of(module) in _QUANTIZED:
             memo[id(module)] = _dense(module, memo)
-    dense = [id(module) for module in model.modules() if kind_of(module) in _QUANTIZED]
+            dense.add(id(module))
     empty_copies(model, memo)
-    fill_copies(model, memo, leave=frozenset(dense))
+    fill_copies(model, memo, leave=dense)
     twin: nn.Module = memo[id(model)]
     names = {id(module): base_name(name) for name, module in twin.named_modules()}
     for module in twin.modules():
@@ -131,13 +134,6 @@ class _Memo(dict[int, Any]):
         return super().get(key, default)
 
 
-def _weights_of(module: nn.Module, read: Read) -> dict[str, Weight | None]:
-    return {
-        name: None if parameter is None else read(module, name, parameter)
-        for name, parameter in own_parameters(module).items()
-    }
-
-
 def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
     kind = kind_of(module) if name == "weight" else ""
     stored = getattr(parameter, "quant_state", None)
@@ -145,18 +141,13 @@ def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
     if state is not None:
         shape: Any = state.shape
         values: Callable[[], torch.Tensor] = functools.partial(dequantize_4bit, parameter.detach(), state)
-    elif kind == "linear8bit" and row_scales(module) is not None:
-        shape = parameter.shape
-        values = functools.partial(_dequantized_8bit, parameter, row_scales(module))
+    elif kind == "linear8bit" and (scales := row_scales(module)) is not None:
+        # code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)
+        by_row = scales.float().to(parameter.device)[:, None]
+        shape, values = parameter.shape, lambda: parameter.detach().float() * by_row / 127
     else:
         shape, values = parameter.shape, lambda: parameter.detach()
     return Weight(id(parameter), torch.Size(shape), values, parameter.requires_grad)
-
-
-def _dequantized_8bit(parameter: torch.Tensor, scales: Any) -> torch.Tensor:
-    """Return the dense weight: code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)."""
-    values: torch.Tensor = parameter.detach().float() * scales.float().to(parameter.device)[:, None] / 127
-    return values
 
 
 def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:

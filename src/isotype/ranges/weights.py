@@ -80,10 +80,7 @@ def largest_rows(tensor: torch.Tensor) -> list[float]:
 
 @contextmanager
 def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
-    """Use one thread inside of the block if the work on `tensor` takes only about a millisecond.
-
-    On busy cores, several threads wait for one another and take a hundred times as long.
-    """
+    """Use one thread in the `with` block if `tensor` is small: on busy cores, threads wait for one another for long."""
     before = torch.get_num_threads()
     few = before > 1 and tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
     if few:
@@ -96,10 +93,7 @@ def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the shares of nonzero values that float16 rounds to zero without loss scaling and with a loss scale of 65536.
-
-    Large tensors are sampled evenly.
-    """
+    """Return the shares of (sampled) nonzero values that float16 rounds to zero: unscaled, and with a loss scale of 65536."""
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
@@ -151,7 +145,7 @@ class WeightRange:
 
 @dataclass
 class Weights:
-    """The weights of a model in the dtype and on the device of a measurement, created when they are used.
+    """The weights of a model in a measurement's dtype and device, created when they are used.
 
     `embedding` is True while an embedding runs: its frozen weight is a placeholder until its rows are looked up.
     """
@@ -166,7 +160,7 @@ class Weights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the weights that are created inside of the block until the block ends."""
+        """Keep created weights until the `with` block ends."""
         self.open()
         try:
             yield

@@ -23,8 +23,8 @@ def recomputed(
 ) -> torch.Tensor:
     """Return `compute(q, k, v)`; only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` is called before `compute` and before the backward, with the tensors that `compute` or the backward reads and
-    writes. The result of `beside` stays alive during the computation, so that a trace counts a kernel's temporary copies.
+    `beside` is called before `compute` and before the backward, with the tensors that these read and write. Its result
+    stays alive meanwhile, so that a trace counts a kernel's temporary copies.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
@@ -64,8 +64,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     every term of the gradients' sums. `spec_of` gives the shapes of q, k and v.
 
     Returns:
-        `[batch, query heads, queries, value head]` in the inputs' dtype, a transposed view of contiguous
-            `[batch, queries, query heads, value head]`; zero for queries without keys.
+        `[batch, query heads, queries, value head]` in the inputs' dtype; zero for queries without keys.
     """
     if not (spec.plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
@@ -105,9 +104,7 @@ def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scal
         mask[..., block.masked[0] - block.keys[0] : block.masked[1] - block.keys[0]] = block.tile / LOG2_E
         group = heads // key_heads
         by_head = mask.repeat(1, group, 1) if len(mask) == 1 else mask.reshape(key_heads, group * rows, -1)
-        mask = by_head.unsqueeze(
-            0
-        )  # with a mask of other than four dimensions, torch materializes all scores
+        mask = by_head[None]  # with a mask of other than four dimensions, torch materializes all scores
     folded = q.reshape(batch, key_heads, -1, head)
     out = scaled_dot_product_attention(folded, k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, rows, v.shape[3])

@@ -84,11 +84,8 @@ class Shape:
 
     Attributes:
         batch, key_heads: numbers of batch rows and of key heads in the measurement, at most those of the call.
-        group: query heads per key head.
-        head, value_head: dimensions of a head of q and k, and of v.
         length: the larger number of queries and keys, rounded up to a power of two.
         kind: causal, full or masked attention; masked attention is measured with a causal mask.
-        trained: whether gradients are computed.
     """
 
     batch: int
@@ -115,7 +112,6 @@ class Choice:
 
     Attributes:
         own: name of isotype's fastest kernel.
-        milliseconds: name of a kernel -> median time of one call.
         faster: torch's time divided by the time of `own`: the lower quartile over the repetitions.
     """
 

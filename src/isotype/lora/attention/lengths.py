@@ -1,9 +1,8 @@
 """Attention on NVIDIA GPUs: FlashAttention's kernel for concatenated rows of any length, and attention with repeated heads.
 
-`torch.nn.attention.varlen.varlen_attn` (torch 2.11 with a scale and windows) takes 16-bit queries, keys and
-values `[tokens, heads, head]` on NVIDIA GPUs of compute capability 8.0 and later. It supports grouped heads, causal
-attention, windows and a backward. It supports no dropout, soft cap or bias, and queries, keys and values must have the
-same head size.
+`torch.nn.attention.varlen.varlen_attn` (with a scale and windows since torch 2.11) takes 16-bit queries, keys and values
+`[tokens, heads, head]` of one head size on NVIDIA GPUs of compute capability 8.0 and later. It supports grouped heads,
+causal attention, windows and a backward, but no dropout, soft cap or bias.
 """
 
 from __future__ import annotations
@@ -75,14 +74,7 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Return why a call needs a mask instead of lengths, as a clause; None if it can use lengths.
-
-    Args:
-        inputs: query, key and value `[batch, heads, tokens, head]`.
-        sequences: the sequences of the row.
-        causal: whether a query attends to no later key.
-        kwargs: other keyword arguments of the attention layer's call.
-    """
+    """Return why a call needs a mask instead of lengths, as a clause; None if it can use lengths."""
     query, key, value = inputs
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"queries, keys and values are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"
@@ -131,8 +123,7 @@ def repeated_attention_forward(
     """Compute attention by transformers' `sdpa`, with keys and values repeated for each query head.
 
     Without a mask, transformers passes grouped heads to torch; on GPUs without FlashAttention (torch up to 2.13) torch
-    then materializes all scores in float32. In calls with a mask, with one query or with a paged cache, keys and values
-    are not repeated. Arguments and results are those of `isotype.lora.attention.registered.attention_forward`.
+    then materializes all scores in float32. Arguments and results are those of `attention_forward`.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 

@@ -26,7 +26,6 @@ class Block:
     """A block of queries `rows`.
 
     Attributes:
-        keys: all keys to which any of the queries attends.
         masked: the part of `keys` to which some queries do not attend, or that has a bias.
         tile: the mask of the keys `masked`, added to the scores in units of log 2, float32 `[1 or heads, rows, masked]`.
     """
@@ -50,9 +49,8 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        closed_finitely: whether the mask hides every key from some query by finite numbers. torch's kernels then let this
-            query attend to all keys about equally, because the scores vanish when they are added to the large mask
-            values. Blocks cannot represent such a query.
+        closed_finitely: whether the mask hides every key from some query by finite numbers. With torch's kernels such a
+            query attends to all keys about equally, which blocks cannot represent.
     """
 
     batch: int
@@ -105,7 +103,6 @@ def spec_of(
         q: `[batch, query heads, queries, head]`, in any layout.
         k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
-        plan: the keys of each query.
         scale: factor of q kᵀ; None: 1 / √head.
         work: dtype of products of 16-bit inputs; None: the inputs' dtype.
 
@@ -129,8 +126,7 @@ def spec_of(
 def block_rows(group: int) -> int:
     """Return the number of queries per block for `group` query heads per key head.
 
-    On a core with AVX512 and 1 MiB of L2 cache, products reached the machine's full rate from about 200 rows on. With
-    more rows per block, causal attention reads more masked keys.
+    Products reach a core's full rate from about 200 rows on; with more rows, causal attention reads more masked keys.
     """
     return max(32, min(128, 192 // group))
 
@@ -179,13 +175,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A cached plan with the identity of the mask.
-
-    Attributes:
-        view: the part of the storage that the mask covers, the number of batch rows, and the queries per block.
-        version: the mask's version, see `version_of`.
-        values: a copy of the mask if it has no version counter.
-    """
+    """A cached plan with the identity of the mask: the covered storage and block size, and the version or a copy."""
 
     plan: Plan
     view: tuple[object, ...]
@@ -202,16 +192,14 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """Return the plan of a mask, cached for all layers that share it.
+    """Return the plan of a mask, cached for all layers that share the mask.
 
-    The function detects padding, packed sequences and windows in the mask. A block reads all keys between the first and
-    the last key to which one of its queries attends. A new block begins where a sequence begins.
+    A block reads all keys between the first and the last key to which one of its queries attends.
 
     Args:
         mask: `[1 or batch, 1 or heads, queries, keys]`; either bool (True: the query attends to the key), or numbers that
             are added to the scores. Values at or below half of the lowest number of the mask's dtype count as masked, see
             `Plan.closed_finitely`.
-        batch: rows of the batch.
         rows: queries per block, see `block_rows`.
     """
     owner = base_of(mask)
@@ -294,7 +282,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries that attend to keys; where the first key jumps (a new sequence), a block begins.
+    """Yield blocks of at most `rows` queries that attend to keys; a block begins at a new sequence, where the first key jumps.
 
     Short sequences share a block, because another block would cost more than it saves.
     """
@@ -310,11 +298,7 @@ def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Itera
 
 
 def attention_to_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return zeros whose gradients are zero, as torch's kernel does if no query attends to any key.
-
-    The result is `[batch, query heads, queries, value head]`, a transposed view of contiguous
-    `[batch, queries, query heads, value head]`.
-    """
+    """Return zeros `[batch, query heads, queries, value head]` with zero gradients, for queries that attend to no key."""
     batch, heads, queries, _ = q.shape
     nothing = sum(x[..., :0].sum() for x in (q, k, v))  # sums of no elements: zero, with zero gradients
     return (q.new_zeros(batch, queries, heads, v.shape[3]) + nothing).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Registers attention functions in transformers, which compute a model's attention by the fastest kernel on this machine."""
+"""Registers functions in transformers that compute a model's attention by the fastest kernel on this machine."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class AttentionReport:
     Attributes:
         taken: whether the model's attention is one of isotype's functions.
         reason: why the model keeps another attention, as a clause; None if `taken`.
-        repeated: title of the device, if keys and values are repeated for torch's kernel on it; None if they are not repeated.
+        repeated: title of the device, if keys and values are repeated for torch's kernel; else None.
         slow: why attention materializes all scores on this device, as a clause; None if it does not.
         choices: class of shapes -> chosen kernel and measured times.
         left: reason why calls used torch's kernel -> number of these calls.
-        unkept: why choices could not be stored; None if they were stored.
+        unkept: why choices could not be stored, or None.
         sides: sides of a row on which padding may be removed from a batch, see `isotype.lora.unpadded`.
-        padded: why padding has to stay in a batch on this GPU, as a clause; None if padding may be removed.
-        name: registered name of the model's attention; "" if transformers provides the attention.
+        padded: why padding has to stay in a batch on this GPU, as a clause, or None.
+        name: registered name of isotype's function, or "".
     """
 
     taken: bool
@@ -136,17 +136,14 @@ def use_fast_attention(
     On other devices `sdpa` stays, because there it calls FlashAttention or cuDNN. If FlashAttention supports the compute
     dtype, its variable-length kernel is used for concatenated rows without padding. On an NVIDIA GPU without a fused
     kernel for grouped heads, keys and values are repeated for torch's kernel. Attention that the user has chosen
-    (`eager`, `flex_attention`), and features that torch's kernel lacks (soft caps, attention sinks), stay. Up to
-    rounding, the results equal those of torch's kernel, for tokens and for padding.
+    (`eager`, `flex_attention`) stays. Up to rounding, the results equal those of torch's kernel.
 
     Args:
         model: a transformers model, or a model that contains one (a PEFT model); changed in place.
         device: kind of the device (`"cpu"`, `"cuda"`) if the model has no weights.
-        profile: profile of the model's (simulated) device; None if unknown.
 
     Returns:
-        The decision and its reason. Later calls of the model's attention add measurements, and the reasons for calls of
-        torch's kernel.
+        The decision and its reason; later calls of the model's attention add to it.
     """
     from transformers import PreTrainedModel
 
@@ -179,7 +176,7 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
 
 
 def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
-    """Let keys and values be repeated if that enables a fused kernel in `dtype`; otherwise report why attention is slow."""
+    """Repeat keys and values if that enables a fused kernel in `dtype`; otherwise report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
@@ -216,8 +213,6 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
     """Return a batch without its padding if the model's attention allows that and time is saved; else None.
 
     Args:
-        model: a model to which `use_fast_attention` was applied.
-        inputs: arguments of the model's forward.
         read: positions whose results are read, bool `[rows, length]`.
     """
     report = _reports.get(model)
@@ -256,7 +251,7 @@ def _why_not_registered(owners: list[Any]) -> str | None:
             return f"{type(owner).__name__} has attention of its own, outside of transformers' registry"
         source = inspect.getsource(sys.modules[type(owner).__module__])
         if re.search(r"_attn_implementation\s*(==|!=|in|not in)\s[^\n]*[\"']sdpa[\"']", source):
-            return f"the code of {type(owner).__name__} does something else where the implementation is not named sdpa"
+            return f"the code of {type(owner).__name__} compares the implementation's name with sdpa"
     return None
 
 
@@ -296,7 +291,6 @@ def attention_forward(
     """Compute the attention of a layer by the fastest kernel, with the signature of transformers' `AttentionInterface`.
 
     Args:
-        module: the attention layer.
         query: `[batch, query heads, queries, head]`.
         key, value: `[batch, key heads, keys, head]`.
         attention_mask: has four dimensions, and is bool or is added to the scores; None for causal or full attention.
@@ -315,8 +309,7 @@ def attention_forward(
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
     if reason is None and not (q.numel() and k.numel()):
         return attention_to_nothing(q, k, v).transpose(1, 2), None
-    # A preflight measures nothing and calls torch's kernel, which accepts and returns the same dtypes with at least as many
-    # FLOPs: thousands of operators, one for each block, would add no information.
+    # A trace measures nothing. It calls torch's kernel, which has the same dtypes and at least as many FLOPs as isotype's.
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
@@ -362,9 +355,9 @@ def lengths_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention by lengths if the mask has the sequences of a row, else by transformers' `sdpa`.
 
-    If the kernel does not support a call, `sdpa` gets a mask made from the sequences, which gives the same result.
-    Arguments and results are those of `attention_forward`. Raises NotImplementedError if the window of the layer differs
-    from the window of the mask, as in layers with chunked attention.
+    Arguments and results are those of `attention_forward`. If the kernel does not support a call, `sdpa` gets a mask made
+    from the sequences. Raises NotImplementedError if the window of the layer differs from the window of the mask, as in
+    layers with chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

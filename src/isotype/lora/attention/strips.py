@@ -32,9 +32,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
     Scores, softmax, the gradients of both and all sums are float32. Operands that are computed (probabilities, gradients
-    of scores) are rounded to `spec.work`, as in torch's kernel. They stay float32 if there are no loops for `spec.work`.
-    The loops also multiply up to 32 keys and values next to those of a block by zero. If such a key or value is not
-    finite, the result is NaN, as with masked keys in torch's kernel.
+    of scores) are rounded to `spec.work` if there are loops for it, as in torch's kernel. If a masked key or value near
+    those of a block is not finite, the result is NaN, as in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.
@@ -55,8 +54,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
     """Return the arguments (tiles, blocks, scale, whole) of the operators.
 
-    Each block is nine numbers; the last of them is the index of the block's tile, or -1 if it has no tile. If `whole` is
-    False, some query is in no block, and the result must be filled with zeros first.
+    A block is nine numbers; the last is the index of its tile, or -1. If `whole` is False, some query is in no block.
     """
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []

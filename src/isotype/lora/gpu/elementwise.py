@@ -1,7 +1,6 @@
-"""Makes the Triton kernels of gated products, RMSNorms and rotations available as torch operators.
+"""Makes the Triton kernels of gated products, RMSNorms and rotations available as torch operators, also for fake tensors.
 
-Dispatch modes can observe operators, and operators accept fake tensors. The kernels need contiguous tensors, except for
-`rotate`. `isotype.lora.loops.elementwise` has the same functions for a CPU.
+`isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _BLOCK = 1024  # elements per program
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the promoted dtype, float32 1 / root per row).
-
-    `x` is `[…, n]`, `weight` `[n]`, both in any float dtype.
-    """
+    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the promoted dtype, float32 1 / root); x `[…, n]`, weight `[n]`."""
     return _rms_norm(x.contiguous(), weight.contiguous(), eps, offset)
 
 

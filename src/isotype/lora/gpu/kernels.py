@@ -1,7 +1,6 @@
 """Triton kernels of RMSNorm, gated products and rotary positions; they compute in float32 and round the result once.
 
-`isotype.lora.norms`, `isotype.lora.gates` and `isotype.lora.rotary` compute the same with torch's operators. Offsets are
-int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` defines the number of each activation.
+Offsets are int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` numbers the activations.
 """
 
 from __future__ import annotations

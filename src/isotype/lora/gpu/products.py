@@ -40,10 +40,10 @@ ADDMM, MM = Products(scales=True), Products(scales=False)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `isotype.lora.gpu.elementwise.rms_norm` returns, for a weight in x's dtype and no offset.
+    """Return the results of `isotype.lora.gpu.elementwise.rms_norm` for a weight in x's dtype and no offset.
 
     The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
-    later). For a weight in another dtype, torch warns and runs several operators.
+    later).
     """
     y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
     return y, inverse

@@ -1,7 +1,4 @@
-"""Computes gated products, RMSNorms and rotations by compiled loops (elementwise.cpp), in float32, and rounds the results once.
-
-The loops read and write each value once; torch needs several operators, and each of them reads and writes all values.
-"""
+"""Computes gated products, RMSNorms and rotations by compiled loops (elementwise.cpp), in float32, and rounds results once."""
 
 from __future__ import annotations
 
@@ -89,8 +86,8 @@ def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
     """Return x `[batch, heads, tokens, dim]` rotated by its positions, in x's memory layout; with `back` the gradient of x.
 
-    The halves (a, b) of a head become (a cos - b sin, b cos + a sin). `cos` and `sin` have the shape
-    `[batch or 1, tokens, dim]` and x's dtype; dim is even. With `back`, the argument x is the gradient of the rotated tensor.
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
+    x's dtype. With `back`, the argument x is the gradient of the rotated tensor.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 

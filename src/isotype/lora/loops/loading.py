@@ -39,7 +39,7 @@ class Loops:
 
 @cache
 def loops_of(source: Path, *headers: Path) -> Loops:
-    """Return the compiled loops of a C++ source; compiling takes some seconds, and happens once per machine."""
+    """Return the compiled loops of a C++ source, which are compiled once per machine, in some seconds."""
     try:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:

@@ -51,7 +51,6 @@ class Sum(NamedTuple):
             smallest products first (see `write_sums`). If there is no bias, an iterator may create the terms on demand,
             because torch's operators read the terms in order.
         bias: `[columns]`, or None.
-        factor: factor of all products.
     """
 
     out: torch.Tensor

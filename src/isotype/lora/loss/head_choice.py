@@ -1,7 +1,7 @@
 """Chooses isotype's or TRL's language-model head on a GPU by measured times, and reads the weights of a model's head.
 
 TRL's Triton kernel reduces a tile of logits in one pass, but projects the hidden states three times;
-`isotype.lora.loss.log_probs` projects them twice. The card, the vocabulary and the width decide which head is faster.
+`isotype.lora.loss.log_probs` projects them twice.
 """
 
 from __future__ import annotations
@@ -39,13 +39,9 @@ class HeadShape:
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
-        tokens: number of tokens with labels, rounded up to a power of two, at least 256 and at most 2048: above 2048, the
-            times of both heads grow linearly.
+        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048; above, times grow linearly.
         stored, compute: dtype of the weight, and dtype of the products.
-        outputs: names of results besides the log-probabilities.
         gradients: names of the results through which gradients flow.
-        trained: whether the weight gets a gradient.
-        capped: whether the logits have a soft cap.
     """
 
     vocabulary: int
@@ -137,14 +133,11 @@ def choose(
     """Return the faster head for a class of calls; a new class is measured with a dozen calls, once per card.
 
     Args:
-        weight: the head's weight `[V, H]`, on the measured device.
-        bias: the head's bias `[V]`, or None.
         timer: function that times a call; None: `event_timer` of the device.
         card: name of the card in the cache; None: the driver's name.
 
     Returns:
-        If nothing can be measured (the weight is sharded, or the memory is too small for both heads), the choice is TRL's
-        head, with the reason.
+        TRL's head if nothing can be measured: the weight is sharded, or the memory is too small for both heads.
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
@@ -225,16 +218,13 @@ def _theirs(
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model; it may be tied, trained (`modules_to_save`) or quantized.
-
-    Each call of this function dequantizes a quantized weight, and gathers a sharded weight.
+    """Return the head of a causal language model, with a quantized weight dequantized and a sharded weight gathered.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.
-        temperature: divisor of the logits.
 
     Raises:
-        ValueError: the head has a LoRA adapter, which the product with the base weight would ignore.
+        ValueError: the head has a LoRA adapter.
     """
     config, module = model.config.get_text_config(), model.get_output_embeddings()
     if hasattr(module, "lora_A"):

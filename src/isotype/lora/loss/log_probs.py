@@ -6,11 +6,9 @@ softcap):
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
-The log-probability of a token depends only on the token's hidden state, so the forward computes the gradient from the
-logits, and the backward only multiplies each row by the incoming gradient of the loss. The hidden states are projected
-once, and only the logits of one chunk exist at a time. A chunk covers the whole vocabulary: each product is summed in
-float32 and rounded once. If the entropy is differentiated or the head is trained, the backward recomputes the logits,
-chunk by chunk.
+A token's log-probability depends only on its hidden state, so the forward computes the gradient from the logits, and the
+backward multiplies each row by the incoming gradient. If the entropy is differentiated or the head is trained, the
+backward recomputes the logits. A chunk covers the whole vocabulary: each product is summed in float32 and rounded once.
 
 The target's logit is also computed in float32, because its rounding error would be an error of the log-probability: 0.06
 for a logit of 20 in bfloat16.
@@ -38,12 +36,10 @@ class PerToken:
     """Results per token, float32 `[N]`, or None if they were not requested.
 
     Attributes:
-        log_probs: log-probability of the target.
         entropy: entropy of p.
-        logsumexp: logsumexp of the logits.
         mean_logits: mean of the logits over the vocabulary.
         log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
-        is_top1: bool: whether the target has the largest logit, and is the first such token if several have it.
+        is_top1: bool: whether the target is the `argmax` of the logits.
     """
 
     log_probs: torch.Tensor
@@ -70,7 +66,6 @@ def log_probs(
         head: the language-model head; weight and bias get gradients if they require them.
         hidden: hidden states `[N, H]` in any float dtype.
         targets: int64 `[N]`, each in `[0, V)`.
-        outputs: names from `OUTPUTS`.
         gradients: names of results with a backward. For all of them except the log-probabilities, the backward recomputes
             the logits.
         working: dtype of the products; None: autocast's dtype if it is on, else the weight's.
@@ -95,7 +90,7 @@ def log_probs(
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
-    """Return all results for complete logits `[N, V]`: for models that do more than a projection to get logits."""
+    """Return all results for complete logits `[N, V]`, for models whose head is more than a projection."""
     z = logits.float() / temperature
     logsumexp, target = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
     logp = z - logsumexp[:, None]

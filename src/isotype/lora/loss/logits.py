@@ -20,8 +20,7 @@ _ROWS = 384  # tokens of a chunk on a CPU: more are no faster
 _ROWS_OF_A_GPU, _SCRATCH_OF_A_GPU, _SHARE_OF_A_GPU = 2048, 1 << 30, 64
 _PART = 16 << 20  # bytes of the weight cast at a time
 _BLOCK = 3 << 19  # bytes of float32 in a block of the softmax, for each core: they stay in the core's cache
-# Factor of gradient rows before a product in float16, so that small probabilities are not subnormal. A result is at most
-# twice this factor times the largest weight.
+# Factor of gradient rows before a product in float16, so that small probabilities are not subnormal.
 _LIFT = 64.0
 
 
@@ -31,11 +30,9 @@ class Head:
 
     Attributes:
         weight: `[V, H]` in any float dtype.
-        bias: `[V]`, or None.
         scale: factor of the projection (`logit_scale`).
         softcap: the soft cap in `softcap * tanh(logits / softcap)` (Gemma 2's `final_logit_softcapping`); None
             without a soft cap.
-        temperature: final divisor of the logits.
     """
 
     weight: torch.Tensor
@@ -51,11 +48,9 @@ class Call:
 
     Attributes:
         scale, softcap, temperature: the values of these attributes of `Head`.
-        working: dtype of the products.
-        scratch: bytes for the logits of one chunk; None: the device decides, see `buffers_for`.
+        scratch: bytes for the logits of one chunk; None: the device decides (`buffers_for`).
         outputs: names of the requested results besides the log-probabilities.
         gradients: names of the results with a backward.
-        differentiated: whether gradients are enabled.
     """
 
     scale: float
@@ -94,11 +89,7 @@ class Buffers:
 
 
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Return the scratch memory for `tokens` tokens, with the buffers `other` and, if there is a soft cap, `slope`.
-
-    By default a chunk has at most 384 rows and 64 MiB on a CPU. On a GPU it has at most 2048 rows, and the smaller of 1
-    GiB and a 64th of the GPU's memory.
-    """
+    """Return the scratch memory for `tokens` tokens, with the buffers `other` and, if there is a soft cap, `slope`."""
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
     on_cpu = weight.device.type == "cpu"

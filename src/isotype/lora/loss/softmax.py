@@ -49,12 +49,10 @@ def softmax(
 ) -> torch.Tensor | None:
     """Write the results of a block of tokens into `outputs`; with `ahead`, also overwrite the logits with their gradients.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. At the target the quotient is -1; elsewhere it is p_j / (1 -
-    p_t), which neither underflows nor loses digits by cancellation, however confident the model is. The returned factors
-    undo the division.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t: the quotient is -1 at the target and p_j / (1 - p_t) elsewhere,
+    which neither underflows nor cancels if p_t is near 1. The returned factors undo the division.
 
     Args:
-        logits: `[n, V]`.
         exact: float32 logits of the targets, `[n]`.
         targets: int64 `[n]`, each in `[0, V)`.
         outputs: name -> contiguous result `[n]`.

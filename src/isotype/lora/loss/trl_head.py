@@ -1,10 +1,9 @@
 """Replaces TRL's fused language-model head by isotype's loss, where `own_is_better` prefers isotype's.
 
 TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
-of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. TRL's forward projects every position, and its
-backward projects every position again and multiplies gradients in float32, all in one Triton kernel. Without Triton
-`isotype.lora.loss.log_probs` needs a fifth of the time (`benchmarks/loss.py`). The replacement wraps TRL's forward,
-returns the same `FusedCausalLMOutput`, and passes all other calls on to TRL's forward.
+of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton
+`isotype.lora.loss.log_probs` needs a fifth of its time (`benchmarks/loss.py`). The replacement returns the same
+`FusedCausalLMOutput`, and passes all other calls on to TRL's forward.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
 from isotype.lora.loss.head_choice import HeadChoice, HeadShape, choose, head_of, token_class
 from isotype.lora.loss.log_probs import PerToken, log_probs, log_probs_of_logits
-from isotype.lora.unpadded import Unpadded, in_one_row, saying
+from isotype.lora.unpadded import Unpadded, in_one_row, with_sequences
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.simulated import has_value, working_dtype
@@ -49,9 +48,8 @@ class _HeadRequest:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
         gradients: names of results that the trainer may differentiate.
-        smoothing: label smoothing of the log-probabilities.
         autocast: context in which the head runs; autocast if accelerate has already wrapped the model's forward.
-        result: class of the result. A trainer needs TRL's; a check does not import TRL, which takes seconds.
+        result: class of the result: TRL's for a trainer; a check does not import TRL, which takes seconds.
         faster: whether isotype's head is faster than TRL's if both can be used, see `own_is_better`.
     """
 
@@ -66,10 +64,7 @@ class _HeadRequest:
 
 
 def use_own_head(trainer: Any) -> None:
-    """Let the models of a new TRL trainer compute log-probabilities with isotype's loss.
-
-    A trainer whose models do not have TRL's head is unchanged.
-    """
+    """Let the models of a new TRL trainer that have TRL's head compute log-probabilities with isotype's loss."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     smoothing = _smoothing(trainer)
@@ -117,8 +112,7 @@ def take_packed_rows(trainer: Any) -> bool:
     """Let a trainer's models accept rows with several documents, along with positions and a padding mask.
 
     transformers separates documents by positions only if there is no mask; here the mask is used only for a router's
-    loss and for counting tokens. Returns False, and changes nothing, if another forward computes the loss: the other
-    forward would not separate documents, or would count padding as tokens.
+    loss and for counting tokens. Returns False, and changes nothing, if another forward computes the loss.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -159,10 +153,9 @@ def use_trl_head(trainer: Any) -> None:
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
     """Return whether isotype's head, and not TRL's head, computes the log-probabilities.
 
-    On CUDA and XPU with Triton, TRL's kernel reduces the logits of a tile in one pass and writes no float32
-    probabilities; there `faster` decides, which is the result of a measurement on the GPU
-    (`isotype.lora.loss.head_choice`). TRL's head has no label smoothing, cannot read a quantized weight, and gives wrong
-    results if a model's head does more than project.
+    On CUDA and XPU with Triton, `faster` decides: the result of a measurement (`isotype.lora.loss.head_choice`). TRL's
+    head has no label smoothing, cannot read a quantized weight, and gives wrong results if a model's head does more than
+    project.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
@@ -214,8 +207,7 @@ _MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkli
 def _projects(model: Any) -> bool:
     """Return whether the logits are a projection of the backbone's output, except for scale and soft cap.
 
-    Such a model consists of a backbone and output embeddings. The heads of BERT-like models have more layers, but TRL
-    uses only the last layer. Some models, such as Llama 4's text model, have no backbone under transformers' name.
+    Such a model consists of a backbone and output embeddings; the heads of BERT-like models have more layers.
     """
     if model.config.model_type in _MORE:
         return False
@@ -231,10 +223,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (whether `forward` is TRL's own, arguments of TRL's head); None if it neither is nor wraps TRL's forward.
-
-    TRL stores the arguments only in the closure of the forward.
-    """
+    """Return (whether `forward` is TRL's own, arguments of TRL's head); None if it neither is nor wraps TRL's forward."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
@@ -242,7 +231,7 @@ def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
 
 def _smoothing(trainer: Any) -> float:
-    """Return the label smoothing of an SFT trainer whose loss is the default, which needs all logits for smoothing; else 0."""
+    """Return the label smoothing of an SFT trainer with the default loss, which would need all logits for it; else 0."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     smoother = getattr(trainer, "label_smoother", None)
@@ -276,10 +265,7 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
 
 
 def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
-    """Return the batch of a call of a fused head without its padding; None if the padding stays.
-
-    In a trace the padding stays, because fake tensors have no lengths.
-    """
+    """Return the batch of a call of a fused head without its padding; None if the padding stays."""
     named = {name: kwargs.get(name) for name in _NAMED}
     if args or not kwargs.get("fused_lm_head") or (named["labels"] is None and named["shift_labels"] is None):
         return None
@@ -305,7 +291,7 @@ def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
     labels = _labels(named)
     bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)
     if bare is None:
-        with saying(packed_by_lengths(model, kwargs)):
+        with with_sequences(packed_by_lengths(model, kwargs)):
             return theirs(*args, fused_lm_head=True, **_not_none(named), **kwargs)
     shifted = labels.flatten().index_select(0, bare.tokens)[None]
     more = _not_none({**named, "labels": None, "shift_labels": shifted})
@@ -381,16 +367,15 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """Return the model's output, then hidden states or logits, then the batch without its padding (None if padding stays).
+    """Return (the model's output, its hidden states or logits, the batch without its padding or None if padding stays).
 
-    If `projects` is True, only the backbone runs, and the second result is its hidden states: `[1, tokens, hidden]`
-    without padding. Otherwise the whole model runs, and the second result is its logits.
+    If `projects` is True, only the backbone runs, and the second result is its hidden states.
     """
     if not projects:
         output = former_forward(model)(*args, **kwargs)
         return output, output.logits, None
     bare = None if args else without_padding(model, kwargs, labelled)
-    with saying(packed_by_lengths(model, kwargs)) if bare is None else in_one_row(model, bare):
+    with with_sequences(packed_by_lengths(model, kwargs)) if bare is None else in_one_row(model, bare):
         output = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
     # The last layer of the backbone may be on another device than the head.
     states = output.last_hidden_state.to(model.get_output_embeddings().weight.device)

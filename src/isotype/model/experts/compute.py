@@ -7,12 +7,10 @@ Each token t goes to experts e with routing weights w. Each product has adapters
     out_t = Σ_e w_te y_te
 
 Tokens are sorted by expert once. Adapters are multiplied with activations: the delta of an expert's weight is never
-computed, and only experts with tokens are read. Experts are computed a few at a time: if they are quantized, only the
-weights of these few are dense at the same time.
+computed, and only experts with tokens are read, a few at a time.
 
-For the backward, the forward saves x, h and the small products with A. The backward recomputes g(h), and computes the
-gradient of w without y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' includes the adapter. The
-backward recreates the dropout masks from their seeds.
+The forward saves x, h and the small products with A. The backward recomputes g(h) and the dropout masks, and computes the
+gradient of w without y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' includes the adapter.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class Product:
     Attributes:
         weights: function (start, stop) -> dense weights `[stop - start, d1, d2]` of these experts.
         inputs_first: True if d1 is the input dimension (x W), False if d2 is (x Wᵀ).
-        adapters: the active adapters.
         bytes: size of one expert's dense weight if the weights are quantized, else 0.
         bias: the frozen bias `[experts, out]`, or None.
         sizes: d1 and d2 if the weights are quantized, else empty.
@@ -77,9 +74,7 @@ class Experts:
     Attributes:
         up, down: the products with the gate and up weights, and with the down weights.
         gate: the function of h `[rows, …]` between the two products.
-        compute: dtype of h.
         working: dtype in which products are computed.
-        count: number of experts.
         normed: a norm of y `[rows, out]` before it is weighted, or None.
     """
 
@@ -107,7 +102,6 @@ def experts_output(
     """Return the weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
 
     Args:
-        spec: the experts.
         x: `[tokens, in]`, any float dtype.
         index: `[tokens, k]` integers, the experts of each token; `spec.count` or a larger number means no expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
@@ -126,7 +120,7 @@ def experts_output(
 class _Group:
     """Experts `first` to `stop - 1`; in the order by expert, their rows are the rows `begin` to `end - 1`.
 
-    `offsets` are int32 ends of each expert's rows relative to `begin`, or None for one expert.
+    `offsets` are the int32 ends of each expert's rows, counted from `begin`; None for one expert.
     """
 
     first: int

@@ -44,10 +44,9 @@ class Layout:
     Attributes:
         up: name of the weight of the first product.
         inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
-        biases: whether the products have biases.
         normed: whether outputs are normed before they are weighted.
-        routed: whether the module gets the experts and routing weights of each token. If not, its input has the tokens of
-            one expert after another, and equally many tokens per expert.
+        routed: whether the module gets the experts and routing weights of each token. If not, its input has equally many
+            tokens per expert, one expert after another.
     """
 
     up: str
@@ -113,7 +112,7 @@ def why_not(outer: Any) -> str | None:
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
-        return f"{type(base).__name__} computes in a way of its own"
+        return f"{type(base).__name__} does not compute as transformers' experts do"
     other = sorted({w.parameter_name for w in wrappers} - {layout.up, DOWN})
     if other:
         return f"{', '.join(other)} is adapted as well"
@@ -121,7 +120,7 @@ def why_not(outer: Any) -> str | None:
     if trained:
         return f"{', '.join(trained)} is trained"
     if isinstance(base, Boundary):
-        return "it computes in its own dtype"
+        return "it computes in another dtype"
     return None
 
 
@@ -215,9 +214,9 @@ def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
-        return "it is called in a way of its own"
+        return "it is called with other arguments"
     if needs_operators() or _is_parametrized_by_others(base):
-        return "a compiler or a transform looks at what runs"
+        return "a compiler or a transform traces the call"
     for part in (part for part in outer.modules() if part is not outer):
         hooks = (forward_hooks(part), forward_pre_hooks(part))
         placed = HOOK in part.__dict__ and not only_places(part.__dict__[HOOK])
@@ -291,8 +290,7 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
     """Return a wrapper's active adapters, and views of their A `[experts, in, r]` and B `[experts, r, out]`.
 
-    PEFT's lora_A has the shape `[experts * r, …]`, its lora_B `[…, r * experts]`, with experts innermost
-    (`ParamWrapper.get_delta_factors`).
+    PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]` with experts innermost.
     """
     adapters: list[Adapter] = []
     tensors: list[torch.Tensor] = []

@@ -114,10 +114,7 @@ def quantize_parts(
         parts: dense weights `[any number, d1, d2]` of successive experts.
         shape: `[experts, d1, d2]` of the whole weight, for which `why_dense` returns None.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
-        dtype: dtype of the values before quantization and after dequantization.
-        double_quant: whether the constants of 4-bit codes are quantized, too.
         transposed: True if d1 is the input dimension, False if d2 is.
-        device: device of the codes.
 
     Raises:
         CheckpointError: the format is mxfp4, in which isotype loads weights but does not quantize them.

@@ -1,9 +1,8 @@
 """Stacked expert weights `[experts, d1, d2]` that are stored quantized, each expert by itself.
 
-A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does
-(`bitsandbytes/nn/parametrize.py`): the module's `parametrizations.gate_up_proj.original` is a frozen
-parameter of codes, and `module.gate_up_proj` is the whole dense weight, which any library can read. isotype computes a
-few experts at a time and calls `QuantizedStack.part`, which dequantizes only these.
+A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does: the module's
+`parametrizations.gate_up_proj.original` is a frozen parameter of codes, and `module.gate_up_proj` is the whole dense
+weight, which any library can read. isotype calls `QuantizedStack.part`, which dequantizes only a few experts.
 
 The codes of an expert are a slice along the first dimension. FSDP2 shards the codes along the same dimension:
 
@@ -48,10 +47,8 @@ class QuantizedStack(UncastBuffers):
     Constants are buffers; in a state dict they have bitsandbytes' names. They move with the model, but are never cast.
 
     Attributes:
-        storage: `"nf4"`, `"fp4"`, `"int8"` or `"mxfp4"`.
         shape: `[experts, d1, d2]` of the dense weight.
         dtype: dtype of dequantized values, which may be set.
-        blocksize: for 4 bits, number of values that share a constant.
         nested: for 4 bits, whether the constants are quantized to 8 bits.
         transposed: True if d1 is the input dimension, False if d2 is.
     """
@@ -80,10 +77,7 @@ class QuantizedStack(UncastBuffers):
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the dense weight `[stop - start, d1, d2]` of experts `start` to `stop - 1` in new memory of any layout.
-
-        `codes` are all codes of the stack, from `codes_of`.
-        """
+        """Return the dense weight `[stop - start, d1, d2]` of experts `start` to `stop - 1`, from all `codes`, in new memory."""
         scales: Any = getattr(self, "scales", None)
         if self.storage == MXFP4:
             values = mxfp4.unpack(codes[start:stop], scales[start:stop], self.dtype)
@@ -228,8 +222,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
     own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, name, stack, unsafe=True)
     _save_and_load(module, name)
-    # A forward that reads experts one by one dequantizes the stack once. A forward that is recomputed for gradient
-    # checkpointing may end by an exception.
+    # A forward that reads experts one by one dequantizes the stack once. Gradient checkpointing may end it by an exception.
     module.register_forward_pre_hook(_keep_dense)
     module.register_forward_hook(_drop_dense, always_call=True)
 
@@ -306,8 +299,6 @@ def saved_stack(
         codes: the tensor with the weight's name.
         constants: name -> tensor of the entries whose names begin with the weight's name.
         module, name: the module of the weight, and the weight's name in it.
-        dtype: dtype of dequantized values.
-        device: device of codes and constants.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
@@ -362,7 +353,7 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 
 @contextmanager
 def seen_dense(model: nn.Module) -> Iterator[None]:
-    """Replace quantized stacks by dense parameters of their shape, dtype and device, without memory, inside the block.
+    """Replace quantized stacks by dense parameters without memory inside the `with` block.
 
     PEFT (0.21) nests its wrappers in another order around parametrized weights (`_inject_parameters`), and the names of
     tensors in an adapter's file depend on this order.

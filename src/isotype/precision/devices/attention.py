@@ -47,11 +47,7 @@ class AttentionCall:
     """A call of attention.
 
     Attributes:
-        dtype: dtype of queries, keys and values.
-        heads: number of query heads.
-        key_heads: number of key and value heads.
         sizes: head dimensions of queries, keys and values.
-        masked: whether the call has a mask.
     """
 
     dtype: torch.dtype

@@ -48,7 +48,6 @@ class BitsandbytesStatus:
     """Result of a trial of bitsandbytes.
 
     Attributes:
-        version: installed version; None if bitsandbytes is missing.
         works: whether quantization works on the device; None if it was not tried.
         backend: the library that bitsandbytes loaded, as a clause; None unless quantization works.
         message: why quantization does not work or was not tried, as a clause; None if it works.
@@ -65,14 +64,10 @@ class DoctorReport:
     """State of the machine and its libraries.
 
     Attributes:
-        profile: the device's profile.
         rates: dtype -> measured matmul rate; empty if the device is not in this machine.
         versions: package -> installed version, None for a missing package.
         toolkits: `cuda` or `rocm` -> toolkit version of the torch build; empty for a CPU build.
-        python: version and platform of the Python interpreter.
-        incompatibilities: conflicts between installed versions.
         missing: requirements of the `train` extra that are not installed.
-        bitsandbytes: result of the trial of bitsandbytes.
         compiler: the compiler and what it speeds up on a CPU, or why there is none, as a clause; "" for other devices.
     """
 
@@ -113,7 +108,6 @@ def gather_doctor_report(
 
     Args:
         device: a real device, or the name of a profile, for which no rates are measured.
-        probe_seconds: time budget of the matmul measurements.
         bitsandbytes_timeout: seconds to wait for the trial of bitsandbytes.
 
     Raises:

@@ -36,7 +36,6 @@ class MatmulRate:
     """The measured rate of one dtype.
 
     Attributes:
-        dtype: dtype of both operands and the result.
         flops_per_second: 4 n^3 divided by the seconds of the fastest call; None if the operator raised an error.
         repeats: number of timed calls at the final size.
         size: side n of the square matrices at the final size.
@@ -107,13 +106,7 @@ def _time_call(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device
 
 @dataclass
 class _Probe:
-    """The measurement of one dtype; an error ends the measurement.
-
-    Attributes:
-        spent: seconds of all calls.
-        side: side of the current matrices.
-        times: seconds of the calls at the final size.
-    """
+    """The measurement of one dtype; an error ends the measurement."""
 
     dtype: torch.dtype
     device: torch.device
@@ -184,10 +177,8 @@ def measure_all(
     """Return dtype -> measured rate of square matmuls on a device of this machine.
 
     Args:
-        device: a torch device or device name.
         seconds_total: time budget for all dtypes together; each dtype gets an equal share, which a few calls of a slow
             dtype may exceed.
-        dtypes: dtypes of the operands.
         size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. A slow dtype gets smaller
             matrices.
 

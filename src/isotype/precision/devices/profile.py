@@ -60,7 +60,6 @@ class DeviceProfile:
 
     Attributes:
         name: name of the profile (`"t4"`) or of a real device (`"cpu"`, `"cuda:0"`).
-        title: common name of the device.
         kind: the torch backend; ROCm and CUDA are different kinds.
         native: dtypes whose matmuls run in hardware at full rate.
         emulated: dtype -> why its matmuls run slowly.
@@ -71,8 +70,6 @@ class DeviceProfile:
             without TF32; only dtypes with a published rate.
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
-        present: whether the device is in this machine.
-        source: source of the numbers.
         capability: compute capability as in torch.cuda; on ROCm it is derived from the gfx architecture; None for other
             devices.
         speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
@@ -231,11 +228,9 @@ class AcceleratorProperties:
 
     Attributes:
         title: the driver's name of the card.
-        memory_bytes: total memory; None if unknown.
         capability: CUDA compute capability; (0, 0) for other devices.
         arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`); "" for other devices.
         matrix_engine: whether an XPU has XMX matrix engines.
-        float64: whether an XPU has float64 arithmetic.
     """
 
     title: str

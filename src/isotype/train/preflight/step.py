@@ -14,7 +14,7 @@ import transformers
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.opened import config_of, open_model, require_complete_gguf
 from isotype.compat.peft import without_peft
-from isotype.compat.transformers import documents_told_at, has_states
+from isotype.compat.transformers import has_states, lines_separating_documents
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
 from isotype.core.formats import MXFP4
@@ -112,7 +112,7 @@ class PlannedStep:
             return False
         inputs = _inputs(replace(plan, rows=1), _TRIAL, model)
         step = StepRequest(model, inputs, self.policy, plan.device, phases=("forward",))
-        separated = {call.source for call in trace_of(step).calls} & documents_told_at()
+        separated = {call.source for call in trace_of(step).calls} & lines_separating_documents()
         return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
