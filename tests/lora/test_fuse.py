@@ -251,8 +251,8 @@ def test_a_model_that_cannot_be_run_is_fused_layer_by_layer() -> None:
     report = fuse(model)
     assert report.together == ()
     assert str(report).splitlines()[1] == (
-        "fused one by one: PeftModel could not be run: Pair.forward() got an unexpected keyword argument 'input_ids'; give "
-        "`inputs` that the model can run on"
+        "layers are fused one by one: PeftModel could not be run: Pair.forward() got an unexpected keyword argument "
+        "'input_ids'; give `inputs` for the model's forward"
     )
     assert model.training
     assert model.base_model.model.one.training

@@ -279,7 +279,7 @@ def test_the_report_says_one_line(calls: list[Any], monkeypatch: pytest.MonkeyPa
     left = dataclasses.replace(
         report, attention=AttentionReport(False, "it is on cuda", padded="of the card")
     )
-    assert left.fallbacks == ["padding: computed like other tokens: of the card"]
+    assert left.fallbacks == ["padding: stays in batches: of the card"]
 
 
 def test_a_gpu_is_given_the_kernel_by_fuse(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

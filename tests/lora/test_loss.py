@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from isotype.lora.loss import softmax
+from isotype.lora.loss import logits, softmax
 from isotype.lora.loss.log_probs import PerToken, log_probs, log_probs_of_logits
 from isotype.lora.loss.logits import Head
 from tests.pairwise import pairwise
@@ -101,14 +101,16 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     FEATURES,
     [pytest.param(("log_probs",), id="ahead"), pytest.param(SOFT, id="again")],
 )
-def test_results_and_gradients(dtype: torch.dtype, bias: bool, feature: str, names: tuple[str, ...]) -> None:
+def test_results_and_gradients(
+    dtype: torch.dtype, bias: bool, feature: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     head, hidden, targets = make(29, 17, 203, dtype, bias=bias)
     head = replace(head, **FEATURES[feature])
     exact = replace(head, weight=head.weight.double(), bias=None if head.bias is None else head.bias.double())
     x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
     expected = reference(exact, expected_x, targets)
-    small = 7 * 203 * dtype.itemsize  # chunks of several sizes
-    found = log_probs(head, x, targets, WIDE, gradients=names, scratch=small)
+    monkeypatch.setattr(logits, "SCRATCH", 7 * 203 * dtype.itemsize)  # chunks of several sizes
+    found = log_probs(head, x, targets, WIDE, gradients=names)
     for name in (*SOFT, "log_sum_sq_probs"):
         assert getattr(found, name).dtype == torch.float32
         assert error(getattr(found, name), expected[name]) < TOLERANCE[dtype], name
@@ -120,24 +122,14 @@ def test_results_and_gradients(dtype: torch.dtype, bias: bool, feature: str, nam
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_trained_head(dtype: torch.dtype, feature: str) -> None:
+def test_trained_head(dtype: torch.dtype, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "SCRATCH", 8 * 97 * dtype.itemsize)
     head, hidden, targets = make(31, 13, 97, dtype, bias=True)
     tensors = [leaf(hidden), leaf(head.weight), leaf(head.bias)]
     exact = [leaf(t, torch.float64) for t in tensors]
     for (x, weight, bias), results in ((tensors, None), (exact, reference)):
         own = Head(weight, bias, **FEATURES[feature])
-        made = (
-            results(own, x, targets)
-            if results
-            else log_probs(
-                own,
-                x,
-                targets,
-                SOFT[1:],
-                gradients=SOFT,
-                scratch=8 * 97 * dtype.itemsize,
-            )
-        )
+        made = results(own, x, targets) if results else log_probs(own, x, targets, SOFT[1:], gradients=SOFT)
         total(made, SOFT, 31).backward()
     for found, expected in zip(tensors, exact, strict=True):
         assert found.grad.dtype == dtype
@@ -147,10 +139,11 @@ def test_trained_head(dtype: torch.dtype, feature: str) -> None:
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 8, 9])
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 1031])
-def test_sizes(tokens: int, vocabulary: int) -> None:
+def test_sizes(tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "SCRATCH", 4 * 4 * vocabulary)
     head, hidden, targets = make(tokens, 3, vocabulary, torch.float32)
     x, expected_x = leaf(hidden), leaf(hidden, torch.float64)
-    found = log_probs(head, x, targets, WIDE, scratch=4 * 4 * vocabulary)
+    found = log_probs(head, x, targets, WIDE)
     expected = reference(replace(head, weight=head.weight.double()), expected_x, targets)["log_probs"]
     assert found.log_probs.shape == (tokens,)
     assert torch.allclose(found.log_probs.double(), expected, atol=2e-6)

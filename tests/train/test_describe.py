@@ -33,7 +33,7 @@ def test_what_is_left_unfused_is_said(verbose: bool) -> None:
     report = isotype.fuse(model, {"input_ids": None})
     said = shown(report, verbose)
     assert report.unseen
-    assert f"fused one by one: {report.unseen}; give `inputs` that the model can run on" in said
+    assert f"layers are fused one by one: {report.unseen}; give `inputs` for the model's forward" in said
     assert "mlp.down_proj (1 layer): the weights are offloaded (a device map)" in said
     assert "fused: 13" in said
 

@@ -86,7 +86,7 @@ class _Finder:
         loader.exec_module = exec_module
 
     def is_imported(self) -> bool:
-        """Return whether the module is completely imported; a lazy module is not imported for that."""
+        """Return whether the module is completely imported, without importing a lazy module."""
         module = sys.modules.get(self._name)
         return type(module) is ModuleType and not is_being_imported(module)
 

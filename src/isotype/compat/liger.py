@@ -2,8 +2,7 @@
 
 `_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model
 instance (`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). Methods on an instance silently hide
-those of its class, which a policy and `isotype.fuse` change. Liger's norms round twice ("llama") and write gradients
-over their inputs. tests/compat/test_liger.py binds methods as Liger does.
+those of its class, which a policy and `isotype.fuse` change. tests/compat/test_liger.py binds methods as Liger does.
 """
 
 from __future__ import annotations

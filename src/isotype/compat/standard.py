@@ -50,10 +50,7 @@ def source_of(generator: Any) -> Any:
 
 
 def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
-    """Wrap `Popen.__init__` by `popen(start, process, args, …)`, and `os.system` by `system(start, command)`.
-
-    All functions of `subprocess` call `Popen.__init__`; `os.system` does not.
-    """
+    """Wrap `Popen.__init__` by `popen(start, process, args, …)`, and `os.system` by `system(start, command)`."""
     replaced.wrap(subprocess.Popen, "__init__", popen)
     replaced.wrap(os, "system", system)
 

@@ -147,7 +147,7 @@ def current_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs in this thread, in a graph node or between two of them."""
+    """Return whether a backward pass runs in this thread."""
     return current_backward() != _NO_BACKWARD
 
 

@@ -33,8 +33,7 @@ def importable() -> Iterator[None]:
 def make_importable() -> None:
     """Let `import torchvision` succeed if its operators do not load, for example PyPI's CUDA wheel with a CPU torch.
 
-    The import needs two operators, which are declared without kernels. No image processor calls the two operators; if
-    other code calls one of them, torch raises an error.
+    The import needs two operators, which are declared without kernels. No image processor calls them.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

@@ -70,7 +70,7 @@ def has_own_adapters(model: Any) -> bool:
 
 
 def has_states(model: Any) -> bool:
-    """Return whether a model carries earlier tokens in a recurrent state, which attention masks cannot separate."""
+    """Return whether a model has a recurrent state, in which attention masks cannot separate documents."""
     return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
@@ -208,8 +208,8 @@ PREPARE_INPUTS: Final = "_prepare_inputs"
 class TrainerSteps:
     """Private methods of transformers' Trainer under public names that a subclass may override and call.
 
-    A subclass names `TrainerSteps` before the Trainer among its bases. The Trainer calls private methods; each of them
-    is defined here and calls a public method, which by default calls the Trainer's private method.
+    A subclass names `TrainerSteps` before the Trainer among its bases. Each private method here calls a public one, which
+    by default calls the Trainer's private method.
     """
 
     def run_epoch(self: Any, **options: Any) -> None:
@@ -291,8 +291,7 @@ def train_on_first_gpu(training: Any) -> None:
 
     Without a launcher `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer wraps the model in
     `nn.DataParallel`, which TRL's trainers reject after loading the weights (`args.n_gpu > 1` in
-    trl/trainer/sft_trainer.py). There is no public argument; the Trainer sets the same attribute for models
-    split over devices. tests/train/test_launched.py fails if the attribute is gone.
+    trl/trainer/sft_trainer.py). tests/train/test_launched.py fails if the attribute is gone.
     """
     if training.n_gpu > 1:
         training._n_gpu = 1
@@ -313,7 +312,7 @@ OVERRIDDEN: Final = tuple(
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Method of `OVERRIDDEN` -> first version of transformers that has it; older ones reduce gradients in every micro-batch."""
+"""Method of `OVERRIDDEN` -> first version of transformers that has it."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
@@ -393,10 +392,7 @@ def steps_seen(
 
 @contextmanager
 def batches_as_they_are(trainer: Any) -> Iterator[None]:
-    """Let a trainer's `training_step` take batches that are prepared already, without generating completions again.
-
-    At the end of the `with` block all attributes of the trainer are restored.
-    """
+    """Let a trainer's `training_step` take prepared batches, without generating completions; then restore the trainer."""
     before = dict(vars(trainer))
     setattr(trainer, PREPARE_INPUTS, lambda inputs: inputs)
     try:

@@ -1,7 +1,4 @@
-"""Errors that isotype raises on purpose: each problem has the given value, the expected value and a fix.
-
-One error lists all problems, so that the user can fix them in one go.
-"""
+"""Errors that isotype raises on purpose: one error lists all problems, each with the given value, the expected value and a fix."""
 
 from __future__ import annotations
 

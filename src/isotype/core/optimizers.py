@@ -68,10 +68,7 @@ def package_of(name: str) -> str | None:
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return the dtype and a description of an optimizer's state, or None if the state is Adam's.
-
-    The dtype is `{}` for the dtype of the master weights.
-    """
+    """Return (dtype, description) of an optimizer's state, `{}` for the masters' dtype; None if the state is Adam's."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 

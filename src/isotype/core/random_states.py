@@ -47,9 +47,8 @@ class RandomStates:
 def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
     """Context manager that restores the random states of Python, NumPy and torch (CPU and devices in use) when it ends.
 
-    Imports inside of the context may also draw random numbers. Unlike `torch.random.fork_rng()`, this function
-    initializes no device, so it creates no CUDA context on a GPU that this process does not use. `device` is an
-    accelerator that the code inside of the context will use.
+    Unlike `torch.random.fork_rng()`, this function initializes no device, so it creates no CUDA context on a GPU that
+    this process does not use. `device` is an accelerator that the code inside of the context will use.
     """
     states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
     try:

@@ -83,7 +83,7 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def condition_at(source: str) -> str:
-    """Return the condition of an error raised at `file:line`: its `assert` or `if`, the line above its `raise`, or ""."""
+    """Return the condition of an error at `file:line`: the line itself if it is an `assert` or `if`, the line above a `raise`, or ""."""
     path, _, number = source.rpartition(":")
     line = int(number) if number.isdigit() else 0
     above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()

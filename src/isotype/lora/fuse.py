@@ -178,9 +178,9 @@ class FusionReport:
         if self.attention.slow:
             lines.append(f"attention: {self.attention.slow}")
         if self.attention.padded:
-            lines.append(f"padding: computed like other tokens: {self.attention.padded}")
+            lines.append(f"padding: stays in batches: {self.attention.padded}")
         if self.unseen:
-            lines.append(f"fused one by one: {self.unseen}; give `inputs` that the model can run on")
+            lines.append(f"layers are fused one by one: {self.unseen}; give `inputs` for the model's forward")
         return lines
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """The argument that a gated MLP's last layer gets in place of `gate.product(first, second)`, which is then not saved."""
+    """The argument of a gated MLP's last layer: it stands for `gate.product(first, second)`, so that this need not be saved."""
 
     gate: Gate
     first: torch.Tensor

@@ -27,7 +27,7 @@ NAME = "apply_rotary_pos_emb"
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Tolerances for numbers up to about ten, if every product and sum is rounded."""
 _first_seen: dict[FunctionType, FunctionType] = {}
-"""Forward of a class -> rotation of the Python module at the call of `rotates`."""
+"""Forward of a class -> function that rotated in its Python module when `rotates` was called."""
 
 
 def rotates(forward: Any) -> bool:

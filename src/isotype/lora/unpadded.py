@@ -82,7 +82,10 @@ _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
 """Maximum tokens without padding if attention has a mask, which takes a byte per pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Tolerated differences over the change if rows are not separated; left padding shifts rotary positions, which are rounded."""
+"""Side of padding -> tolerated difference, relative to the change of results if rows attend to earlier rows.
+
+Left padding shifts rotary positions, and so changes rounding.
+"""
 _NEIGHBOURS = 1e-4
 """Tolerated relative change of a document's states if the document before it changes: experts' products round differently."""
 _LENGTH, _SHORT = 16, 3

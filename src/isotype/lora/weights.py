@@ -164,10 +164,7 @@ class DenseWeights:
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """Return the weight `[out_features, in_features]` of `layer` in `dtype`, valid until the stack is closed.
-
-        If `keep` is True, scratch memory stays allocated for the next product, see `Workspace.borrow`.
-        """
+        """Return the weight `[out, in]` of `layer` in `dtype`, valid until the stack is closed; `keep` as in `Workspace.borrow`."""
         ready = self._ready(layer, dtype)
         if ready is not None:
             return ready
@@ -180,10 +177,7 @@ class DenseWeights:
         return out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state; on a GPU its block constants are float32 as long as there is room.
-
-        With doubly quantized constants, a product launches two more kernels.
-        """
+        """Return a 4-bit layer's quantization state; on a GPU, which saves kernels, with float32 constants if there is room."""
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
             return state
@@ -333,10 +327,7 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return A and s B of layers with the same input in `dtype`; s B is multiplied in B's dtype and rounded once.
-
-    If `stacked` is False, the result has None in place of A.
-    """
+    """Return A (None unless `stacked`) and s B of layers in `dtype`; s B is multiplied in B's dtype and rounded once."""
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):
         return _one_by_one(layers, dtype, stacked)

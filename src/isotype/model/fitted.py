@@ -99,7 +99,7 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield (first block, float32 values, moments of the channels) for each piece; both are zero-padded `[blocks, blocksize]`."""
+    """Yield (first block, values, moments) for each piece: float32 `[blocks, blocksize]`, with zeros after the last element."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
     if moments is not None:  # repeated, because a piece can begin at any column

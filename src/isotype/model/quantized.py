@@ -72,7 +72,7 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     changes = []
     dequantize_by_blocks()
     if quantization_state(layer) is None:
-        raise _lost(name, layer, "packed 4-bit weight", "the absmax constants that its 4-bit codes")
+        raise _lost(name, layer, "packed 4-bit weight", "absmax constants")
     # A sharded weight has no attributes.
     storage = getattr(layer.weight, "quant_storage", layer.quant_storage)
     if layer.weight.dtype != storage:
@@ -117,7 +117,7 @@ def align_8bit(name: str, layer: Any) -> list[str]:
     """
     scales = row_scales(layer)
     if scales is None:
-        raise _lost(name, layer, "int8 weight", "the row scales that its codes")
+        raise _lost(name, layer, "int8 weight", "row scales")
     if getattr(layer.weight, "CB", None) is not None:
         # `Module.to` copies a weight without its scales, but keeps scales of the layer.
         layer.init_8bit_state()
@@ -128,12 +128,12 @@ def align_8bit(name: str, layer: Any) -> list[str]:
     return [f"row scales {_name(scales.dtype)} -> float32"]
 
 
-def _lost(name: str, layer: Any, what: str, needed: str) -> PrecisionError:
+def _lost(name: str, layer: Any, what: str, constants: str) -> PrecisionError:
     return PrecisionError.of(
         "a quantized layer lost its quantization state",
         f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state",
-        f"a weight with {needed} are multiplied with",
-        "load the model again: something replaced or cast the quantized parameter",
+        f"a weight with the {constants} of its codes",
+        "load the model again: other code has replaced or cast the quantized parameter",
     )
 
 
@@ -172,8 +172,8 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 def repacking(layer: Any) -> str | None:
     """Return why the first forward in evaluation cannot repack a 4-bit layer on a CPU with AVX512-BF16.
 
-    Returns "" if it can repack the layer, and None if it leaves the layout unchanged: because of `keep_training_layout`,
-    because the layer is repacked already, or because this bitsandbytes does not repack.
+    Returns "" if it can repack the layer, and None if no repacking is due: the layer keeps its training layout or is
+    repacked already, or this bitsandbytes does not repack.
     """
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):

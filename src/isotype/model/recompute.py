@@ -45,11 +45,8 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of TrainingArguments that enable checkpointing with `arguments`; if these are None, disable it.
-
-    In transformers 5.23 `activation_checkpointing` is a newer name of `gradient_checkpointing`.
-    """
-    names = ("gradient_checkpointing", "activation_checkpointing")
+    """Return the fields of TrainingArguments that enable checkpointing with `arguments`; if these are None, disable it."""
+    names = ("gradient_checkpointing", "activation_checkpointing")  # the newer name, in transformers 5.23
     if arguments is None:
         return dict.fromkeys(names, False)
     keywords = dict(arguments)

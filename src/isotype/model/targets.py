@@ -139,10 +139,7 @@ class Adapt:
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Set the targets of a config to those that get adapters, and return the decision.
-
-    Raises UsageError if the parts of `adapt` have no targets.
-    """
+    """Set the targets of a config to those that get adapters; raise UsageError if the parts of `adapt` have no targets."""
     if not getattr(config, "target_modules", None):
         return Targets()
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -290,7 +287,7 @@ def _size_on_experts(model: Any) -> tuple[str, ...]:
 
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.reader is not None:
-        return f"{weight.reader} reads their weights itself, past an adapter"
+        return f"{weight.reader} uses their weights without calling the layers, so an adapter would have no effect"
     if weight.kind == _ROUTER and weight.name not in targets.excluded:
         return "routers are adapted only where their names are given"
     if weight.name in targets.excluded:

@@ -1,7 +1,6 @@
 """Incompatible versions of installed libraries, and the pip command that fixes them.
 
-The requirements are read from the packages' metadata, including isotype's; no package is imported. Versions are
-arguments, so any combination can be checked.
+The requirements are read from the packages' metadata, including isotype's; no package is imported.
 """
 
 from __future__ import annotations
@@ -191,10 +190,8 @@ def incompatible_here() -> tuple[Incompatibility, ...]:
     return tuple(incompatibilities(installed()))
 
 
-def missing(
-    versions: Mapping[str, str | None], extra: str = "train", requires: Sequence[str] | None = None
-) -> list[str]:
-    """Return the requirements of an extra of isotype that are not installed, as pip requirements.
+def missing(versions: Mapping[str, str | None], requires: Sequence[str] | None = None) -> list[str]:
+    """Return the requirements of isotype's extra `train` that are not installed, as pip requirements.
 
     `requires` are isotype's requirement strings; None stands for those of isotype's metadata.
 
@@ -209,7 +206,7 @@ def missing(
         f"{requirement.name}{requirement.specifier}"
         for requirement in wanted
         if requirement.marker is not None
-        and requirement.marker.evaluate({"extra": extra})
+        and requirement.marker.evaluate({"extra": "train"})
         and not requirement.marker.evaluate({"extra": ""})
         and canonicalize_name(requirement.name) not in have
     ]

@@ -250,7 +250,7 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the number of weights of each block, and of each module outside of blocks: such a part is in memory together."""
+    """Return the number of weights of each part whose weights are in memory together: a block, or a module outside of blocks."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]

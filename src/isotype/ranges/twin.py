@@ -34,7 +34,7 @@ _QUANTIZED = ("linear4bit", "linear8bit")
 _HALVES = (torch.float16, torch.bfloat16)
 
 Read = Callable[[nn.Module, str, torch.Tensor], Weight]
-"""A function that returns the weight of (module, the parameter's name in the module, parameter)."""
+"""A function (module, name of a parameter in the module, parameter) -> weight."""
 
 
 class Watcher(Protocol):

@@ -19,7 +19,7 @@ _KNOWN = "_isotype_magnitude"
 FILL = 1e38
 """A larger value that no operator has computed is a fill value: infinity, or the largest float32 or bfloat16."""
 _SAMPLE = 1 << 15
-"""Sample size: shares are accurate to a fraction of a percent, and torch uses one thread."""
+"""Size of a sample: its shares are accurate to a fraction of a percent, and torch computes them on one thread."""
 _SHARED_OUT = 1 << 22
 """Number of elements up to which a tensor is reduced on one thread."""
 
@@ -190,7 +190,7 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Read the values of `weight` again and return them; the gradients of a trainable weight are summed."""
+        """Read the values of `weight` and return them; the gradient of a trainable weight is added to its earlier ones."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             if weight.key not in self._sizes:

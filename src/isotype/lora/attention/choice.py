@@ -140,13 +140,9 @@ _CHOICES = measured.Kept(Choice)
 
 
 def choose(shape: Shape) -> tuple[Choice, str | None]:
-    """Return (choice for a class of shapes, why the choice could not be stored or None).
-
-    A new class is measured once per machine, which takes some tenths of a second.
-    """
+    """Return (choice for a class of shapes, measured once per machine; why the choice could not be stored, or None)."""
     threads = torch.get_num_threads()
-    name = f"{shape}, values of {shape.value_head}"
-    return _CHOICES.of(_file(threads, shape.dtype), name, lambda: measure(shape, threads))
+    return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
 
 
 def measure(shape: Shape, threads: int) -> Choice:
@@ -181,6 +177,10 @@ def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
             torch.autograd.grad(out, (q, k, v), d_out)
 
     return {name: partial(call, KERNELS[name]) for name in offered(shape.dtype)}
+
+
+def _key(shape: Shape) -> str:
+    return f"{shape}, values of {shape.value_head}"
 
 
 def _file(threads: int, dtype: torch.dtype) -> Path:

@@ -121,7 +121,7 @@ class AttentionReport:
             lines.append(f"  isotype's compiled kernel is not among them: {reason}")
         lines += left
         if self.unkept:
-            lines.append(f"  measured again by the next process: {self.unkept}")
+            lines.append(f"  the next process will measure again: {self.unkept}")
         return "\n".join(lines)
 
 

@@ -32,8 +32,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
     Scores, softmax, the gradients of both and all sums are float32. Operands that are computed (probabilities, gradients
-    of scores) are rounded to `spec.work` if there are loops for it, as in torch's kernel. If a masked key or value near
-    those of a block is not finite, the result is NaN, as in torch's kernel.
+    of scores) are rounded to `spec.work` if there are loops for it, as in torch's kernel. If a masked key or value is not
+    finite, the result may be NaN, as in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.

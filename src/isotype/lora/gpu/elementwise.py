@@ -24,7 +24,7 @@ _BLOCK = 1024  # elements per program
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight) in the promoted dtype, float32 1 / root); x `[…, n]`, weight `[n]`."""
+    """Return (the RMSNorm in the promoted dtype, float32 1 / sqrt(mean(x²) + eps) per row) of x `[…, n]` with weight `[n]`."""
     return _rms_norm(x.contiguous(), weight.contiguous(), eps, offset)
 
 

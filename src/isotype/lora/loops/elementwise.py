@@ -65,7 +65,7 @@ def silu_product_backward(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x / sqrt(mean(x²) + eps) ⊙ (offset + weight), 1 / root per row); x `[…, n]`, weight `[n]`."""
+    """Return (the RMSNorm x · inverse ⊙ (offset + weight), inverse = 1 / sqrt(mean(x²) + eps)) of x `[…, n]`, weight `[n]`."""
     return _rms_norm(x.contiguous(), _factor(weight, offset), eps)
 
 

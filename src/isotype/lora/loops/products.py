@@ -177,10 +177,7 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of two LoRA layers' products with torch's operators and with the compiled loops.
-
-    In each turn torch's time is divided by the loops' time; `ratio` is the median of these quotients.
-    """
+    """Milliseconds of two LoRA layers' products by torch's operators and by the loops; `ratio` is the median speed-up of a turn."""
 
     torch: float
     loops: float
@@ -188,7 +185,7 @@ class Timing:
 
     @property
     def faster(self) -> bool:
-        """True if the loops are at least about as fast; on some CPUs torch uses faster instructions (AMX)."""
+        """True if the loops are about as fast as torch's operators, or faster; on some CPUs torch uses AMX."""
         return self.ratio > MARGIN
 
 

@@ -1,8 +1,4 @@
-"""Chooses isotype's or TRL's language-model head on a GPU by measured times, and reads the weights of a model's head.
-
-TRL's Triton kernel reduces a tile of logits in one pass, but projects the hidden states three times;
-`isotype.lora.loss.log_probs` projects them twice.
-"""
+"""Chooses isotype's or TRL's language-model head on a GPU by measured times, and reads the weights of a model's head."""
 
 from __future__ import annotations
 

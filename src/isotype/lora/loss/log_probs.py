@@ -58,7 +58,6 @@ def log_probs(
     *,
     gradients: Sequence[str] = ("log_probs",),
     working: torch.dtype | None = None,
-    scratch: int | None = None,
 ) -> PerToken:
     """Return the log-probabilities of `targets` after `hidden`, and other requested results.
 
@@ -69,8 +68,6 @@ def log_probs(
         gradients: names of results with a backward. For all of them except the log-probabilities, the backward recomputes
             the logits.
         working: dtype of the products; None: autocast's dtype if it is on, else the weight's.
-        scratch: bytes for the logits of one chunk; None: 64 MiB on a CPU, and on a GPU the smaller of 1 GiB and a 64th of
-            its memory.
 
     Raises:
         RuntimeError: raised in the backward if a result that is not in `gradients` gets a nonzero gradient.
@@ -80,7 +77,6 @@ def log_probs(
         head.softcap,
         head.temperature,
         working or autocast_dtype(hidden.device.type) or head.weight.dtype,
-        scratch,
         tuple(name for name in OUTPUTS if name in outputs),
         frozenset(gradients),
         torch.is_grad_enabled(),

@@ -48,7 +48,6 @@ class Call:
 
     Attributes:
         scale, softcap, temperature: the values of these attributes of `Head`.
-        scratch: bytes for the logits of one chunk; None: the device decides (`buffers_for`).
         outputs: names of the requested results besides the log-probabilities.
         gradients: names of the results with a backward.
     """
@@ -57,7 +56,6 @@ class Call:
     softcap: float | None
     temperature: float
     working: torch.dtype
-    scratch: int | None
     outputs: tuple[str, ...]
     gradients: frozenset[str]
     differentiated: bool
@@ -95,10 +93,8 @@ def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, s
     on_cpu = weight.device.type == "cpu"
     # On other devices a block is a whole chunk, because more kernels would cost more than larger blocks.
     wide = 0 if on_cpu else 4 * (1 + other + slope)
-    scratch = call.scratch
-    if scratch is None:
-        memory = total_memory(weight.device)
-        scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
+    memory = total_memory(weight.device)
+    scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
     most = _ROWS if on_cpu else _ROWS_OF_A_GPU
     rows = min(most, max(1, scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
     rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size

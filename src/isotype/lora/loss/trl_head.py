@@ -2,7 +2,7 @@
 
 TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
 of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton
-`isotype.lora.loss.log_probs` needs a fifth of its time (`benchmarks/loss.py`). The replacement returns the same
+`isotype.lora.loss.log_probs` is five times as fast (`benchmarks/loss.py`). The replacement returns the same
 `FusedCausalLMOutput`, and passes all other calls on to TRL's forward.
 """
 

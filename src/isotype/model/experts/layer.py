@@ -223,7 +223,7 @@ def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
         if placed or any(map(must_be_called, hooks)):
             return f"a {type(part).__name__} in it has hooks"
     if any(map(is_sharded, outer.parameters())):
-        return "a process holds a part of its weights only"
+        return "this process has only a part of the weights"
     return why_not(outer)
 
 

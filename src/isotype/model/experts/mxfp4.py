@@ -38,8 +38,6 @@ def unpack(
 ) -> torch.Tensor:
     """Return the dense weights `[experts, out, in]`, or `[experts, in, out]` if `turned`, in new memory.
 
-    A value has two significant bits and is exact in float32 and bfloat16; float16 may round it.
-
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.
         scales: uint8 `[experts, out, in / 32]`: exponents with a bias of 127 (E8M0).

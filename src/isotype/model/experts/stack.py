@@ -112,7 +112,7 @@ class QuantizedStack(UncastBuffers):
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return bitsandbytes' `QuantState` of the constants of blocks `first` to `last - 1`, which are quantized, too."""
+        """Return bitsandbytes' `QuantState` of the 8-bit constants, for blocks `first` to `last - 1` of constants."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
@@ -230,7 +230,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 def adopt_stacks(model: nn.Module) -> list[str]:
     """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks in place; return the weights' names.
 
-    Codes and constants share memory. A weight stays unchanged if its experts are no whole blocks.
+    Codes and constants stay in the same memory. A weight stays unchanged if its experts are no whole blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):

@@ -140,10 +140,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 
 def compiler_options() -> tuple[str, ...]:
-    """Return the C++ compiler options for the instruction sets that torch uses on this CPU.
-
-    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit the instructions that torch uses, and so also these options.
-    """
+    """Return the C++ compiler options for this CPU, as limited by `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`."""
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
         onednn = this_onednn()

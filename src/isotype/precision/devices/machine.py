@@ -20,6 +20,7 @@ from isotype.precision.versions import Incompatibility, incompatible_here, insta
 # The error of values in [-1, 1] is at most half the widest gap between two nf4 levels, 0.696 and 1.
 _NF4_BOUND = 0.153
 _ANSWER = "isotype-doctor:"
+_TIMEOUT = 120.0  # seconds
 _BITSANDBYTES_SCRIPT = f"""
 import json, sys
 import torch
@@ -101,14 +102,11 @@ class DoctorReport:
         return self.torch_failure is None and not errors
 
 
-def gather_doctor_report(
-    device: str | torch.device = "auto", probe_seconds: float = 3.0, bitsandbytes_timeout: float = 120.0
-) -> DoctorReport:
+def gather_doctor_report(device: str | torch.device, probe_seconds: float = 3.0) -> DoctorReport:
     """Return the state of this machine: the device's measured rates, the installed versions, bitsandbytes and the compiler.
 
     Args:
         device: a real device, or the name of a profile, for which no rates are measured.
-        bitsandbytes_timeout: seconds to wait for the trial of bitsandbytes.
 
     Raises:
         PrecisionError: the device is unknown or not in this machine.
@@ -123,7 +121,7 @@ def gather_doctor_report(
         python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         incompatibilities=incompatible_here(),
         missing=tuple(missing(versions)),
-        bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, bitsandbytes_timeout),
+        bitsandbytes=try_bitsandbytes(versions["bitsandbytes"], profile, _TIMEOUT),
         compiler=compiler_here() if profile.present and profile.kind == "cpu" else "",
     )
 

@@ -39,8 +39,7 @@ def simulates_cpu(fake: FakeTensor) -> bool:
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """Return the dtype of products of `x`: `compute`, or float32 on a CPU that emulates `compute`.
 
-    The results are equal, because kernels that emulate the dtype also sum products in float32 and round once, but they
-    are much slower.
+    Kernels that emulate the dtype also sum products in float32 and round once, but are much slower.
     """
     if x.device.type != "cpu":
         return compute
