@@ -134,7 +134,6 @@ def import_uncompiled(name: str) -> None:
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:
-    """Return the function that is passed to `torch.compile`, uncompiled."""
     return _as_written if function is None else function
 
 

@@ -71,7 +71,6 @@ class _Finder:
         return None
 
     def _listen(self, loader: Any) -> None:
-        """Call `act` after the next call of the loader's `exec_module`."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

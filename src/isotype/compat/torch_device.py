@@ -118,8 +118,6 @@ def written_for(profile: Device) -> Iterator[None]:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Mode that passes the CPU to torch functions in place of the simulated device."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._names = names_of(kind)
@@ -194,8 +192,6 @@ def _quiet(result: Any) -> Callable[..., Any]:
 
 
 class _Idle:
-    """A stream, event or device context without work to wait for."""
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __enter__(self) -> _Idle:

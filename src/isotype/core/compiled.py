@@ -144,7 +144,6 @@ def _checksum(file: Path) -> str:
 
 
 def _refuse_others(path: Path) -> None:
-    """Raise `RefusedError` if another user could have written this file or folder."""
     if not hasattr(os, "geteuid"):
         return  # on Windows the folders of a user are private, and file modes say nothing
     status, user = path.stat(), os.geteuid()  # stat follows links, as the loader does

@@ -93,7 +93,6 @@ class Workspace:
 
 
 def _stream(device: torch.device) -> int:
-    """Return the id of the device's current stream; 0 on a device without streams."""
     if device.type in ("cpu", "meta"):
         return 0
     return int(torch.accelerator.current_stream(device).stream_id)
@@ -118,7 +117,6 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 @cache
 def _transposed(cls: Any) -> bool:
-    """Return whether a class of layers stores the weight as `[in_features, out_features]`, as transformers' Conv1D does."""
     return any(base.__name__ == "Conv1D" for base in cls.__mro__)
 
 

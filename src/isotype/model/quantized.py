@@ -237,7 +237,6 @@ def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) ->
 
 
 def _int8(layer: Any) -> nn.Module:
-    """Return an int8 layer in place of a 4-bit layer, as transformers would create it."""
     from bitsandbytes.nn import Linear8bitLt
 
     with torch.device("meta"):

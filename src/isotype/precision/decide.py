@@ -140,7 +140,6 @@ class _Draft:
         self.problems.append(Problem(actual, expected, fix))
 
     def _storage_format(self) -> str | None:
-        """Return the quantization format of the frozen weights; None for a float dtype."""
         requested = self.request.quantization
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
@@ -325,7 +324,6 @@ def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
 def _auto_compute(
     facts: ModelFacts, profile: DeviceProfile, storage_format: str | None
 ) -> tuple[torch.dtype, str]:
-    """Return (default compute dtype, reason)."""
     trained, best = facts.trained_dtype, profile.best_dtype()
     if trained is None or trained not in COMPUTE_DTYPES:
         return best, f"the best that {profile.title} runs natively; the checkpoint names no dtype"

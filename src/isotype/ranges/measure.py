@@ -201,7 +201,6 @@ def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
 def _add_pictures(
     batch: dict[str, torch.Tensor], base: Any, processor: Any | None, size: int
 ) -> tuple[int, tuple[str, ...]]:
-    """Add one random picture per row if the model takes pictures; return its tokens and notes."""
     if getattr(base.config, "vision_config", None) is None:
         return 0, ()
     pictures = pictures_of(base.config, processor, [_PICTURE]) or by_config(base.config)

@@ -301,7 +301,6 @@ def _is_float(tensor: torch.Tensor) -> bool:
 
 @cache
 def _short(func: Any) -> str:
-    """Return `aten.mm` for `aten.mm.default`."""
     return operator_name(func).rpartition(".")[0]
 
 

@@ -182,8 +182,6 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
 def _checkpointed(
     forward: Callable[..., Any], weights: Weights, recorder: Watcher, done: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a block's forward that keeps the block's weights while it runs; the backward runs the forward again."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.again(), weights.kept():
             result = forward(*args, **kwargs)

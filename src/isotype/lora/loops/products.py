@@ -219,7 +219,6 @@ def measure(dtype: torch.dtype, threads: int) -> Timing:
 
 
 def _layers_of(dtype: torch.dtype) -> list[list[Sum]]:
-    """Return the products that two LoRA layers with the same input compute: X Aᵀ, the outputs, and all gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -281,7 +281,6 @@ def _not_none(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(named: dict[str, Any]) -> torch.Tensor:
-    """Return the label that each token predicts, `[rows, length]`, or -100 if it predicts no label."""
     shifted: torch.Tensor | None = named["shift_labels"]
     return nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if shifted is None else shifted
 

@@ -308,7 +308,6 @@ def _output(
 
 
 def _weights(spec: Experts, scores: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
-    """Return the routing weights `[rows, 1]` of the rows sorted by expert, or None if all are 1."""
     return None if scores is None else scores.reshape(-1)[order].to(spec.summed)[:, None]
 
 
