@@ -56,7 +56,7 @@ class Siblings:
     """Layers of one module that are called one after another with the same tensor, and are computed together.
 
     The call of the first layer computes all outputs, and the calls of the others return them. A call with another tensor,
-    with a tensor that was modified, or with a tensor without a version counter computes the output of one layer.
+    with a modified tensor, or with a tensor without a version counter computes only the output of the called layer.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:

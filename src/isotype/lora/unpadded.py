@@ -121,7 +121,7 @@ def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding, if this saves time and no results at padding are read; this synchronizes once.
+    """Return a batch without its padding, if this saves time and no results at padding are read; waits for the device once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
@@ -175,7 +175,7 @@ def _without(
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
     """Prepare a model for calls with `bare.inputs`: attention gets the sequences, and hooks of embeddings get the padded batch.
 
-    NEFTune, such a hook, divides its noise by the length of the rows, which is another length for the concatenated row.
+    NEFTune is such a hook: it divides its noise by the length of the rows, and the concatenated row has another length.
     """
     with with_sequences(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield

@@ -175,7 +175,7 @@ class DenseWeights:
         return out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state; on a GPU, which saves kernels, with float32 constants if there is room."""
+        """Return a 4-bit layer's quantization state; on a GPU with enough memory its constants are float32, which saves kernels."""
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
             return state

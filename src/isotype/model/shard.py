@@ -174,7 +174,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules whose trained parameters have another dtype than most, except modules inside of those in `outside`."""
+    """Return the modules whose trained parameters have another dtype than most; modules inside of `outside` do not count."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {

@@ -175,7 +175,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A cached plan with the identity of the mask: the covered storage and block size, and the version or a copy."""
+    """A cached plan, with the facts that identify its mask: the covered storage, and the mask's version or a copy of it."""
 
     plan: Plan
     view: tuple[object, ...]

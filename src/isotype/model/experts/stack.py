@@ -112,7 +112,7 @@ class QuantizedStack(UncastBuffers):
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return bitsandbytes' `QuantState` of the 8-bit constants, for blocks `first` to `last - 1` of constants."""
+        """Return bitsandbytes' `QuantState` of the 8-bit constants in the nested blocks `first` to `last - 1`."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
