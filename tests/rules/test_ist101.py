@@ -24,7 +24,7 @@ def test_norms_that_return_float32() -> None:
     assert finding.evidence[1].endswith(" in layers.0.norm")
     assert finding.notes == (
         "2 more operators in 3 modules fail for the same cause",
-        "the device says: mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+        "the device raises: mat1 and mat2 must have the same dtype, but got Float and BFloat16",
     )
     assert finding.places == ("layers.0.proj", "layers.1.proj", "layers.2.proj")
     assert line(finding.source).startswith("small.py:")
@@ -40,7 +40,7 @@ def test_the_device_is_quoted_word_for_word() -> None:
     (finding,) = found(RULE, traced(wide_norms(), ids()))
     outcome = real_step(wide_norms(), ids())
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module)
-    assert f"the device says: {outcome.error}" in finding.notes
+    assert f"the device raises: {outcome.error}" in finding.notes
 
 
 def test_one_dtype_throughout() -> None:
@@ -136,7 +136,7 @@ def test_a_sparse_matrix_meets_another_dtype() -> None:
         model(x)
     (finding,) = verified(model, {"x": x}, "IST101")
     assert finding.cause.startswith("edges, an unregistered tensor")
-    assert f"the device says: {raised.value}" in finding.notes
+    assert f"the device raises: {raised.value}" in finding.notes
     assert finding.fixes[-1].verified
     model.edges = model.edges.to(BF16)
     assert verified(model, {"x": x}, "IST101") == []

@@ -33,7 +33,7 @@ def test_float32_adapters_on_bfloat16_activations() -> None:
     assert finding.places == ("0.lora_A", "0.lora_B")
     assert finding.notes == (
         "1 more operator in 2 modules fails for the same cause",
-        "the device says: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float",
+        "the device raises: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float",
     )
     assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
         ("let each Linear of 0.lora_A, 0.lora_B cast at its border and compute in bfloat16", "safe", True),

@@ -44,7 +44,7 @@ def test_into_another_dtype(write: str) -> None:
     (finding,) = found(RULE, traced(Scattered(write, FP32), {"x": X}))
     outcome = real_step(Scattered(write, FP32), {"x": X})
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("forward", "")
-    assert f"the device says: {outcome.error}" in finding.notes
+    assert f"the device raises: {outcome.error}" in finding.notes
     assert finding.op.startswith((f"aten.{write}", f"torch.{write}"))
     assert line(finding.source).startswith("test_ist103.py:")
 

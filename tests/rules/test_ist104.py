@@ -31,7 +31,7 @@ def test_a_query_in_another_dtype() -> None:
     assert finding.message == "float32 instead of bfloat16 in attention"
     assert (finding.module, finding.op) == ("", "torch.scaled_dot_product_attention")
     assert finding.cause.startswith("a cast to float32 at test_ist104.py:")
-    assert f"the device says: {real_step(Attention(FP32), {'x': X}).error}" in finding.notes
+    assert f"the device raises: {real_step(Attention(FP32), {'x': X}).error}" in finding.notes
     descriptions = [fix.description for fix in finding.fixes if fix.verified]
     assert any(
         each.startswith("write bfloat16 instead of float32 at test_ist104.py:") for each in descriptions

@@ -21,7 +21,7 @@ def test_a_custom_backward_that_multiplies_two_dtypes() -> None:
     (finding,) = found(RULE, traced(model(CustomLinear), {"input": X}))
     outcome = real_step(model(CustomLinear), {"input": X})
     assert outcome.phase == finding.phase == "backward"
-    assert f"the device says: {outcome.error}" in finding.notes
+    assert f"the device raises: {outcome.error}" in finding.notes
     assert finding.message == "float32 instead of bfloat16 in the backward"
     assert (finding.module, finding.op) == ("1", "aten.mm.default")
     assert line(finding.source).startswith("small.py:")

@@ -24,7 +24,7 @@ def test_pixels_in_another_dtype() -> None:
     assert finding.message == "float32 instead of bfloat16 in a convolution"
     assert (finding.module, finding.phase) == ("0", "forward")
     assert finding.cause == "the input input is float32"
-    assert finding.notes == (f"the device says: {real_step(model(), pixels(FP32)).error}",)
+    assert finding.notes == (f"the device raises: {real_step(model(), pixels(FP32)).error}",)
     assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
         ("give the model input in bfloat16", "safe", True),
         ("take the inputs of 0 in bfloat16", "safe", True),

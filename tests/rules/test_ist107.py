@@ -52,7 +52,7 @@ def test_a_checkpoint_that_forgets_autocast() -> None:
     (finding,) = found(RULE, traced(Checkpointed(own=True), {"x": X}, autocast=BF16))
     outcome = real_step(Checkpointed(own=True), {"x": X}, autocast=BF16)
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("backward", "second")
-    assert f"the device says: {outcome.error}" in finding.notes
+    assert f"the device raises: {outcome.error}" in finding.notes
     assert finding.message == (
         "float16 instead of bfloat16 while gradient checkpointing recomputes the forward"
     )

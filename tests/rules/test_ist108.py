@@ -24,7 +24,7 @@ def test_generation_outside_of_the_autocast_that_training_relies_on() -> None:
     assert finding.cause == "layers.0.norm.weight is float32"
     assert finding.notes == (
         "1 more operator in 2 modules fails for the same cause",
-        f"the device says: {outcome.error}",
+        f"the device raises: {outcome.error}",
     )
     assert finding.fixes[0].description == "return each ScaledNorm's output in bfloat16"
 

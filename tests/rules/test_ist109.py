@@ -30,7 +30,7 @@ def test_svd_in_bfloat16() -> None:
     (finding,) = verified(Spectral(BF16), {"x": X}, "IST109")
     assert finding.message == "aten._linalg_svd.default has no kernel for bfloat16 on this device"
     assert (finding.module, finding.phase) == ("", "forward")
-    assert finding.notes == (f"the device says: {real_step(Spectral(BF16), {'x': X}).error}",)
+    assert finding.notes == (f"the device raises: {real_step(Spectral(BF16), {'x': X}).error}",)
 
 
 def test_svd_in_float32() -> None:

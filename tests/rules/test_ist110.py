@@ -25,7 +25,7 @@ def test_a_bias_in_another_dtype() -> None:
     assert (finding.module, finding.op, finding.phase) == ("1", "aten.native_layer_norm.default", "forward")
     assert finding.cause == "1.bias is float32"
     assert finding.evidence == ("1.bias is float32",)
-    assert finding.notes == (f"the device says: {real_step(model(True), {'input': X}).error}",)
+    assert finding.notes == (f"the device raises: {real_step(model(True), {'input': X}).error}",)
     assert ("cast 1.bias to bfloat16", "unsafe", True) in [
         (fix.description, fix.safety, fix.verified) for fix in finding.fixes
     ]

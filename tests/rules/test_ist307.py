@@ -93,7 +93,7 @@ def test_a_backward_without_anything_to_do_is_an_error_and_is_repaired() -> None
     (finding,) = report.errors
     assert (finding.code, finding.phase) == ("IST307", "backward")
     assert finding.message == "no gradient reaches 2 of 2 trainable parameters: backward raises"
-    assert finding.notes == (f"the device says: {error}",)
+    assert finding.notes == (f"the device raises: {error}",)
     repairs = isotype.repair(model, report)
     assert real_step(model, WORDS).error is None
     assert model.lora.weight.grad is not None
@@ -162,7 +162,7 @@ def test_a_scaler_has_nothing_to_unscale() -> None:
     error = real_step(Adapted("plain"), loss, FP16, scaler=True).error
     (finding,) = verified(Adapted("plain"), loss, "IST307", autocast=FP16)
     assert finding.message == "no gradient reaches 4 of 4 trainable parameters: GradScaler.step raises"
-    assert finding.notes == (f"the device says: {error}",)
+    assert finding.notes == (f"the device raises: {error}",)
     (silent,) = verified(Adapted("plain"), loss, "IST307")
     assert silent.severity == "warning"
 

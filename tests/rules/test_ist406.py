@@ -33,7 +33,7 @@ def test_a_table_of_the_model_before() -> None:
     assert finding.cause.startswith(
         "a tensor that the code keeps outside of the model is float32 at test_ist406.py:"
     )
-    assert finding.notes == (f"the device says: {outcome.error}",)
+    assert finding.notes == (f"the device raises: {outcome.error}",)
     assert finding.fixes[-1].description == (
         "allocate that tensor in the dtype of the model that uses it (bfloat16): keep one for each device, stream and "
         "dtype"

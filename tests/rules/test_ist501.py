@@ -20,7 +20,7 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
     (finding,) = found(RULE, on(widened, "a100", checkpoint_dtype=BF16))
     assert finding.severity == "warning"
     assert finding.message == (
-        "the config says bfloat16, but the frozen weights are float32: 152 KiB more memory"
+        "the config names bfloat16, but the frozen weights are float32: 152 KiB more memory"
     )
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
     assert finding.cost is not None
@@ -33,7 +33,7 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
 
 def test_a_bfloat16_checkpoint_in_float16() -> None:
     (finding,) = found(RULE, on(traced(llama(FP16), batch()), "a100", checkpoint_dtype=BF16))
-    assert finding.message == "the config says bfloat16, but the frozen weights are float16"
+    assert finding.message == "the config names bfloat16, but the frozen weights are float16"
     assert "values above 65,504 become infinite, small ones zero" in finding.notes
     assert finding.fixes[0].safety == "unsafe"
 

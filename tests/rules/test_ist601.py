@@ -89,7 +89,7 @@ def test_the_kernel_that_torch_names(op: str, batch: int, kernel: str) -> None:
     product = call(f"aten.{op}.dtype", operand(BF16, shape=(batch, 4, 4)), operand(BF16), result=FP32)
     (finding,) = found(RULE, on(trace(calls=[product], compute=FP32), "t4"))
     assert (
-        f"torch says: {kernel} input type at::BFloat16 and output type float is only supported for CUDA devices with "
+        f"torch raises: {kernel} input type at::BFloat16 and output type float is only supported for CUDA devices with "
         "compute capability 8.0 or higher" in finding.notes
     )
 

@@ -89,7 +89,7 @@ def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
     report = check(_Filled(), inputs, device="cpu", autocast=FP16, scaler=True)
     (finding,) = report.errors
     assert finding.code == "IST802"
-    assert f"the device says: {error}" in finding.notes
+    assert f"the device raises: {error}" in finding.notes
     assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == [
         ("fill in float32", True),
         ("write torch.finfo(tensor.dtype).min, of the tensor that is filled", False),

@@ -1,4 +1,4 @@
-"""What a finding quotes of the device is what the device says: operators of the table, given mismatched dtypes for real."""
+"""What a finding quotes of the device is what the device raises: operators of the table, given mismatched dtypes for real."""
 
 from __future__ import annotations
 

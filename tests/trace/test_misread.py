@@ -37,7 +37,7 @@ def test_scales_that_the_kernel_misreads(device: str) -> None:
     assert (error.code, error.op) == ("IST101", "bitsandbytes.dequantize_blockwise.default")
     assert error.message.startswith("bfloat16 instead of float32")
     assert error.cause == "the buffer absmax is bfloat16"
-    assert f"the device says: {CORRUPTS}" in error.notes
+    assert f"the device raises: {CORRUPTS}" in error.notes
     assert any(fix.verified for fix in error.fixes)
     sound = isotype.check(Scaled(torch.float32), inputs, device=device, optimizer="sgd", verify=False)
     assert not sound.errors

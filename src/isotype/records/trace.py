@@ -32,9 +32,14 @@ FLOATS = frozenset(
     }
 )
 """Float dtypes that a step may have."""
+HALVES = (torch.bfloat16, torch.float16)
 
 CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert_element_type.default"})
 """Operators of `.to(dtype)` and similar calls."""
+CAST_FUNCTIONS = frozenset(
+    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
+)
+"""Python names of these calls. Autocast makes the casts inside of all other functions."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -175,6 +180,16 @@ class Call:
     rounded_at: str = ""
     emptied: int = 0
     numbers: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def floats(self) -> list[Operand]:
+        """The operands with a float dtype."""
+        return [operand for operand in self.operands if operand.dtype in FLOATS]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of operands and results."""
+        return {operand.dtype for operand in self.operands} | {dtype for dtype, _ in self.results}
 
     @property
     def is_cast(self) -> bool:
@@ -392,7 +407,7 @@ class Trace:
     reach: Reach | None = None
     stale_casts: bool = False
 
-    @property
+    @cached_property
     def flops(self) -> dict[torch.dtype, int]:
         """FLOPs of matmul-like operators by dtype of the first result."""
         total: Counter[torch.dtype] = Counter()

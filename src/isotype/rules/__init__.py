@@ -36,7 +36,7 @@ class Rule:
         code: `IST###`, from the file's name.
         title: headline of the rule's page.
         page: the page in Markdown, without the headline.
-        find: a function from a trace to findings.
+        find: a function from a trace to findings; the page is its documentation.
         kind: topic of the findings.
     """
 

@@ -5,7 +5,7 @@ between the two.
 
 **Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But the layer
 has to cast its input to the adapter's dtype, and the adapter's result back, as PEFT's layers do. Custom
-adapters often forget these casts. In PEFT the mismatch happens if `autocast_adapter_dtype=False` leaves the
+adapters often lack these casts. In PEFT the mismatch happens if `autocast_adapter_dtype=False` leaves the
 adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
 **An example that fails**

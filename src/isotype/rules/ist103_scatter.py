@@ -2,7 +2,7 @@
 **What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and the
 rows must have the dtype of this tensor.
 
-**Why it happens.** A mixture of experts collects its experts' results in a buffer that was made in another
+**Why it happens.** A mixture of experts collects its experts' results in a buffer that was created in another
 dtype (the router's float32, the default dtype); a vision-language model writes image features in the vision
 tower's dtype among token embeddings in another dtype; or a cache was allocated for another model.
 
@@ -16,8 +16,8 @@ tower's dtype among token embeddings in another dtype; or a cache was allocated 
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
 **How safe is the fix?** The result is rounded once when it enters the buffer, as the surrounding model rounds
-every other result. One module returns the wrong dtype: the offered fixes cast its outputs to the compute
-dtype.
+every other result. The offered fixes cast the outputs of the module that returns the wrong dtype to
+the compute dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
 #1349.

@@ -1,6 +1,6 @@
 """
-**What it means.** Gradient checkpointing runs parts of the forward again during the backward, and there
-they have other dtypes than the first time.
+**What it means.** Gradient checkpointing runs parts of the forward again during the backward. The operators then
+have other dtypes than in the forward.
 
 **Why it happens.** The forward ran under autocast and the backward outside of it, and a custom checkpointing
 function or hook does not restore the autocast state. Or the weights were cast between forward and backward.
@@ -40,16 +40,12 @@ _mismatches = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for mixed dtypes in a recomputed forward, and for a recomputation that fails."""
     yield from _mismatches(trace)
     failure = trace.failure
     if failure is None or not failure.recomputed:
         return
     if failure.error.startswith("CheckpointError"):
-        how = (
-            "let the forward and its recomputation run the same code: flags, adapters and random branches stay as they are "
-            "until the backward has ended"
-        )
+        how = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
         fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
     else:
         how = "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a selective policy"

@@ -30,7 +30,6 @@ TITLE = "Evaluation or generation outside of autocast"
 
 
 def _lacks_autocast(broken: Broken) -> bool:
-    """Return whether the training runs under autocast and this call does not."""
     call = broken.call
     return call.phase == "generate" and broken.trace.setup.autocast is not None and call.autocast is None
 

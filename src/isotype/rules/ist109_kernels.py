@@ -31,13 +31,12 @@ from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
-from isotype.rules.kit.words import advice, device_says, fix
+from isotype.rules.kit.words import advice, device_error, fix
 
 TITLE = "No kernel for this dtype"
 
 
 def _is_unsafe(call: Call) -> bool:
-    """Return whether autocast refuses the function in any dtype."""
     return call.breach is not None and call.breach.message.endswith(UNSAFE)
 
 
@@ -53,16 +52,14 @@ CLAIMS = (
 
 
 def _in_float32(finding: Finding) -> Fix:
-    return advice(
-        finding.source, f"call it in float32 at {short(finding.source)} and cast the result back", ".float()"
-    )
+    how = f"call it in float32 at {short(finding.source)} and cast the result back"
+    return advice(finding.source, how, ".float()")
 
 
 _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on this device", _in_float32)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for operators whose dtype has no kernel on the device."""
     for finding in _without_kernel(trace):
         dtype, where = dtype_name(finding.operands[0].dtype), short(finding.source)
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")
@@ -73,25 +70,17 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _unsafe(call: Call) -> Finding:
     assert call.breach is not None
     assert call.autocast is not None
-    where = short(call.source)
+    where, logits = short(call.source), "binary_cross_entropy_with_logits"
+    without_autocast = f"switch autocast off around {where} and call it in float32"
     return finding_at(
         "IST109",
         "error",
         f"{call.op} is refused under autocast",
         call,
         cause=f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}",
-        notes=device_says(call),
+        notes=device_error(call),
         fixes=(
-            fix(
-                f"switch autocast off around {where} and call it in float32",
-                "line",
-                (call.source,),
-                "float32",
-            ),
-            advice(
-                call.source,
-                "take the logits: drop the sigmoid, and call binary_cross_entropy_with_logits",
-                "binary_cross_entropy_with_logits",
-            ),
+            fix(without_autocast, "line", (call.source,), "float32"),
+            advice(call.source, f"take the logits: drop the sigmoid, and call {logits}", logits),
         ),
     )

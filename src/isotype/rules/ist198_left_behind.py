@@ -30,7 +30,6 @@ TITLE = "State that the check could not restore"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one note on the state that the check could not restore."""
     if trace.left:
         yield Finding(
             code="IST198",

@@ -2,10 +2,14 @@
 **What it means.** The step raised an error that no operator's contract explains, and the trace ended there. The part
 of the step that precedes the error was checked; the part that follows was not.
 
-**Why it happens.** The model needs values and not only dtypes (a size that is computed from a tensor's
-values), it calls a kernel without a fake implementation, a library is missing, or
-the inputs do not fit the model. If the error is about dtypes, the real step very likely raises it too, so the
-finding is an error; else it is a warning.
+**Why it happens.** One of these:
+
+- the model needs values and not only dtypes: a size is computed from a tensor's values;
+- the model calls a kernel without a fake implementation;
+- a library is missing;
+- the inputs do not fit the model.
+
+If the error is about dtypes, the real step very likely raises it too. Then the finding is an error, else a warning.
 
 **An example**
 
@@ -34,6 +38,7 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Failure, Trace
 from isotype.rules import ist403_packed_raw
 from isotype.rules.kit import contract_rule
+from isotype.rules.kit.weight_sets import quantized
 from isotype.rules.kit.words import advice
 
 TITLE = "The step could not be traced to its end"
@@ -49,7 +54,6 @@ _REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield the finding of a step that ended early."""
     failure = trace.failure
     if failure is None or failure.recomputed:
         return  # a recomputation that fails is IST107
@@ -60,12 +64,17 @@ def find(trace: Trace) -> Iterator[Finding]:
     if blamed is not None:
         yield blamed
         return
+    message = f"the step was not traced beyond the {failure.phase}: {failure.error}"
+    if failure.phase == "load":
+        message = f"the step could not be checked, because {failure.error}"
     traced = sum(call.phase == failure.phase for call in trace.calls)
     was = "was" if traced == 1 else "were"
+    place = " at ".join(filter(None, (failure.module, short(failure.source)))) or "it"
+    how = "run the real step under the live recorder: isotype run SCRIPT"
     yield Finding(
         code="IST199",
         severity="error" if error else "warning",
-        message=_message(failure),
+        message=message,
         module=failure.module,
         phase=failure.phase,
         source=failure.source,
@@ -73,33 +82,16 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=(
             "no part of the step was checked"
             if failure.phase == "load"
-            else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked before; nothing after {_place(failure)} was",
+            else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked before; nothing after {place} was",
         ),
-        fixes=(
-            advice(
-                "isotype run",
-                "run the real step under the live recorder: isotype run SCRIPT",
-                "the training script",
-            ),
-        ),
+        fixes=(advice("isotype run", how, "the training script"),),
         places=(failure.module,),
     )
 
 
-def _message(failure: Failure) -> str:
-    if failure.phase == "load":
-        return f"the step could not be checked, because {failure.error}"
-    return f"the step was not traced beyond the {failure.phase}: {failure.error}"
-
-
 def _without_state(trace: Trace, failure: Failure) -> bool:
-    """Return whether the step ended in a layer that lacks its quantization state: IST402 reports that."""
-    return any(
-        weight.module == failure.module
-        and weight.quantization is not None
-        and not weight.quantization.present
-        for weight in trace.weights
-    )
+    """Return whether the step ended in a layer that lacks its quantization state: IST402 reports such layers."""
+    return any(w.module == failure.module and not state.present for w, state in quantized(trace))
 
 
 def is_about_dtypes(failure: Failure) -> bool:
@@ -108,7 +100,3 @@ def is_about_dtypes(failure: Failure) -> bool:
     if failure.dtype_related and "dtype" in failure.condition:
         return True
     return name in _REFUSALS and bool(_DTYPES.search(message))
-
-
-def _place(failure: Failure) -> str:
-    return " at ".join(part for part in (failure.module, short(failure.source)) if part) or "it"

@@ -18,12 +18,13 @@ dtype and its result back, so it returns float32 again.
 
     isotype.enforce(model, policy)                     # the dtypes of the policy again
 
-**What is not reported.** Matmuls that autocast runs in float32 on purpose; matmuls of adapters; quantized
-layers with a wide compute dtype (IST404); casts in the code of a published transformers model, whose authors
-chose that arithmetic (routers, state-space scans); any matmul on a device without instructions for the
-compute dtype (IST601, IST602), where float32 is faster; matmuls that have less than 2 % of the FLOPs and make
-the step less than 1.1 times slower. The share of FLOPs is the sum over wide calls divided by the sum over all
-matmul-like calls.
+**What is not reported.**
+
+- matmuls that autocast runs in float32 on purpose, and matmuls of adapters;
+- quantized layers with a wide compute dtype (IST404);
+- casts in the code of a published transformers model, whose authors chose that arithmetic (routers, state-space scans);
+- matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
+- matmuls that have less than 2 % of the FLOPs of all matmul-like calls and make the step less than 1.1 times slower.
 
 **How safe is the fix?** Running under autocast, or returning outputs in the compute dtype, changes no stored weight. A
 cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight, else unsafe.
@@ -39,11 +40,11 @@ from dataclasses import dataclass
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
-from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.weight_sets import HALVES, names
+from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import TRANSFORMERS, actions, and_its_like, cause_text, evidence, safety_of_cast
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
@@ -62,7 +63,6 @@ class _Wide:
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per cause of matmul-like operators that run in a wider dtype than the compute dtype."""
     compute = trace.setup.compute
     native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
     if trace.failure is not None or compute not in HALVES or not native:
@@ -96,7 +96,6 @@ def _groups(trace: Trace) -> list[list[_Wide]]:
 
 
 def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is an adapter's weight, as stored or transposed."""
     weight = owners.get(operand.origin.name) if operand.origin.kind == "parameter" else None
     return weight is not None and weight.adapter and sorted(weight.shape) == sorted(operand.shape)
 

@@ -17,7 +17,7 @@ layer. The float32 weights take twice the memory, although no matmul uses their 
 **Repaired**
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    with disable_input_dtype_casting(model): # peft.helpers; and the adapters' casts, where autocast is on
+    with peft.helpers.disable_input_dtype_casting(model):      # no cast of the adapters' inputs under autocast
 
 **What is not reported.** Trainable weights, which are masters; weights that the model's author keeps in
 float32; casts below 2 % of all bytes that the step reads and writes. A cast moves elements x (item size
@@ -45,11 +45,9 @@ from isotype.rules.kit.words import advice, cause_text
 TITLE = "Weights or adapter inputs that are cast again at every step"
 
 _LEAST_SHARE = 0.02
-_NO_INPUT_CAST = "with peft.helpers.disable_input_dtype_casting(model): …"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for casts of frozen weights, and for casts to float32 that autocast reverses."""
     weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace)]
     if _notable(weights, trace):
         yield _weights_finding(trace, weights)
@@ -81,17 +79,14 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
     weights = {weight.name: weight for weight in cast_weights}.values()
     spare = extra_bytes(weights, first.after)
     moved = sum(cast.bytes for cast in casts)
-    cost = Cost(
-        cast_bytes=moved,
-        memory_bytes=spare,
-        slowdown=costs.slowdown(trace, (), first.after, [cast.call for cast in casts]),
-    )
+    calls = [cast.call for cast in casts]
+    cost = Cost(cast_bytes=moved, memory_bytes=spare, slowdown=costs.slowdown(trace, (), first.after, calls))
     return finding_at(
         "IST202",
         "warning",
         f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}",
         first.call,
-        [cast.call for cast in casts],
+        calls,
         cause=cause_text(first.operand.origin, trace.owners),
         notes=(
             f"{len(weights)} weights, {format_bytes(spare)} more memory than in {after}",
@@ -121,11 +116,11 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     wide, narrow = dtype_name(first.before), dtype_name(first.after)
     up = first.operand.origin
     # The cast up and the cast down both read one dtype and write the other.
-    moved = 2 * sum(cast.bytes for cast, _ in undone)
-    cost = Cost(
-        cast_bytes=moved,
-        slowdown=costs.slowdown(trace, (), first.after, [cast.call for cast, _ in undone for _ in (0, 1)]),
-    )
+    both = [cast for cast, _ in undone for _ in (0, 1)]
+    moved = sum(cast.bytes for cast in both)
+    slowdown = costs.slowdown(trace, (), first.after, [cast.call for cast in both])
+    cost = Cost(cast_bytes=moved, slowdown=slowdown)
+    how = "switch PEFT's input cast off where autocast casts anyway: with peft.helpers.disable_input_dtype_casting(model): …"
     return Finding(
         code="IST202",
         severity="note",
@@ -139,13 +134,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
             f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} and as many back in a step",
             *costs.estimate(cost, trace),
         ),
-        fixes=(
-            advice(
-                "cast_input_dtype_enabled",
-                f"switch PEFT's input cast off where autocast casts anyway: {_NO_INPUT_CAST}",
-                "False",
-            ),
-        ),
+        fixes=(advice("cast_input_dtype_enabled", how, "False"),),
         operands=first.call.operands,
         cost=cost,
         places=tuple(dict.fromkeys(cast.operand.origin.module for cast, _ in undone)),

@@ -40,9 +40,9 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.formats import FOUR_BITS
 from isotype.core.names import agree, base_name, format_bytes, listed
 from isotype.records.finding import Cost, Finding
-from isotype.records.trace import Trace, Weight
+from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import HALVES, cast_fix, extra_bytes, finding_of, main_dtype, names
+from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, finding_of, main_dtype, names
 from isotype.rules.kit.words import advice
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
@@ -51,12 +51,12 @@ _LEAST_SHARE = 0.01
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for frozen float32 weights in a model whose other weights are narrower."""
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in HALVES)]
-    wide = [
-        w for w in base if w.dtype == torch.float32 and w.quantization is None and not _wanted_wide(trace, w)
-    ]
+    # The author of the model, or the values of a module, may require float32.
+    on_purpose = {w.name for w in base if w.pinned or base_name(w.module) in trace.by_ranges}
+    float32 = (w for w in base if w.dtype == torch.float32 and w.quantization is None)
+    wide = [w for w in float32 if w.name not in on_purpose]
     wanted = _wanted(trace, narrow)
     if wanted is None or not wide or _elements(wide) > _elements(narrow):
         return
@@ -67,13 +67,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield _finding(trace, part, wanted, extra)
 
 
-def _wanted_wide(trace: Trace, weight: Weight) -> bool:
-    """Return whether a weight is float32 on purpose: the model's author or the values of its module require it."""
-    return weight.pinned or base_name(weight.module) in trace.by_ranges
-
-
 def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
-    """Return the model's 16-bit dtype: the policy's, else the dtype of most plain weights, else the compute dtype."""
     if trace.setup.policy is not None:
         dtype = trace.setup.policy.plain
     else:
@@ -102,11 +96,11 @@ def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: i
         cost = Cost(memory_bytes=extra)
         return finding_of("IST203", "note", message, wide, phase="load", notes=notes, cost=cost)
     touched = {weight.module for weight in wide}
-    bound = [
-        c for c in costs.casts(trace) if c.call.module in touched and c.operand.origin.kind == "parameter"
-    ]
+    casts = [c for c in costs.casts(trace) if c.call.module in touched]
+    cast_bytes = sum(cast.bytes for cast in casts if cast.operand.origin.kind == "parameter")
     to_target = cast_fix(f"cast them to {target}", wide, wanted)
     rounds = f"a cast to {target} may round some of their values"
+    how = "leave out prepare_model_for_kbit_training, or call isotype.enforce(model, policy) after it"
     return finding_of(
         "IST203",
         "warning",
@@ -114,13 +108,6 @@ def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: i
         wide,
         phase="load",
         notes=(f"float32: {listed(names(wide))}", *(() if to_target.safety == "safe" else (rounds,))),
-        fixes=(
-            to_target,
-            advice(
-                "isotype.enforce",
-                "leave out prepare_model_for_kbit_training, or call isotype.enforce(model, policy) after it",
-                "model, policy",
-            ),
-        ),
-        cost=Cost(cast_bytes=sum(cast.bytes for cast in bound), memory_bytes=extra),
+        fixes=(to_target, advice("isotype.enforce", how, "model, policy")),
+        cost=Cost(cast_bytes=cast_bytes, memory_bytes=extra),
     )

@@ -38,10 +38,9 @@ from collections.abc import Iterator, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, format_bytes, grouped, short
 from isotype.records.finding import Cost, Finding, finding_at
-from isotype.records.trace import Call, Origin, Trace
+from isotype.records.trace import HALVES, Call, Origin, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.groups import per_trace
-from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import advice
 
 TITLE = "Whole outputs copied to float32"
@@ -51,7 +50,6 @@ _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for casts to float32 in the forward whose results no operator uses, or a loss uses in pieces."""
     if trace.failure is not None or trace.setup.compute not in HALVES:
         return
     readers = _readers(trace)

@@ -37,14 +37,13 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
-from isotype.rules.kit.words import device_says, fix
+from isotype.rules.kit.words import device_error, fix
 
 TITLE = "GradScaler with float16 trainable parameters"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for float16 gradients that `unscale_` refuses, or would refuse if the step reached it."""
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)
@@ -68,7 +67,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause=cause,
         phase="unscale",
         op="GradScaler.unscale_",
-        notes=device_says("Attempting to unscale FP16 gradients."),
+        notes=device_error("Attempting to unscale FP16 gradients."),
         fixes=fixes,
     )
 

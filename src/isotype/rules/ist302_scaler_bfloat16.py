@@ -32,7 +32,7 @@ import torch
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import device_says, setting
+from isotype.rules.kit.words import device_error, setting
 
 TITLE = "GradScaler without float16"
 
@@ -41,7 +41,6 @@ _ACCEPTED = "CUDA refuses bfloat16 gradients here; this device accepts them, but
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for bfloat16 gradients with a GradScaler, and for a GradScaler in a run without float16."""
     setup = trace.setup
     if not setup.scaler or "unscale" not in setup.phases:
         return
@@ -58,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             low,
             phase="unscale",
             op="GradScaler.unscale_",
-            notes=device_says(_REFUSAL) if cuda else (_ACCEPTED,),
+            notes=device_error(_REFUSAL) if cuda else (_ACCEPTED,),
             fixes=(*masters, without) if fp16 else (without, *masters),
         )
     elif not fp16 and trained(trace) and torch.float16 not in trace.flops:

@@ -33,17 +33,16 @@ import torch
 from isotype.core.dtypes import parse_dtype
 from isotype.core.names import agree
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import Trace
+from isotype.records.trace import HALVES, Trace
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.kit import costs
 from isotype.rules.kit.value_ranges import flushed
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
+from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 
 TITLE = "float16 training without loss scaling"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if the backward or trainable parameters are float16 and the step has no GradScaler."""
     setup = trace.setup
     weights = trained(trace)
     if setup.scaler or "backward" not in setup.phases or not weights:
@@ -73,7 +72,6 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _measured(trace: Trace) -> Iterator[str]:
-    """Yield the measured share of gradients that become zero."""
     shares = flushed(trace)
     if shares is not None:
         yield (

@@ -40,7 +40,6 @@ TITLE = "Trainable parameters in another dtype than the policy's masters"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for masters of a wrong dtype: not `policy.master`, or bfloat16 under float16 autocast."""
     setup = trace.setup
     if setup.policy is None:
         master = torch.float32

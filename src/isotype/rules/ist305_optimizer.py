@@ -31,17 +31,16 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import FLOATS, GRADIENTLESS, Call, Operand, Trace
+from isotype.records.trace import GRADIENTLESS, HALVES, Call, Operand, Trace
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import advice, cause_text, device_says, fix, setting
+from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.kit.words import advice, cause_text, device_error, fix, setting
 
 TITLE = "Mixed dtypes in the optimizer's step"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for an optimizer's operators that refuse dtypes, and for mixed float32 and 16-bit parameters."""
     broken = [call for call in trace.breaches() if call.phase == "optimizer" and call.op not in GRADIENTLESS]
     if broken:
         yield _refused(trace, broken)
@@ -66,8 +65,14 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _refused(trace: Trace, broken: list[Call]) -> Finding:
     first = broken[0]
     mismatched = _mismatched(first)
-    floats = [operand for operand in first.operands if operand.dtype in FLOATS]
+    floats = first.floats
     dtypes = sorted({dtype_name(operand.dtype) for operand in floats})
+    origin, dtype = mismatched.origin, dtype_name(mismatched.dtype)
+    cause = (
+        f"{origin.name} is {dtype}" if origin.kind == "outside" else cause_text(origin.cause, trace.owners)
+    )
+    if origin.kind == "gradient":
+        cause = f"the gradient of {_parameter(first, mismatched, trace) or origin.name} is {dtype}"
     return Finding(
         "IST305",
         "error",
@@ -75,8 +80,8 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         op=first.op,
         phase="optimizer",
         source=first.source,
-        cause=_cause(first, mismatched, trace),
-        notes=device_says(first),
+        cause=cause,
+        notes=device_error(first),
         operands=tuple(operand for operand in floats if _entry(operand) == _entry(mismatched)),
         fixes=tuple(_fixes(trace, first, mismatched)),
         evidence=(f"{short(first.source)} {first.op}",) if first.source else (),
@@ -90,7 +95,7 @@ def _entry(operand: Operand) -> str:
 
 def _mismatched(call: Call) -> Operand:
     """Return the operand to blame: an existing state of the optimizer, else a gradient, else a parameter."""
-    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    floats = call.floats
     updated: dict[str, torch.dtype] = {}
     for operand in floats:
         updated.setdefault(_entry(operand), operand.dtype)
@@ -108,13 +113,6 @@ def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
     neighbours = (other.origin for other in call.operands if _entry(other) == _entry(operand))
     origins = [*(origin for origin in neighbours if origin.kind == "parameter"), *operand.origin.path()]
     return next((o.name for o in origins if o.kind == "parameter" or o.name in trace.owners), "")
-
-
-def _cause(call: Call, mismatched: Operand, trace: Trace) -> str:
-    origin, dtype = mismatched.origin, dtype_name(mismatched.dtype)
-    if origin.kind == "gradient":
-        return f"the gradient of {_parameter(call, mismatched, trace) or origin.name} is {dtype}"
-    return f"{origin.name} is {dtype}" if origin.kind == "outside" else cause_text(origin.cause, trace.owners)
 
 
 def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:

@@ -31,7 +31,6 @@ TITLE = "Autocast in another dtype than the policy's"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if autocast's dtype is not the policy's compute dtype."""
     setup = trace.setup
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return

@@ -44,7 +44,7 @@ from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained
-from isotype.rules.kit.words import advice, and_its_like, device_says, fix
+from isotype.rules.kit.words import advice, and_its_like, device_error, fix
 
 TITLE = "Trainable parameters that get no gradient"
 
@@ -52,7 +52,6 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for a backward without gradients, and for trainable parameters used with gradients off."""
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return
@@ -65,10 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     left_out = _left_out(trace, ignored)
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
-        how = (
-            "the forward switches these parameters on by a context manager or a flag: keep it on in the backward, too, "
-            "or checkpoint with use_reentrant=False, which raises an error"
-        )
+        how = "keep the context manager or flag that switches these parameters on active in the backward, too; or checkpoint with use_reentrant=False, which raises an error"
         cause = (
             f"the forward uses {_named(left_out)}; gradient checkpointing computes its layer again without it"
         )
@@ -98,32 +94,29 @@ def _finding(
         weights,
         cause=cause,
         fixes=tuple(fixes),
-        notes=() if refused is None else device_says(refused),
+        notes=() if refused is None else device_error(refused),
     )
     return finding if refused is None else replace(finding, op=refused.op, phase=refused.phase)
 
 
-def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, Iterator[Fix]]:
+def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
     """Return (cause, fixes) if reentrant checkpointing, or another function with its own backward, is the reason."""
     cause = (
         f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
     )
-    return cause, _required(trace, first)
-
-
-def _required(trace: Trace, unreached: Unreached) -> Iterator[Fix]:
-    """Yield fixes that make the function's inputs require gradients, or that replace the function."""
-    embeddings = [name for name in unreached.behind if "Embedding" in trace.modules.get(name, "")]
-    for name in dict.fromkeys((*embeddings[-1:], *unreached.behind[-1:])):
-        yield fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
+    embeddings = [name for name in first.behind if "Embedding" in trace.modules.get(name, "")]
+    fixes = [
+        fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
+        for name in dict.fromkeys((*embeddings[-1:], *first.behind[-1:]))
+    ]
     how = "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()"
-    yield advice(unreached.function, how, "use_reentrant=False")
+    return cause, [*fixes, advice(first.function, how, "use_reentrant=False")]
 
 
-def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str, Iterator[Fix]]:
+def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
     """Return (cause, fixes) for `torch.no_grad()` around a trained part of the model."""
     how = f"run {first.module or 'it'} outside of torch.no_grad(){_at(first)}, or freeze what is not trained"
-    return f"gradients are off where {named} is used{_at(first)}", iter((advice(first.weight, how),))
+    return f"gradients are off where {named} is used{_at(first)}", [advice(first.weight, how)]
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
@@ -151,32 +144,17 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
         )
         finding = _finding(trace, refused, frozen, "the adapter is frozen", fixes)
         return replace(finding, message="no parameter is trainable: backward raises")
-    used = {
-        operand.origin.name
-        for call in trace.calls
-        for operand in call.operands
-        if operand.origin.kind == "parameter"
-    }
+    operands = (operand for call in trace.calls for operand in call.operands)
+    used = {operand.origin.name for operand in operands if operand.origin.kind == "parameter"}
     taking_part = [weight for weight in weights if used.intersection((weight.name, *weight.tied))]
     if not taking_part:
         named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
-    cut = _cut(trace)
-    where = f" at {short(cut.source)}" if cut is not None else ""
+    # The last `detach` by user code in the forward.
+    detached = [c for c in trace.calls if c.phase == "forward" and c.op == "aten.detach.default" and c.source]
+    sources = [call.source for call in detached if not in_library(call.source)]
+    where = f" at {short(sources[-1])}" if sources else ""
     cause = f"the loss is cut off from them: it is made of detached values{where}"
     how = f"compute the loss without detach(), .data, item() or argmax{where}"
     return _finding(trace, refused, weights, cause, (advice("loss", how),))
-
-
-def _cut(trace: Trace) -> Call | None:
-    """Return the last `detach` by user code in the forward."""
-    cuts = (
-        call
-        for call in reversed(trace.calls)
-        if call.phase == "forward"
-        and call.op == "aten.detach.default"
-        and call.source
-        and not in_library(call.source)
-    )
-    return next(cuts, None)

@@ -32,15 +32,14 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named
 from isotype.records.finding import Finding
-from isotype.records.trace import Origin, Trace, Weight
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, modules, quantized
+from isotype.records.trace import HALVES, Trace, Weight
+from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
 from isotype.rules.kit.words import fix
 
 TITLE = "A quantization state of another dtype than its layer computes in"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding for each pair of state dtype and compute dtype that differ in 4-bit layers."""
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
     for weight, state in quantized(trace):
         # IST404 reports a compute dtype of float32, and a state of the model's dtype in a layer of another dtype.
@@ -52,30 +51,20 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
-    crashes = sum(
-        any(_is_dequantized(step) for operand in call.operands for step in operand.origin.path())
-        for call in trace.breaches()
-    )
+    paths = [
+        [step for operand in call.operands for step in operand.origin.path()] for call in trace.breaches()
+    ]
+    crashes = sum(any(step.kind == "state" or "dequantize" in step.name for step in path) for path in paths)
+    to_compute = f"let the quantization states dequantize to {dtype_name(compute)}"
     return finding_of(
         "IST401",
         "error" if crashes else "warning",
         f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
         f"the layers compute in {dtype_name(compute)}",
         weights,
-        cause=f"the quantization state of {named(weights[0].module)} says {dtype_name(state)}",
+        cause=f"the quantization state of {named(weights[0].module)} names {dtype_name(state)}",
         notes=(f"{crashes} operators with the dequantized weight fail",)
         if crashes
         else ("the layers cast each dequantized weight; code that dequantizes by itself would fail",),
-        fixes=(
-            fix(
-                f"let the quantization states dequantize to {dtype_name(compute)}",
-                "state",
-                modules(weights),
-                dtype_name(compute),
-            ),
-        ),
+        fixes=(fix(to_compute, "state", modules(weights), dtype_name(compute)),),
     )
-
-
-def _is_dequantized(step: Origin) -> bool:
-    return step.kind == "state" or "dequantize" in step.name

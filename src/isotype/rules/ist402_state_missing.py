@@ -33,19 +33,14 @@ TITLE = "A quantized layer without its quantization state"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for quantized weights without their state."""
     lost = [weight for weight, state in quantized(trace) if not state.present]
     if lost:
+        how = "load the model again, and do not replace, copy or load plain tensors over packed weights"
         yield finding_of(
             "IST402",
             "error",
             f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state",
             lost,
             cause=f"{lost[0].name} was replaced by a tensor without its scales",
-            fixes=(
-                advice(
-                    lost[0].module,
-                    "load the model again, and do not replace, copy or load plain tensors over packed weights",
-                ),
-            ),
+            fixes=(advice(lost[0].module, how),),
         )

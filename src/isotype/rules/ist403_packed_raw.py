@@ -1,7 +1,7 @@
 """
 **What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are used as
-if they were a weight: code multiplies or casts them, replaces them by a dense tensor, or casts activations to
-their dtype.
+if they were a weight: they are multiplied, cast or replaced by a dense tensor, or activations are cast to their
+dtype.
 
 **Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be
 multiplied (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or
@@ -18,7 +18,8 @@ to integers from 0 to 255.
     layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
     BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose parent reads its weight
 
-**How safe is the fix?** Only the owner of the code can change the code, or set an option that avoids it.
+**How safe is the fix?** The code that uses the weight has to change, or an option has to avoid it: only you can do
+this.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
 unslothai/unsloth-zoo #1132; huggingface/peft #929, #1999; MNoorFawi/curlora #5;
@@ -38,7 +39,7 @@ from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Failure, Operand, Quantization, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
-from isotype.rules.kit.words import advice, device_says
+from isotype.rules.kit.words import advice, device_error
 
 TITLE = "Packed codes used as a weight"
 CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped=False),)
@@ -51,15 +52,14 @@ _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for cast or replaced codes, products with codes, and failures that codes explain."""
     cast = [(weight, dtype_name(state.packed)) for weight, state in quantized(trace) if _was_cast(state)]
     if cast:
-        first, dtype = cast[0]
+        (first, dtype), weights = cast[0], [weight for weight, _ in cast]
         yield finding_of(
             "IST403",
             "error",
-            f"{agree(count(w for w, _ in cast), 'quantized weight', 'hold')} {dtype} values where packed codes belong",
-            [weight for weight, _ in cast],
+            f"{agree(count(weights), 'quantized weight', 'hold')} {dtype} values where packed codes belong",
+            weights,
             cause=f"{first.name} was assigned or cast to {dtype}",
             fixes=(advice(first.module, "load the model again and leave packed weights as they are"),),
         )
@@ -73,18 +73,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     # The shapes of packed codes make a plain layer fail before its dtypes are compared.
     bare = [w for w in trace.weights if not w.buffer and w.quantization is None and _is_bare(w)]
     if bare:
+        plain, dtype = f"plain {bare[0].module_class} layer", dtype_name(bare[0].dtype)
+        how = "keep the quantized layer, or dequantize its weight, where the model is moved"
         yield finding_of(
             "IST403",
             "error",
-            f"{agree(count(bare), f'plain {bare[0].module_class} layer', 'hold')} packed {dtype_name(bare[0].dtype)} codes",
+            f"{agree(count(bare), plain, 'hold')} packed {dtype} codes",
             bare,
-            cause=f"{bare[0].name} is {dtype_name(bare[0].dtype)}, its layer multiplies with the packed bytes",
-            fixes=(
-                advice(
-                    bare[0].module,
-                    "keep the quantized layer, or dequantize its weight, where the model is moved",
-                ),
-            ),
+            cause=f"{bare[0].name} is {dtype}, its layer multiplies with the packed bytes",
+            fixes=(advice(bare[0].module, how),),
         )
     failure = trace.failure
     explanation = None if bare or failure is None else _cause(failure, trace.owners)
@@ -110,9 +107,8 @@ def explains(trace: Trace, failure: Failure) -> bool:
 
 
 def _was_cast(state: Quantization) -> bool:
-    if state.storage is None:
-        return state.present and state.packed.is_floating_point
-    return state.present and state.packed != state.storage
+    other = state.packed.is_floating_point if state.storage is None else state.packed != state.storage
+    return state.present and other
 
 
 def _is_bare(weight: Weight) -> bool:
@@ -120,7 +116,6 @@ def _is_bare(weight: Weight) -> bool:
 
 
 def _codes_in(call: Call) -> list[Operand]:
-    """Return the packed operands of a product whose other operands are floats."""
     name = call.op.split(".")[1] if call.op.startswith("aten.") else ""
     if name not in _PRODUCTS or not any(operand.dtype.is_floating_point for operand in call.operands):
         return []
@@ -136,7 +131,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
         call,
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
-        notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *device_says(call)),
+        notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *device_error(call)),
         fixes=(
             advice(name, "call the quantized layer, or dequantize its weight with its state, at that line"),
         ),
@@ -148,7 +143,7 @@ def _activations_as_codes(trace: Trace) -> list[Call]:
 
     If the code rounds the activations before the cast, it quantizes them on purpose.
     """
-    codes = {(w.module, w.dtype) for w in trace.weights if w.quantization is not None and w.dtype in _CODES}
+    codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}
     back: set[str] = set()
     before = ""
@@ -168,10 +163,9 @@ def _activations_as_codes(trace: Trace) -> list[Call]:
 def _rounded(trace: Trace, casts: list[Call]) -> Finding:
     first = casts[0]
     codes = dtype_name(first.results[0][0])
-    layer = next(
-        w for w in trace.weights if w.quantization is not None and w.module.startswith(f"{first.module}.")
-    )
+    layer = next(weight for weight, _ in quantized(trace) if weight.module.startswith(f"{first.module}."))
     more = sum(call.repeats for call in casts) - 1
+    how = "cast to the compute dtype of the layers there, or only to a dtype that is_floating_point"
     return finding_at(
         "IST403",
         "error",
@@ -183,12 +177,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
             *((plural(more, "more such cast"),) if more else ()),
             "nothing fails: fractions and signs are lost, and no gradient passes",
         ),
-        fixes=(
-            advice(
-                layer.module,
-                "cast to the compute dtype of the layers there, or only to a dtype that is_floating_point",
-            ),
-        ),
+        fixes=(advice(layer.module, how),),
     )
 
 
@@ -207,10 +196,10 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
         return None
     dtype = failure.error.rpartition("torch.")[2]
     holder = next((w for w in owners.values() if dtype_name(w.dtype) == dtype), None)
-    cause = f"a module is cast to {dtype}, the dtype of packed codes"
-    return cause + (f" ({holder.name})" if holder else ""), advice(
-        failure.module, "read the compute dtype of a quantized layer at that line"
+    cause = f"a module is cast to {dtype}, the dtype of packed codes" + (
+        f" ({holder.name})" if holder else ""
     )
+    return cause, advice(failure.module, "read the compute dtype of a quantized layer at that line")
 
 
 def _is_column(weight: Weight) -> bool:
@@ -220,15 +209,13 @@ def _is_column(weight: Weight) -> bool:
 
 
 def _unpack(weight: Weight, failure: Failure) -> Fix:
-    if weight.kind == "linear4bit" and weight.module != failure.module:
-        owner = failure.module or "the model"
-        return advice(
-            weight.module,
-            f"leave {named(weight.module)} out of the quantization (llm_int8_skip_modules): {owner} reads its weight itself; or "
-            "call the layer at that line",
-        )
-    return advice(
-        weight.module,
+    how = (
         "unpack it at that line: bitsandbytes.functional.dequantize_4bit(weight, quant_state), or "
-        "bitsandbytes.matmul_4bit; where the state is lost, load the model again",
+        "bitsandbytes.matmul_4bit; where the state is lost, load the model again"
     )
+    if weight.kind == "linear4bit" and weight.module != failure.module:
+        how = (
+            f"leave {named(weight.module)} out of the quantization (llm_int8_skip_modules): {named(failure.module)} reads "
+            "its weight itself; or call the layer at that line"
+        )
+    return advice(weight.module, how)

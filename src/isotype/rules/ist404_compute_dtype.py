@@ -30,16 +30,15 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named
 from isotype.records.finding import Cost, Finding, Fix
-from isotype.records.trace import Quantization, Trace, Weight
+from isotype.records.trace import HALVES, Quantization, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, main_dtype, modules, quantized
+from isotype.rules.kit.weight_sets import count, finding_of, main_dtype, modules, quantized
 from isotype.rules.kit.words import actions
 
 TITLE = "4-bit layers that compute in another dtype than the model"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield 4-bit layers that compute in another dtype than the 16-bit dtype of the model."""
     wanted = _activations(trace)
     others = _in_other_dtype(trace, wanted)
     if wanted is None or not others:
@@ -47,6 +46,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     layers, compute = [weight for weight, _ in others], others[0][1].compute
     inside = {weight.module for weight in layers}
     wide = [c for c in trace.calls if c.module in inside and costs.run_dtype(c) == torch.float32]
+    narrow = compute == torch.float16 and not trace.setup.scaler
     target, name = dtype_name(wanted), dtype_name(compute or torch.float32)
     # Without a change of its state, such a layer would be reported by IST401 next.
     stale = modules(weight for weight, state in others if state.state not in (None, wanted))
@@ -58,13 +58,10 @@ def find(trace: Trace) -> Iterator[Finding]:
         layers,
         cause=f"{named(layers[0].module)}: the compute dtype is "
         + (name if compute else "unset, its first input is float32"),
-        notes=(_NARROW,) if compute == torch.float16 and not trace.setup.scaler else (),
+        notes=("without loss scaling, gradients below 6e-8 become zero in float16",) if narrow else (),
         cost=Cost(flops_share=costs.flops_share(trace, wide)),
         fixes=(Fix(f"set the 4-bit layers' compute dtype to {target}", "safe", actions=changes),),
     )
-
-
-_NARROW = "without loss scaling, gradients below 6e-8 become zero in float16"
 
 
 def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
@@ -82,7 +79,6 @@ def _in_other_dtype(trace: Trace, wanted: torch.dtype | None) -> list[tuple[Weig
 
 
 def _activations(trace: Trace) -> torch.dtype | None:
-    """Return the dtype in which the model runs: the policy's, autocast's, or the dtype of its plain weights."""
     setup = trace.setup
     return setup.policy.compute if setup.policy is not None else setup.autocast or _plain(trace)
 

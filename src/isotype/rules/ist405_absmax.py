@@ -37,7 +37,6 @@ TITLE = "Quantization scales that are not float32"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield float scales in a dtype other than float32."""
     rounded = [
         (weight, state.absmax)
         for weight, state in quantized(trace)

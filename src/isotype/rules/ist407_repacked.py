@@ -40,14 +40,11 @@ TITLE = "4-bit weights that an evaluation on this CPU repacks"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for 4-bit layers whose repacking fails, and for repacked layers that are trained afterwards."""
     setup = trace.setup
     if not setup.profile.repacks_4bit:
         return
-    repacked = [
-        (weight, state.repacking) for weight, state in quantized(trace) if state.repacking is not None
-    ]
-    failing = [(weight, error) for weight, error in repacked if error]
+    repacked = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]
+    failing = [(weight, state) for weight, state in repacked if state.repacking]
     weights = [weight for weight, _ in failing or repacked]
     device = setup.profile.title
     severity: Severity = "error" if failing else "warning"
@@ -55,14 +52,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         message = (
             f"an evaluation on {device} raises: bitsandbytes cannot repack {count(weights)} 4-bit weights"
         )
-        cause = f"{weights[0].module}: {failing[0][1]}"
+        cause = f"{weights[0].module}: {failing[0][1].repacking}"
     elif weights and "backward" in setup.phases:
         message = f"the first evaluation on {device} repacks {count(weights)} 4-bit weights, and the new layout has no backward"
         cause = f"bitsandbytes repacks {weights[0].module} when it is evaluated"
     else:
         return
     keep = fix("keep the layout that trains", "layout", modules(weights), "training")
-    evaluated = "generate" in setup.phases
-    yield finding_of(
-        "IST407", severity if evaluated else "note", message, weights, cause=cause, fixes=(keep,)
-    )
+    severity = severity if "generate" in setup.phases else "note"
+    yield finding_of("IST407", severity, message, weights, cause=cause, fixes=(keep,))

@@ -45,20 +45,16 @@ from isotype.rules.kit.words import advice
 
 TITLE = "A checkpoint's dtype that did not survive loading"
 
-_SEVERITIES: dict[tuple[torch.dtype, torch.dtype], Severity] = {
-    (torch.bfloat16, torch.float32): "warning",
-    (torch.float16, torch.float32): "warning",
-    (torch.bfloat16, torch.float16): "warning",
-    (torch.float16, torch.bfloat16): "note",
+_LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
+    (torch.bfloat16, torch.float32): ("warning", ""),
+    (torch.float16, torch.float32): ("warning", ""),
+    (torch.bfloat16, torch.float16): ("warning", "values above 65,504 become infinite, small ones zero"),
+    (torch.float16, torch.bfloat16): ("note", "three of eleven bits of each weight are gone"),
 }
-_LOSSES = {
-    (torch.bfloat16, torch.float16): "values above 65,504 become infinite, small ones zero",
-    (torch.float16, torch.bfloat16): "three of eleven bits of each weight are gone",
-}
+"""(Dtype of the checkpoint, dtype of the loaded weights) -> severity, and the loss in words."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if most frozen plain weights have another dtype than the checkpoint."""
     named, policy = trace.setup.checkpoint_dtype, trace.setup.policy
     plain = [
         weight
@@ -66,7 +62,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         if is_frozen_base(weight) and weight.dtype in FLOATS and weight.kind in ("linear", "embedding")
     ]
     loaded = main_dtype(plain)
-    if named is None or loaded is None or (named, loaded) not in _SEVERITIES:
+    if named is None or loaded is None or (named, loaded) not in _LOSSES:
         return
     if (policy is None or policy.plain != loaded) and trace.setup.profile.supports(named) == "native":
         yield _finding(trace, [weight for weight in plain if weight.dtype == loaded], named, loaded)
@@ -76,7 +72,7 @@ def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded
     name, wrong = dtype_name(named), dtype_name(loaded)
     extra = extra_bytes(weights, named)
     wide = [call for call in trace.calls if costs.run_dtype(call) == loaded] if extra else []
-    loss = _LOSSES.get((named, loaded))
+    severity, loss = _LOSSES[named, loaded]
     cost = Cost(
         flops_share=costs.flops_share(trace, wide),
         memory_bytes=extra,
@@ -85,8 +81,8 @@ def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded
     memory = f": {format_bytes(extra)} more memory" if extra else ""
     return finding_of(
         "IST501",
-        _SEVERITIES[named, loaded],
-        f"the config says {name}, but the frozen weights are {wrong}{memory}",
+        severity,
+        f"the config names {name}, but the frozen weights are {wrong}{memory}",
         weights,
         phase="load",
         notes=(f"{len(weights)} weights", *((loss,) if loss else ()), *costs.estimate(cost, trace)),

@@ -43,7 +43,6 @@ TITLE = "Trained adapters of different dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield trainable adapter weights of more than one float dtype."""
     trained = [w for w in trace.weights if w.adapter and w.trainable and w.dtype in FLOATS]
     dtypes = sorted({w.dtype for w in trained}, key=lambda dtype: (dtype.itemsize, dtype_name(dtype)))
     if len(dtypes) < 2:

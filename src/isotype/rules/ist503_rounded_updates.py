@@ -22,7 +22,7 @@ average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 
 **Repaired**
 
-    isotype merge …                              # added in float32, rounded once, the loss reported
+    isotype merge …                              # added in float32, rounded once, the error reported
     average = copy.deepcopy(model).float()       # averages and statistics in float32
     isotype.fuse(model)                          # adapters of experts act on activations
 
@@ -47,8 +47,9 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short, starred
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import Call, Operand, Trace, Weight
-from isotype.rules.kit.weight_sets import HALVES, casts, count, finding_of, names, spacing
+from isotype.records.trace import HALVES, Call, Operand, Trace, Weight
+from isotype.rules.kit.costs import flops_share
+from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
 from isotype.rules.kit.words import actions, advice
 
 TITLE = "A 16-bit weight that is added to in place"
@@ -60,18 +61,13 @@ _FORMED = "aten.baddbmm.default"
 _ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
-    "delta": (
-        "whole deltas of adapters are computed and added to {}",
-        "stacked weight",
-        "stacked weights",
-    ),
+    "delta": ("whole deltas of adapters are computed and added to {}", "stacked weight", "stacked weights"),
     "other": ("{} added to in place outside of the optimizer", "tensor is", "tensors are"),
 }
 """For each kind of addition: the headline, a name for the changed tensor, and a name for several tensors."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for additions to frozen 16-bit weights and buffers, such as merges of adapters."""
     updates = [(_kind(call, trace), call) for call in trace.calls]
     for kind, (headline, singular, plural) in _HEADLINES.items():
         calls = [call for of_kind, call in updates if of_kind == kind]
@@ -102,20 +98,17 @@ def _kind(call: Call, trace: Trace) -> str:
 
 
 def _share(trace: Trace) -> str:
-    """Return a phrase on the FLOPs that PEFT needs for the deltas of all experts and for their gradients."""
-    of_deltas = sum(
-        call.flops * call.repeats
+    of_deltas = (
+        call
         for call in trace.calls
         if call.results
         and len(call.results[0][1]) == 3
         and (_PEFT in call.source or (call.phase == "backward" and "_grouped_mm" in call.op))
     )
-    whole = sum(call.flops * call.repeats for call in trace.calls)
-    return f"these deltas and their gradients, of every expert, are {of_deltas / max(whole, 1):.0%} of the step's FLOPs"
+    return f"these deltas and their gradients, of every expert, are {flops_share(trace, of_deltas):.0%} of the step's FLOPs"
 
 
 def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
-    """Yield the frozen 16-bit weights that the call adds to."""
     for operand in call.operands:
         if not operand.role.startswith("self") or operand.dtype not in HALVES:
             continue
@@ -135,6 +128,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[
     dtype = weights[0].dtype
     # Between two powers of two the spacing is constant: half of it is between these shares of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
+    in_place = " in place" * (call.op != _FORMED)
     finding = finding_of(
         "IST503",
         "warning",
@@ -142,7 +136,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[
         weights,
         op=call.op,
         source=call.source,
-        cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to{' in place' * (call.op != _FORMED)} at {short(call.source)}",
+        cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to{in_place} at {short(call.source)}",
         notes=(
             f"half a rounding step of {dtype_name(dtype)} is between 1/{2 * share} and 1/{share} of a value",
         ),
@@ -174,7 +168,4 @@ def _float32(weights: list[Weight]) -> tuple[Fix, ...]:
     )
     what = starred(weights[0].name) + (" and its like" if len(weights) > 1 else "")
     how = "keep running sums and averages in float32, and cast what is read from them"
-    return (
-        Fix(f"keep {what} in float32", "safe", actions=to_float32),
-        advice(weights[0].name, how),
-    )
+    return (Fix(f"keep {what} in float32", "safe", actions=to_float32), advice(weights[0].name, how))

@@ -47,7 +47,6 @@ _WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.ba
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for bfloat16 matmuls that the device emulates or refuses."""
     profile = trace.setup.profile
     if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
         yield from _wide_results(trace)
@@ -73,7 +72,7 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
             calls,
             cause=f"a product of bfloat16 operands is asked for in float32 at {short(first.source)}",
             notes=(
-                f"torch says: {_kernel(first)} input type at::BFloat16 and output type float is only supported for CUDA "
+                f"torch raises: {_kernel(first)} input type at::BFloat16 and output type float is only supported for CUDA "
                 "devices with compute capability 8.0 or higher",
             ),
             fixes=slow_dtype.fixes(trace, torch.bfloat16, torch.float16),

@@ -17,7 +17,7 @@ hardware, as fast as float32 and three times slower than bfloat16. float16 also 
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** On CPUs it compares the times of the matmuls by measured rates. On devices with data-sheet
+**The estimate.** On CPUs the rule compares the times of the matmuls by measured rates. On devices with data-sheet
 rates it uses the roofline model, with float32's rate for float16. The rule reports float16 matmuls that take
 1 % of that time, even if their share of the FLOPs is smaller.
 
@@ -41,5 +41,4 @@ KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield float16 matmuls that the device emulates, refuses, or runs slower than bfloat16."""
     return slow_dtype.find(trace, "IST602", torch.float16, torch.bfloat16)

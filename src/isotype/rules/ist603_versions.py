@@ -38,7 +38,6 @@ KIND: Kind = "versions"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for incompatible versions, if the device is in this machine."""
     for incompatibility in trace.setup.incompatible:
         yield Finding(
             code="IST603",

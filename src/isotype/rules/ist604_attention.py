@@ -34,11 +34,10 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, plural
 from isotype.core.operators import ATTENTION_KERNELS
 from isotype.records.finding import Finding, Kind, finding_at
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import HALVES, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
-from isotype.rules.kit.weight_sets import HALVES
 from isotype.rules.kit.words import advice, cause_text, evidence
 
 TITLE = "An attention kernel without support for the device or the dtype"
@@ -46,7 +45,6 @@ KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for a flash kernel that the device lacks, and for queries that flash kernels refuse."""
     setup = trace.setup
     profile, accepted = setup.profile, setup.profile.flash_attention
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")

@@ -41,13 +41,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
+
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
-from isotype.records.finding import Cost, Finding, Fix, Kind
-from isotype.records.trace import Trace
+from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
+from isotype.records.trace import HALVES, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import HALVES, is_frozen_base, quantized
+from isotype.rules.kit.weight_sets import is_frozen_base, quantized
 from isotype.rules.kit.words import fix
 
 TITLE = "The step does not fit into the device's memory"
@@ -62,7 +64,6 @@ _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if the peak exceeds the available memory."""
     limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
     if limit.size is None or phase is None or limit.holds(peak):
         return
@@ -130,17 +131,11 @@ def _counted(size: int, times: int) -> str:
 
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
-    """Yield advice, the largest saving first; if one saving is enough, its advice says so."""
-    savings = sorted(_savings(trace), key=lambda saving: -saving[1])
-    for advice, saved, target, value in savings:
+    for advice, saved, target, value in sorted(_savings(trace), key=lambda saving: -saving[1]):
         enough = ", which is enough" if saved >= over else ""
-        yield fix(
-            f"{advice}: about {format_bytes(saved)} less{enough}",
-            "advice",
-            (target,),
-            value,
-            "unsafe" if target == "quantization" else "safe",
-        )
+        safety: Safety = "unsafe" if target == "quantization" else "safe"
+        how = f"{advice}: about {format_bytes(saved)} less{enough}"
+        yield fix(how, "advice", (target,), value, safety)
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
@@ -160,10 +155,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * math.prod(w.shape) * w.repeats for w in dense))
     if packed:
         yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
-    wide = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned) and w.dtype.itemsize == 4]
-    halved = sum(
-        w.bytes * w.repeats // 2 for w in wide if w.quantization is None and w.dtype.is_floating_point
-    )
+    frozen = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization)]
+    halved = sum(w.bytes * w.repeats // 2 for w in frozen if w.dtype == torch.float32)
     if halved and trace.setup.profile.best_dtype() in HALVES:
         yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
     states = peak.get("optimizer", 0)
@@ -218,7 +211,6 @@ def _layers(trace: Trace) -> int:
 
 
 def _layer_inputs(trace: Trace, layers: int) -> int:
-    """Return the bytes of the hidden states between layers, which checkpointing saves."""
     lookup = next((call for call in trace.calls if "embedding" in call.op and call.results), None)
     if lookup is None:
         return 0

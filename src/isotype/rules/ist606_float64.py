@@ -26,7 +26,7 @@ rounded at the 7th digit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -43,7 +43,6 @@ _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", 
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for inputs and lines that create float64, in a step on a device without float64."""
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
         return
@@ -55,9 +54,8 @@ def find(trace: Trace) -> Iterator[Finding]:
                 key = origin.kind if origin.kind in _STORED else origin.source or origin.name
                 by_cause.setdefault(key, {}).setdefault(origin.name, (origin, call))
     for entries in by_cause.values():
-        yield _finding(
-            trace, [origin for origin, _ in entries.values()], [call for _, call in entries.values()]
-        )
+        origins, calls = zip(*entries.values(), strict=True)
+        yield _finding(trace, origins, calls)
 
 
 def _entries(call: Call) -> Iterator[Origin]:
@@ -71,7 +69,7 @@ def _entries(call: Call) -> Iterator[Origin]:
         yield Origin("constant", torch.float64, name, call.module, call.source)
 
 
-def _finding(trace: Trace, origins: list[Origin], calls: list[Call]) -> Finding:
+def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> Finding:
     first = calls[0]
     more = len(origins) - 1
     return finding_at(
@@ -89,7 +87,7 @@ def _finding(trace: Trace, origins: list[Origin], calls: list[Call]) -> Finding:
     )
 
 
-def _fixes(origins: list[Origin]) -> Iterator[Fix]:
+def _fixes(origins: Sequence[Origin]) -> Iterator[Fix]:
     first = origins[0]
     if first.kind == "input":
         yield advice(first.name, f"make {first.name} float32 before it goes to the device")

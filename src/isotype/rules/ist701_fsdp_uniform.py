@@ -29,7 +29,7 @@ bitsandbytes-foundation/bitsandbytes #1709.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator
 
 import torch
@@ -38,14 +38,13 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, trained
+from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, main_dtype, trained
 from isotype.rules.kit.words import advice, setting
 
 TITLE = "FSDP over parameters of several dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding for all units with several float dtypes among their weights (FSDP1) or trained weights (FSDP2)."""
     version = trace.setup.fsdp
     if version == 2 and trace.setup.policy is None:
         # A policy's model is sharded by isotype, which groups trained weights by dtype.
@@ -56,25 +55,22 @@ def find(trace: Trace) -> Iterator[Finding]:
     floats = (weight for weight in weights if weight.dtype.is_floating_point)
     units = grouped(floats, lambda weight: layer_of(weight.name))
     mixed = {unit: group for unit, group in units.items() if len({weight.dtype for weight in group}) > 1}
-    if not mixed:
+    in_mixed = [weight for group in mixed.values() for weight in group]
+    # Codes can be packed in any dtype, so the dtype of the other weights decides.
+    most = main_dtype(in_mixed, lambda weight: 0 if weight.quantization else math.prod(weight.shape))
+    if most is None:
         return
-    sizes: Counter[torch.dtype] = Counter()
-    for weights in mixed.values():
-        for weight in weights:
-            # Codes can be packed in any dtype, so the dtype of the other weights decides.
-            sizes[weight.dtype] += 0 if weight.quantization else weight.bytes // weight.dtype.itemsize
-    most = max(sizes, key=lambda dtype: sizes[dtype])
-    mismatched = [weight for weights in mixed.values() for weight in weights if weight.dtype != most]
-    dtypes = " and ".join(dtype_name(dtype) for dtype in sizes)
+    mismatched = [weight for weight in in_mixed if weight.dtype != most]
+    dtypes = dict.fromkeys(weight.dtype for weight in in_mixed)
     where = f"{len(mixed)} units" if len(mixed) > 1 else next(iter(mixed)) or "the outermost unit"
     verb, error = _REFUSALS[version]
     yield finding_of(
         "IST701",
         "error",
-        f"FSDP{version} cannot {verb} {dtypes} together in {where}",
+        f"FSDP{version} cannot {verb} {' and '.join(map(dtype_name, dtypes))} together in {where}",
         mismatched,
         phase="load" if version == 1 else "forward",
-        notes=(f"FSDP says: {error.format(' and '.join(map(str, sizes)))}",),
+        notes=(f"FSDP raises: {error.format(' and '.join(map(str, dtypes)))}",),
         fixes=tuple(_fixes(trace, mismatched, most)),
     )
 
@@ -105,10 +101,8 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     if not safe:
         yield cast
     if not first:
-        yield advice(
-            "fully_shard", "shard the modules of another dtype first, by themselves: fully_shard(layer.norm)"
-        )
+        how = "shard the modules of another dtype first, by themselves: fully_shard(layer.norm)"
+        yield advice("fully_shard", how)
     elif any(weight.adapter for weight in mismatched):
-        yield advice(
-            "auto_wrap_policy", "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"
-        )
+        how = "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"
+        yield advice("auto_wrap_policy", how)

@@ -38,7 +38,6 @@ TITLE = "FSDP over integer codes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for quantized weights that are stored as integers under FSDP1."""
     if trace.setup.fsdp != 1:
         return
     for four_bit in (True, False):
@@ -64,6 +63,6 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"{agree(count(weights), f'{state.format} weight', 'are')} stored in it",
             weights,
             phase="load",
-            notes=("FSDP says: Cannot flatten integer dtype tensors",),
+            notes=("FSDP raises: Cannot flatten integer dtype tensors",),
             fixes=(advice("bnb_4bit_quant_storage" if four_bit else "quantization", how),),
         )

@@ -40,7 +40,6 @@ TITLE = "Processes that do not run the same modules"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for the modules that only some processes run with their batches, under FSDP."""
     reach = trace.reach
     if not trace.setup.fsdp or reach is None or not (reach.skipped or reach.parting):
         return

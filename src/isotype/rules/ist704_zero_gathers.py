@@ -26,15 +26,13 @@ Later releases gather each parameter in its own dtype.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator
-
-import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import casts, finding_of
+from isotype.rules.kit.weight_sets import casts, finding_of, main_dtype
 from isotype.rules.kit.words import advice
 
 TITLE = "ZeRO-3 over parameters of several dtypes"
@@ -43,18 +41,14 @@ _BROKEN = "0.19.2"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding if the installed DeepSpeed cannot gather parameters of the model's dtypes in one call."""
     if trace.setup.zero3 != _BROKEN:
         return
     floats = [weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point]
-    sizes: Counter[torch.dtype] = Counter()
-    for weight in floats:
-        sizes[weight.dtype] += weight.bytes // weight.dtype.itemsize
-    if len(sizes) < 2:
-        return
-    most = max(sizes, key=lambda dtype: sizes[dtype])
+    most = main_dtype(floats, lambda weight: math.prod(weight.shape))
     others = [weight for weight in floats if weight.dtype != most]
-    dtypes = " and ".join(dtype_name(dtype) for dtype in sizes)
+    if most is None or not others:
+        return
+    dtypes = " and ".join(dict.fromkeys(dtype_name(weight.dtype) for weight in floats))
     cast = Fix(f"cast them to {dtype_name(most)}", "unsafe", actions=casts(others, most))
     yield finding_of(
         "IST704",
@@ -62,7 +56,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         f"ZeRO-3 of DeepSpeed {_BROKEN} cannot gather {dtypes} together",
         others,
         phase="optimizer",
-        notes=("DeepSpeed says: TypeError: output tensor must have the same type as input tensor",),
+        notes=("DeepSpeed raises: TypeError: output tensor must have the same type as input tensor",),
         fixes=(
             advice("deepspeed", "install deepspeed 0.19.3 or newer: each parameter is gathered in its dtype"),
             cast,

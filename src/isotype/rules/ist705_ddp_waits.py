@@ -35,7 +35,6 @@ TITLE = "Parameters without a gradient under DDP"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for parameters that get no gradient from some batch, if DDP expects all gradients."""
     setup = trace.setup
     missing = () if trace.reach is None else trace.reach.ungraded
     if setup.devices < 2 or setup.fsdp or setup.find_unused or not missing:
@@ -49,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         phase="backward",
         cause="DDP averages every trainable parameter's gradient over the processes in every step",
         notes=(
-            "DDP says: Expected to have finished reduction in the prior iteration before starting a new one",
+            "DDP raises: Expected to have finished reduction in the prior iteration before starting a new one",
         ),
         fixes=(advice("ddp_find_unused_parameters", how),),
         places=missing[:8],

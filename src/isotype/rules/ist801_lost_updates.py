@@ -35,32 +35,20 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name
 from isotype.precision.ranges import ModuleRange
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import (
-    HALVES,
-    borders,
-    casts,
-    count,
-    finding_of,
-    float32_masters,
-    spacing,
-    trained,
-)
+from isotype.records.trace import HALVES, Trace, Weight
+from isotype.rules.kit.weight_sets import borders, casts, count, finding_of, float32_masters, spacing, trained
 
 TITLE = "Updates smaller than the masters' dtype can hold"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for 16-bit trainable parameters whose typical values the first update does not change."""
     if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
         return
-    sizes = {weight.name: _size(weight, trace) for weight in trained(trace, *HALVES)}
-    updates = {weight.name: _update(weight, trace) for weight in trained(trace, *HALVES)}
-    lost = [
-        weight
-        for weight in trained(trace, *HALVES)
-        if _rounds_away(sizes[weight.name][0], weight.dtype, updates[weight.name])
-    ]
+    low = trained(trace, *HALVES)
+    sizes = {weight.name: _size(weight, trace) for weight in low}
+    updates = {weight.name: _update(weight, trace) for weight in low}
+    sized = [weight for weight in low if 0 < sizes[weight.name][0] < math.inf]
+    lost = [w for w in sized if updates[w.name] < spacing(sizes[w.name][0], w.dtype) / 2]
     if not lost:
         return
     worst = max(lost, key=lambda weight: sizes[weight.name][0])
@@ -98,10 +86,6 @@ def _measured(weight: Weight, trace: Trace, module: str | None = None) -> Module
     name = base_name(weight.module if module is None else module)
     measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
-
-
-def _rounds_away(size: float, dtype: torch.dtype, rate: float) -> bool:
-    return math.isfinite(size) and size > 0 and rate < spacing(size, dtype) / 2
 
 
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:

@@ -53,7 +53,6 @@ _written_beyond = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for infinite weights, weights beyond float16's range, and norms whose outputs may exceed it."""
     for finding in _written_beyond(trace):
         wide = fix(f"fill in float32 at {short(finding.source)}", "line", (finding.source,), "float32")
         yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding

@@ -7,7 +7,7 @@ autocast for it.
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is
 arbitrary. Without an error, distant positions become equal, and training and serving compute different
 results. The timesteps of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times
-1000 becomes 996. If the check knows such numbers from the batch, it computes their values up to the sine.
+1000 becomes 996. If the batch has such numbers, the check computes their values up to the sine.
 
 **An example that costs**
 
@@ -32,8 +32,8 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, grouped, named, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import Call, Trace, Weight
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, names
+from isotype.records.trace import HALVES, Call, Trace, Weight
+from isotype.rules.kit.weight_sets import count, finding_of, names
 from isotype.rules.kit.words import advice, fix
 
 TITLE = "Rotary positions in 16 bit"
@@ -45,7 +45,6 @@ _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for 16-bit rotary buffers, angles that are rounded before a sine, and 16-bit rotary products."""
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
     if rounded:
         yield finding_of(
@@ -62,19 +61,16 @@ def find(trace: Trace) -> Iterator[Finding]:
     if products:
         first = products[0]
         dtype = dtype_name(first.results[0][0])
+        by = "autocast" if first.autocast else "a product"
+        how = "switch autocast off where the angles are computed, and compute them in float32"
         yield finding_at(
             "IST803",
             "warning",
             f"rotary angles are computed in {dtype}",
             first,
             products,
-            cause=f"{'autocast' if first.autocast else 'a product'} in {dtype} at {short(first.source)} in {named(first.module)}",
-            fixes=(
-                advice(
-                    first.module,
-                    "switch autocast off where the angles are computed, and compute them in float32",
-                ),
-            ),
+            cause=f"{by} in {dtype} at {short(first.source)} in {named(first.module)}",
+            fixes=(advice(first.module, how),),
         )
 
 

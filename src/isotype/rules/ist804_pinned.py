@@ -28,19 +28,17 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import HALVES, borders, casts, count, finding_of
+from isotype.records.trace import HALVES, Trace, Weight
+from isotype.rules.kit.weight_sets import borders, casts, count, finding_of
 from isotype.rules.kit.words import advice
 
 TITLE = "A pinned parameter in 16 bit"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for parameters that should be float32: a warning if float16, a note if bfloat16."""
     for dtype in HALVES:
-        rounded = [
-            w for w in trace.weights if w.pinned and w.dtype == dtype and not w.adapter and not w.quantization
-        ]
+        of_model = (w for w in trace.weights if not w.adapter and not w.quantization)
+        rounded = [weight for weight in of_model if weight.pinned and weight.dtype == dtype]
         are = "is" if count(rounded) == 1 else "are"
         if rounded:
             yield finding_of(

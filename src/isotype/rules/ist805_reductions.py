@@ -26,8 +26,7 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import Call, Trace
-from isotype.rules.kit.weight_sets import HALVES
+from isotype.records.trace import HALVES, Call, Trace
 from isotype.rules.kit.words import advice, evidence
 
 TITLE = "A long reduction returned in 16 bit"
@@ -38,7 +37,6 @@ _LONG = 256
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per line of 16-bit log-softmaxes or cumulative sums over long axes in the forward."""
     rounded = (c for c in trace.calls if c.phase == "forward" and not c.recomputed and _is_rounded(c))
     for calls in grouped(rounded, lambda call: call.source or call.module).values():
         first = calls[0]

@@ -31,8 +31,7 @@ from collections.abc import Iterator, Mapping
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix, finding_at
-from isotype.records.trace import Call, Operand, Trace, Weight
-from isotype.rules.kit.weight_sets import HALVES
+from isotype.records.trace import HALVES, Call, Operand, Trace, Weight
 from isotype.rules.kit.words import actions, advice, evidence
 
 TITLE = "Experts chosen from 16-bit scores"
@@ -48,7 +47,6 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for 16-bit products with a router's weight, if their largest results choose the experts."""
     routers: dict[str, tuple[Call, Operand]] = {}
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
@@ -66,19 +64,16 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _is_weight(owners: Mapping[str, Weight], operand: Operand) -> bool:
     owner = owners.get(operand.origin.name)
-    return (
-        owner is not None and len(operand.shape) == 2 and math.prod(owner.shape) == math.prod(operand.shape)
-    )
+    whole = owner is not None and math.prod(owner.shape) == math.prod(operand.shape)
+    return whole and len(operand.shape) == 2
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
     """Return (product, its weight) for the last product near `choice` that has one number per token and expert."""
     wanted = choice.operands[0].shape
-    outer = choice.module.rpartition(".")[0]
+    inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")
     for product, weight in reversed(products):
-        near = product.module == choice.module or product.module.startswith(
-            (f"{choice.module}.", f"{outer}.")
-        )
+        near = product.module == choice.module or product.module.startswith(inside)
         shape = product.results[0][1]
         if near and wanted and shape[-1:] == wanted[-1:] and math.prod(shape) == math.prod(wanted):
             return product, weight
@@ -91,6 +86,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
     weights = {starred(w.name) for w in trace.weights if starred(w.module) == router and not w.buffer}
     wide = (*actions("parameter", sorted(weights), "float32"), Action("input", router, "float32"))
     back = Action("output", router, dtype_name(dtype))
+    narrow = f"let the router choose in float32 and return {dtype_name(dtype)}"
     how = "cast the router's input and weight to float32 before they are multiplied, outside of autocast"
     return finding_at(
         "IST806",
@@ -101,11 +97,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
         evidence=evidence(weight.origin),
         fixes=(
             Fix("let the router take and return float32", "safe", actions=wide),
-            Fix(
-                f"let the router choose in float32 and return {dtype_name(dtype)}",
-                "safe",
-                actions=(*wide, back),
-            ),
+            Fix(narrow, "safe", actions=(*wide, back)),
             advice(product.source or product.module, how),
         ),
     )

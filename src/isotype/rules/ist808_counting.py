@@ -41,7 +41,6 @@ _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per line of 16-bit ranges that are too long for the dtype, and of 16-bit step counts."""
     yield from _counters(trace)
     angles = {call.rounded_at for call in trace.calls if call.off}  # IST803 reports their sines
     too_long = (

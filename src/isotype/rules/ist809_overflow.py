@@ -22,7 +22,7 @@ the fix scales them by a power of two around a matmul, which changes no digit. H
 twice the memory. bfloat16 has the range of float32 with fewer digits.
 
 **What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace
-tells which operators run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
+shows which operators run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
 measurement and a new trace. The comparison ignores fill values of attention masks. Other data can have larger
 values, so the report gives the headroom: 65504 divided by the largest measured value.
 
@@ -52,7 +52,6 @@ KIND: Kind = "values"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for the first operator of forward and backward whose measured values exceed float16's range."""
     ranges = trace.setup.ranges
     if ranges is None:
         return

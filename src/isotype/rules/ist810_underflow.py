@@ -45,7 +45,6 @@ _MOST = 0.5
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if more than half of the measured gradients' values become zero at the initial loss scale."""
     setup = trace.setup
     shares = flushed(trace) if setup.scaler else None
     if shares is None or shares.scaled <= _MOST:

@@ -45,7 +45,6 @@ _GUARDS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per line where a number that is zero in float16 should keep a divisor above zero."""
     guards = (
         call
         for call in trace.calls

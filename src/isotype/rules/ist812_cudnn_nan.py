@@ -45,7 +45,6 @@ _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for training with cuDNN's masked attention: a warning at lengths that may fail, else a note."""
     if not cudnn_is_on():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]

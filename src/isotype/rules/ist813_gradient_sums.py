@@ -33,8 +33,8 @@ from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Finding
-from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import HALVES, count, finding_of, float32_masters, spacing, trained
+from isotype.records.trace import HALVES, Trace
+from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, spacing, trained
 
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
@@ -43,20 +43,18 @@ _VISIBLE = 0.005
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for 16-bit trainable parameters whose gradients lose digits in the sum over micro-batches."""
     micro_batches = trace.setup.accumulates
     for dtype in HALVES:
         weights = trained(trace, dtype)
         error = math.sqrt(micro_batches / 3) * spacing(1.0, dtype) / 4
         if weights and error >= _VISIBLE:
+            of_all = f"{count(weights)} of {count(trained(trace))}"
             yield finding_of(
                 "IST813",
                 "warning",
                 f"gradients of {micro_batches} micro-batches are added up in {dtype_name(dtype)}",
                 weights,
                 phase="backward",
-                notes=(
-                    f"{count(weights)} of {count(trained(trace))} trainable parameters; the sums are off by about {error:.1%}",
-                ),
+                notes=(f"{of_all} trainable parameters; the sums are off by about {error:.1%}",),
                 fixes=float32_masters(trace, weights),
             )

@@ -41,7 +41,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if predictions in a sequence of a packed row depend on another sequence's tokens."""
     leak = leak_of(trace, "packed row")
     if leak is None:
         return

@@ -36,7 +36,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if predictions depend on the padding tokens, or on their number."""
     if trace.reach is not None and any(unused.name == "attention_mask" for unused in trace.reach.unused):
         return  # the mask changes no prediction at all: IST905 reports it
     read, moved = leak_of(trace, "padding"), leak_of(trace, "padding position")

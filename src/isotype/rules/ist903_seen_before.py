@@ -40,7 +40,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for a missing causal mask, labels that affect their own prediction, and unshifted labels."""
     later, label, rows = (leak_of(trace, source) for source in ("later token", "own label", "other row"))
     if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
         message = "predictions depend on the tokens that they predict"

@@ -36,7 +36,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for labels that are shifted twice, and for labels of padding or pictures."""
     reach = trace.reach
     labels = None if reach is None else reach.labels
     if reach is None or labels is None:

@@ -43,7 +43,6 @@ _PICTURES = ("pixel", "features", "audio", "image")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for pictures, sounds and masks without any effect on predictions."""
     reach = trace.reach
     if reach is None:
         return

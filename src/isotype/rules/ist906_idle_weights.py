@@ -41,7 +41,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for trainable weights whose gradient is exactly zero, even with random values."""
     reach = trace.reach
     if reach is None:
         return

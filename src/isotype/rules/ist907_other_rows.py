@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.records.finding import Finding
+from isotype.records.finding import Finding, Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.reach import leak_finding, leak_of, where
 from isotype.rules.kit.words import advice
@@ -35,14 +35,14 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if predictions of a row depend on another row's tokens."""
     leak, later = leak_of(trace, "other row"), leak_of(trace, "later token")
     if leak is not None:
         both = later is not None and later.module == leak.module
         message = "a row's predictions depend on the other rows of the batch"
         message += ", and on its own later tokens" if both else ""
         cause = f"{where(leak)} mixes the rows of the batch"
-        fix = advice(
-            leak.module or "rows", "take statistics of each row alone, or switch this module to eval()"
+        how = "take statistics of each row alone, or switch this module to eval()"
+        severity: Severity = "error" if both else "warning"
+        yield leak_finding(
+            trace, leak, "IST907", severity, message, cause, advice(leak.module or "rows", how)
         )
-        yield leak_finding(trace, leak, "IST907", "error" if both else "warning", message, cause, fix)

@@ -42,7 +42,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if `num_items_in_batch` is passed and changes no loss."""
     reach = trace.reach
     if reach is None or not any(unused.kind == "count" for unused in reach.unused):
         return

@@ -43,7 +43,6 @@ KIND = "wiring"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if a forward used a weight's cast that is older than the last optimizer step."""
     if trace.stale_casts:
         yield Finding(
             "IST909",

@@ -30,7 +30,7 @@ from isotype.core.source import asking_line, shown
 from isotype.model.fold import repeats_of
 from isotype.model.walk import listening, plain_tensors
 from isotype.records.memory import MemoryKind, Phase
-from isotype.records.trace import CASTS, FLOATS, Breach, Call, Operand, Origin
+from isotype.records.trace import CAST_FUNCTIONS, CASTS, FLOATS, Breach, Call, Operand, Origin
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
 from isotype.trace.taken import DtypeReads
@@ -44,10 +44,6 @@ _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph,
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
-# Python names of casts such as `.to(dtype)`. Autocast makes the casts inside of all other functions.
-_CAST_FUNCTIONS = frozenset(
-    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
-)
 # These functions create a real tensor first, which the dispatcher then converts to a fake tensor.
 _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
 # Functions whose result has the dtype of another tensor -> the argument position of that tensor.
@@ -367,9 +363,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return winner.origin
 
     def _cast_kind(self) -> Any:
-        if self.phase == "backward" and not self._frames and self.function not in _CAST_FUNCTIONS:
+        if self.phase == "backward" and not self._frames and self.function not in CAST_FUNCTIONS:
             return "gradient"
-        by_autocast = self.autocast is not None and self.function not in _CAST_FUNCTIONS
+        by_autocast = self.autocast is not None and self.function not in CAST_FUNCTIONS
         return "autocast" if by_autocast else "cast"
 
     def _place(self) -> Place:

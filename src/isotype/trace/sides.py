@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from isotype.records.trace import FLOATS, Origin, Setup, Weight
+from isotype.records.trace import FLOATS, HALVES, Origin, Setup, Weight
 
-_HALVES = (torch.bfloat16, torch.float16)
 _HELD = ("parameter", "buffer", "attribute")
 # Origins outside of the modules: such a tensor belongs to no part of the model.
 _FROM_OUTSIDE = ("input", "data", "outside", "scratch")
@@ -149,7 +148,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
     decides every other tie.
     """
     tally = parts.get("", Tally())
-    chosen = [dtype for dtype in _HALVES if dtype in input_dtypes and dtype in tally.modules]
+    chosen = [dtype for dtype in HALVES if dtype in input_dtypes and dtype in tally.modules]
     counts = tally.modules + Counter(chosen)
     ranks = {dtype: (count, dtype in chosen, tally.elements[dtype]) for dtype, count in counts.items()}
     return max(ranks, key=lambda dtype: ranks[dtype], default=None)

@@ -21,7 +21,7 @@ from isotype.model.quantized import quantization_state, repacking, row_scales
 from isotype.model.walk import Place, kind_of, places
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
-from isotype.records.trace import Quantization, Weight
+from isotype.records.trace import HALVES, Quantization, Weight
 
 # Medians and digits of larger tensors are not computed: norms, biases and adapters are far smaller.
 _MOST_ELEMENTS = 1 << 24
@@ -187,5 +187,4 @@ def _exact_in(tensor: torch.Tensor) -> torch.dtype | None:
     if tensor.dtype != torch.float32 or not _has_values(tensor) or not 0 < tensor.numel() <= _MOST_ELEMENTS:
         return None
     values = tensor.detach()
-    halves = (torch.bfloat16, torch.float16)
-    return next((half for half in halves if torch.equal(values.to(half).float(), values)), None)
+    return next((half for half in HALVES if torch.equal(values.to(half).float(), values)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from isotype.core.names import distinct_names, grouped, listed, short, starred
 from isotype.records.finding import Fix, Safety
 from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
-from isotype.rules.kit.weight_sets import trained
+from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
 from isotype.rules.kit.words import fix
 
 
@@ -34,11 +33,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
             text = f"cast {what}s {listed(together, 2)} to {expected}"
             yield fix(text, "buffer", together, expected, "unsafe")
     if group.cause.kind == "state":
-        stale = [
-            starred(weight.module)
-            for weight in trace.weights
-            if weight.quantization is not None and weight.quantization.state == group.cause.dtype
-        ]
+        stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
         yield fix(f"let the quantization states dequantize to {expected}", "state", stale or names, expected)
     yield from _hook_fixes(trace, group, expected)
     written = tuple(
@@ -58,7 +53,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield buffers and plain tensors with module and dtype of mismatched tensors, as a scale's zero point."""
+    """Yield the buffers and plain tensors beside mismatched tensors that have the same dtype: the zero point of a scale."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -83,23 +78,19 @@ def _written_into(group: Group) -> str | None:
 
 
 def _wanted(group: Group) -> torch.dtype:
-    """Return the dtype to which a fix casts the mismatched operand: its side's, or else another operand's dtype."""
+    """Return the dtype to which a fix casts the mismatched operand."""
     if group.refused != "mixture":
         return group.expected
     if group.mismatched.dtype != group.side:
         return group.side
-    others = (o.dtype for o in group.calls[0].operands if o.dtype in FLOATS and o.dtype != group.side)
-    return next(others, group.side)
+    return next((o.dtype for o in group.calls[0].floats if o.dtype != group.side), group.side)
 
 
 def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     """Yield the fix that casts the trained adapters whose dtype is not the dtype of most adapters."""
     adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
-    counts: Counter[torch.dtype] = Counter()
-    for weight in adapters:
-        counts[weight.dtype] += weight.repeats
-    most = max(counts, key=lambda dtype: counts[dtype], default=None)
-    if most is None or 2 * counts[most] <= counts.total():
+    most = main_dtype(adapters, lambda weight: weight.repeats)
+    if most is None or 2 * count(w for w in adapters if w.dtype == most) <= count(adapters):
         return
     steps = (step for call in group.calls for operand in call.operands for step in operand.origin.path())
     used = {step.name for step in steps if step.kind == "parameter" and step.name in trace.owners}
@@ -184,7 +175,6 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
 
 
 def _is_own(mismatched: Operand, call: Call) -> bool:
-    """Return whether an operand is a parameter, buffer or plain tensor of the calling module itself."""
     stored = mismatched.origin.kind in ("parameter", "buffer", "attribute")
     return stored and mismatched.origin.name.rpartition(".")[0] == call.module
 

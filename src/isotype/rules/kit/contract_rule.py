@@ -11,10 +11,10 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix, finding_at, places
-from isotype.records.trace import FLOATS, Breach, Call, Failure, Origin, Trace, Weight
+from isotype.records.trace import Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, groups, sides_in
-from isotype.rules.kit.words import cause_text, device_says, evidence
+from isotype.rules.kit.words import cause_text, device_error, evidence
 
 
 def contract_rule(
@@ -30,7 +30,6 @@ def contract_rule(
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
-        """Yield one finding per cause of the broken contracts that this rule claims."""
         for group in groups(trace):
             if group.code == code:
                 finding = _finding(trace, group, headline)
@@ -73,7 +72,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield a cause, and similar weights: with only this cause fixed, the step would end at the next such weight."""
+    """Yield a cause and similar weights: if only the cause were fixed, the step would end at the next similar weight."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:
@@ -111,9 +110,7 @@ def _dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
 def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     first = group.calls[0]
     assert first.breach is not None
-    others = [
-        dtype_name(o.dtype) for o in first.operands if o.dtype in FLOATS and o.dtype != group.mismatched.dtype
-    ]
+    others = [dtype_name(o.dtype) for o in first.floats if o.dtype != group.mismatched.dtype]
     # The attention kernel of fake tensors is not the kernel of the simulated device.
     op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
     dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
@@ -140,8 +137,8 @@ def _notes(group: Group, unlike: str) -> tuple[str, ...]:
         where = f" in {modules} modules" if modules > 1 else ""
         fails = "fail" if more > 1 else "fails"
         notes.append(f"{plural(more, 'more operator')}{where} {fails} for the same cause")
-    notes += device_says(first)
+    notes += device_error(first)
     if first.breach.assumed:
-        family = "from the operator's family: not measured on this device"
-        notes.append(f"assumed: {unlike}" if unlike else f"assumed {family}")
+        by_family = "assumed from the operator's family: not measured on this device"
+        notes.append(f"assumed: {unlike}" if unlike else by_family)
     return tuple(notes)

@@ -10,7 +10,7 @@ meaningful.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.memory import Products, StepTime
-from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace
+from isotype.records.trace import CAST_FUNCTIONS, FLOATS, HALVES, Call, Operand, Origin, Trace
 from isotype.rules.kit.groups import per_trace
 
 _UNWRITTEN = (
@@ -31,10 +31,6 @@ _UNWRITTEN = (
 )
 """Prefixes of operators that return memory without writing it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
-# Names of the Python functions that cast; autocast made a cast in any other function.
-_CAST_FUNCTIONS = frozenset(
-    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
-)
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,8 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return whether autocast made a cast: it did if the cast is in no Python function that casts."""
-    return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in _CAST_FUNCTIONS)
+    """Return whether autocast made a cast: no Python function of a cast made it."""
+    return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in CAST_FUNCTIONS)
 
 
 def root(origin: Origin) -> Origin:
@@ -115,7 +111,6 @@ def allocates(op: str) -> bool:
 
 
 def _returns(op: str) -> Sequence[Any]:
-    """Return the outputs that the operator's schema declares, or an empty sequence if it has no schema."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
@@ -193,15 +188,10 @@ def slowdown(
     total = sum(map(seconds, trace.calls))
     saved = sum(map(seconds, gone))
     for call in costly:
-        widest = max((dtype.itemsize for dtype in _float_dtypes(call)), default=wanted.itemsize)
+        widest = max((dtype.itemsize for dtype in call.dtypes & FLOATS), default=wanted.itemsize)
         memory = bytes_moved(call) * min(1.0, wanted.itemsize / widest) / bandwidth
         saved += seconds(call) - max(call.flops * call.repeats / rate, memory)
     return total / (total - saved) if 0 < saved < total else 1.0
-
-
-def _float_dtypes(call: Call) -> Iterator[torch.dtype]:
-    yield from (operand.dtype for operand in call.operands if operand.dtype in FLOATS)
-    yield from (dtype for dtype, _ in call.results if dtype in FLOATS)
 
 
 @per_trace
@@ -212,12 +202,7 @@ def all_bytes(trace: Trace) -> int:
 
 def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
     """Return the share (0 to 1) of the step's FLOPs in these calls."""
-    return sum(call.flops * call.repeats for call in calls) / max(1, _all_flops(trace))
-
-
-@per_trace
-def _all_flops(trace: Trace) -> int:
-    return sum(trace.flops.values())
+    return sum(call.flops * call.repeats for call in calls) / max(1, sum(trace.flops.values()))
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
@@ -246,7 +231,7 @@ def step_time(trace: Trace) -> StepTime | None:
     profile = trace.setup.profile
     emulated = {
         dtype: torch.float32
-        for dtype in (torch.bfloat16, torch.float16)
+        for dtype in HALVES
         if profile.supports(dtype) == "emulated" and torch.float32 in profile.peak_flops
     }
     rates = {dtype: profile.peak_flops[other] for dtype, other in emulated.items()}

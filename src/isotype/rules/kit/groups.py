@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from importlib import import_module
@@ -15,7 +15,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, starred
-from isotype.records.trace import FLOATS, Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.trace.sides import Sides, is_adapter, sides_of
 
 Stage = Literal[
@@ -36,7 +36,7 @@ Refused = Literal["mixture", "dtype", "by the model"]
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract, for which claims decide whether it is theirs: the call, the operand to blame, the trace."""
+    """A broken contract: the call, the operand to blame, and the trace. Claims decide to which rule it belongs."""
 
     call: Call
     mismatched: Operand
@@ -45,7 +45,7 @@ class Broken:
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
         """The float dtypes of the call's operands."""
-        return frozenset(operand.dtype for operand in self.call.operands if operand.dtype in FLOATS)
+        return frozenset(operand.dtype for operand in self.call.floats)
 
     @property
     def message(self) -> str:
@@ -108,11 +108,6 @@ def all_claims() -> tuple[tuple[str, Claim], ...]:
     modules = rule_modules().items()
     claims = [(code, claim) for code, module in modules for claim in getattr(module, "CLAIMS", ())]
     return tuple(sorted(claims, key=lambda claim: get_args(Stage).index(claim[1].stage)))
-
-
-def claimed(broken: Broken) -> tuple[str, Claim]:
-    """Return (code, claim) of the rule to which a broken contract belongs."""
-    return next((code, claim) for code, claim in all_claims() if claim.takes(broken))
 
 
 T = TypeVar("T")
@@ -183,24 +178,23 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         elif call.recomputed and place in forward:
             continue  # a breach of the forward occurs again in recomputation
         mismatched = mismatched_operand(call, side_at(call, sides), owners)
-        code, claim = claimed(Broken(call, mismatched, trace))
+        broken = Broken(call, mismatched, trace)
+        code, claim = next((code, claim) for code, claim in all_claims() if claim.takes(broken))
         if claim.grouped:
-            by_cause.setdefault(_key(mismatched.origin.cause, owners), []).append(
-                (code, claim.refused, call, mismatched)
-            )
-    return tuple(_group(broken, trace, sides) for broken in by_cause.values())
-
-
-def _group(broken: Sequence[tuple[str, Refused, Call, Operand]], trace: Trace, sides: Sides) -> Group:
-    code, refused, first, mismatched = broken[0]
-    return Group(
-        code,
-        tuple(call for _, _, call, _ in broken),
-        mismatched,
-        distinct(operand.origin.cause for *_, operand in broken),
-        _expected(first, trace.setup.compute),
-        side_at(first, sides),
-        refused,
+            row = (code, claim.refused, call, mismatched)
+            by_cause.setdefault(_key(mismatched.origin.cause, owners), []).append(row)
+    return tuple(
+        Group(
+            code,
+            tuple(call for _, _, call, _ in rows),
+            mismatched,
+            distinct(operand.origin.cause for *_, operand in rows),
+            _expected(first, trace.setup.compute),
+            side_at(first, sides),
+            refused,
+        )
+        for rows in by_cause.values()
+        for code, refused, first, mismatched in rows[:1]
     )
 
 
@@ -212,9 +206,8 @@ def sides_in(trace: Trace) -> Sides:
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:
     """Return the dtype of the part of the model to which a call belongs."""
-    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     # A tensor without dimensions does not change the dtype of other operands.
-    deciding = [operand for operand in floats if operand.shape] or floats
+    deciding = [operand for operand in call.floats if operand.shape] or call.floats
     return sides.at(call.module, [operand.origin.cause for operand in deciding])
 
 
@@ -225,8 +218,7 @@ def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
 
 
 def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
-    converted = call.breach.converted if call.breach is not None else None
-    return converted or compute
+    return (call.breach and call.breach.converted) or compute
 
 
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
@@ -235,7 +227,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     In an adapter with trained float32 weights and a frozen 16-bit weight, the operand to blame is the frozen weight.
     """
     expected = _expected(call, side)
-    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
+    floats = call.floats
     scales = [o for o in floats if o.role in _SCALES and o.dtype != torch.float32]
     if scales and call.op.startswith("bitsandbytes."):
         return scales[0]
@@ -246,9 +238,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
         return (floats or list(call.operands))[0]
     scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
     if scratch:
-        return scratch[
-            0
-        ]  # the dtypes of another module that uses the scratch tensor are no evidence for this one
+        return scratch[0]  # another module that uses the tensor may have another dtype
     foreign = [operand for operand in floats if operand.dtype != side]
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # A tensor without dimensions does not change the dtype of other operands.

@@ -53,7 +53,6 @@ def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
 
 
 def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the measured slowdown of matmuls in `dtype` on such a device, if it was measured."""
     profile = trace.setup.profile
     for other in sorted(profile.native, key=dtype_name):
         slower = profile.slower(dtype, other)
@@ -102,7 +101,6 @@ def _estimate(cost: Cost, trace: Trace) -> Iterable[str]:
 
 
 def _cause(trace: Trace, dtype: torch.dtype) -> str:
-    """Return the source of the dtype: autocast, a quantized layer, or the weights."""
     name, setup = dtype_name(dtype), trace.setup
     if setup.autocast == dtype:
         return f"autocast is set to {name}"

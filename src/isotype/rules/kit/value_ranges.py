@@ -56,7 +56,7 @@ class Held:
 
 def computes_float16(trace: Trace) -> bool:
     """Return whether an operator of the step has float16 operands or results."""
-    return any(torch.float16 in _dtypes(call) for call in trace.calls)
+    return any(torch.float16 in call.dtypes for call in trace.calls)
 
 
 def largest(trace: Trace) -> Held | None:
@@ -121,10 +121,6 @@ def flushed(trace: Trace) -> Flushed | None:
         sum(operator.flushed_scaled * count for operator, count in gradients) / total,
         max((operator.output for operator, _ in gradients if math.isfinite(operator.output)), default=0.0),
     )
-
-
-def _dtypes(call: Call) -> set[torch.dtype]:
-    return {operand.dtype for operand in call.operands} | {dtype for dtype, _ in call.results}
 
 
 def _operation(op: str) -> str:
@@ -220,10 +216,9 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
     2^exponent. The layer's weights, whose largest magnitude is `weight`, are not scaled.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
-    floats = [operand for operand in call.operands if operand.dtype in FLOATS]
     values = [
         (value * (1.0 if value == weight or _is_weight(operand, call) else factor), True)
-        for operand, value in zip(floats, operator.inputs, strict=False)
+        for operand, value in zip(call.floats, operator.inputs, strict=False)
         if operand.dtype == torch.float16 and not is_fill(value)
     ]
     if call.results[0][0] == torch.float16 and not is_fill(operator.output):

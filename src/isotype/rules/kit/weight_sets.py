@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,10 +12,9 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, starred
 from isotype.records.finding import Action, Finding, Fix, Severity, places
-from isotype.records.trace import Quantization, Trace, Weight
+from isotype.records.trace import HALVES, Quantization, Trace, Weight
 from isotype.rules.kit.words import actions, fix, safety_of_cast
 
-HALVES = (torch.bfloat16, torch.float16)
 _SMALLEST = {torch.bfloat16: -126, torch.float16: -14}  # exponent of the smallest normal value
 _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
@@ -78,11 +77,13 @@ def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
     return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
 
 
-def main_dtype(weights: Iterable[Weight]) -> torch.dtype | None:
-    """Return the dtype of most bytes of `weights`; None if there are no weights."""
+def main_dtype(
+    weights: Iterable[Weight], size: Callable[[Weight], int] = lambda weight: weight.bytes * weight.repeats
+) -> torch.dtype | None:
+    """Return the dtype with the largest sum of sizes, by default of bytes; None if there are no weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
-        sizes[weight.dtype] += weight.bytes * weight.repeats
+        sizes[weight.dtype] += size(weight)
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
@@ -99,17 +100,10 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=float32)
     if trace.setup.autocast is not None:
         return (alone,)
-    compute = max(
-        (weight.dtype for weight in weights if weight.dtype in HALVES),
-        key=lambda dtype: sum(weight.dtype == dtype for weight in weights),
-        default=torch.bfloat16,
-    )
-    cast = Action("setting", "autocast", dtype_name(compute))
-    mixed = Fix(
-        f"keep the {what} in float32 and run the step under autocast to {dtype_name(compute)}",
-        "safe",
-        actions=(*float32, cast),
-    )
+    low = (weight for weight in weights if weight.dtype in HALVES)
+    compute = dtype_name(main_dtype(low, lambda _: 1) or torch.bfloat16)
+    text = f"keep the {what} in float32 and run the step under autocast to {compute}"
+    mixed = Fix(text, "safe", actions=(*float32, Action("setting", "autocast", compute)))
     # A model whose weights are all trained would compute in float32 without autocast.
     return (alone, mixed) if adapters else (mixed, alone)
 

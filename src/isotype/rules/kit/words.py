@@ -45,22 +45,19 @@ def evidence(origin: Origin) -> tuple[str, ...]:
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
+        where = f" at {short(step.source)}" + (f" in {step.module}" if step.module else "")
         if step.like is not None:
-            line = f"{step.name} takes that dtype at {short(step.source)}"
-            line += f" in {step.module}" if step.module else ""
+            line = f"{step.name} takes that dtype{where}"
         elif step.kind == "promotion":
-            line = (
-                f"{step.name} with another dtype promotes to {dtype_name(step.dtype)} at {short(step.source)}"
-            )
-            line += f" in {step.module}" if step.module else ""
+            line = f"{step.name} with another dtype promotes to {dtype_name(step.dtype)}{where}"
         lines.append(line)
     return tuple(lines)
 
 
-def device_says(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's message: `what`, or the message of its breach; no note without a breach."""
+def device_error(what: Call | str) -> tuple[str, ...]:
+    """Return a note with the device's error: `what`, or the message of a call's breach; no note without a breach."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
-    return (f"the device says: {message}",) if message else ()
+    return (f"the device raises: {message}",) if message else ()
 
 
 def fix(

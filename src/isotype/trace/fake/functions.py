@@ -31,9 +31,9 @@ from isotype.precision.devices.attention import (
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.records.trace import HALVES
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
-from isotype.trace.fake.values import HALVES
 from isotype.trace.taken import DTYPE
 
 # Python functions -> the function that they call, whose name the autocast lists contain.

@@ -25,6 +25,7 @@ from isotype.compat.torch import (
 )
 from isotype.core.operators import leaves, operator_name
 from isotype.precision.devices.simulated import VALUE
+from isotype.records.trace import HALVES
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.unknown import Numbers
@@ -37,7 +38,6 @@ LIMIT = 1 << 14
 _GUESSED = "_isotype_guessed"
 _LARGE = "_isotype_large"
 _EXACT = "_isotype_exact"
-HALVES = (torch.bfloat16, torch.float16)
 _STAND_IN_ROWS = 4
 _MOST_EXPERTS = 1024
 # Operators whose result depends only on the shape of the operand.
