@@ -196,7 +196,7 @@ def test_accumulation_is_watched_once_and_the_optimizer_with_it(watches: list[Wa
     assert watch.state == "over"
     assert phases.count("optimizer") >= 4
     assert watch.notes == [
-        "gradients accumulate: of several forwards and backwards a step the first was watched"
+        "gradients accumulate: only the first forward and backward of each step was recorded"
     ]
 
 
@@ -237,7 +237,7 @@ def test_a_compiled_module_runs_plainly_in_the_watched_step(watches: list[Watch]
     assert not shown
     assert watch.seen[0].operators > 40
     assert watch.notes == [
-        "torch.compile is off in the watched steps: compiled code has no operators to watch"
+        "torch.compile is off in the recorded steps: compiled code has no operators to record"
     ]
 
 
@@ -252,7 +252,7 @@ def test_a_step_inside_compiled_code_is_left_alone_and_said(watches: list[Watch]
         compiled(torch.ones(4, 8)).backward()
         optimizer.step()
     assert not watch.seen
-    assert watch.notes == ["the optimizer steps, but no module's forward was seen: nothing was watched"]
+    assert watch.notes == ["the optimizer steps, but no module ran a forward: nothing was recorded"]
     assert _is_clean()
 
 
@@ -329,7 +329,7 @@ def test_a_fault_of_the_bookkeeping_does_not_reach_the_script(
     watches.append(watch)
     watch.attach()
     assert _train(_block(), 3) == plain
-    assert watch.notes == ["watching stopped early: KeyError: 'a bug of ours'"]
+    assert watch.notes == ["the recording stopped early: KeyError: 'a bug of ours'"]
     assert _is_clean()
 
 

@@ -66,8 +66,7 @@ class Verdict:
         accepted: True if the operator runs, False if it raises.
         results: dtypes of the returned tensors or, if the operator works in place, of the changed tensor. Empty if the
             operator raises, if it was not measured on this device, or if the dtypes depend on more than operand dtypes
-            (scalars, list lengths, 0-dim operands). If `results` is empty, the fake kernel's result has the right
-            dtypes.
+            (scalars, list lengths, 0-dim operands). Then the fake kernel decides the dtypes.
         message: the device's error message if the operator raises, else "".
         assumed: True if the verdict is a family's rule or the behaviour of another device, and was not measured.
     """
@@ -82,13 +81,8 @@ class Verdict:
 class Table:
     """The measured contracts of one device.
 
-    Attributes:
-        device: kind of the device.
-        name: name of the device.
-        torch_version: version of torch in the measurement.
-        date: day of the measurement.
-        messages: templates of error messages, see `isotype.contracts.pattern.Spelled`.
-        operators: overload -> pattern -> letters of the results, or the number of a message.
+    `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators` maps an overload and
+    a pattern to the letters of the results, or to the number of a message.
     """
 
     device: str
@@ -125,7 +119,7 @@ class Contracts:
     """The contracts of a device.
 
     Attributes:
-        kind: kind of the device: `cpu`, `cuda`, `rocm`, `xpu` or `mps`.
+        kind: kind of the device, see `KINDS`.
         measured: the table of a device of this kind; None if no such device was measured.
         reference: a CPU table, whose verdicts are assumed for everything that was not measured.
         others: tables of other devices of this kind, if this device was not measured itself. A verdict in which
@@ -151,12 +145,9 @@ class Contracts:
         nothing is known (no float operand, or a dtype or operator without table and family): then the fake kernel
         decides.
         """
-        key = (op, dtypes)
-        try:
-            return self._memo[key]
-        except KeyError:
-            verdict = self._memo[key] = self._judge(op, dtypes)
-            return verdict
+        if (op, dtypes) not in self._memo:
+            self._memo[op, dtypes] = self._judge(op, dtypes)
+        return self._memo[op, dtypes]
 
     def _judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         if not _FLOAT8.isdisjoint(dtypes) and op not in _MIXES_FLOAT8:
@@ -212,8 +203,10 @@ def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdi
 
 def contracts_of(profile: DeviceProfile) -> Contracts:
     """Return the contracts of a device."""
-    capability = profile.capability if profile.kind == "cuda" else None
-    variant = variant_of(profile.kind, capability, profile.contracts)
+    capability, variant = None, profile.contracts.partition("-")[2]
+    if profile.kind == "cuda":
+        capability = profile.capability
+        variant = "" if capability is None else f"sm{capability[0]}{capability[1]}"
     return _contracts(profile.kind, variant, bool(profile.unlike), capability, TABLES)
 
 
@@ -367,15 +360,11 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
     return min((table for table in tables if table.kind == kind), key=distance, default=None)
 
 
-def variant_of(kind: str, capability: tuple[int, int] | None, contracts: str) -> str:
-    """Return a device's variant: the compute capability of an NVIDIA GPU, else the end of its table's name."""
-    if kind == "cuda":
-        return "" if capability is None else f"sm{capability[0]}{capability[1]}"
-    return contracts.partition("-")[2]
-
-
 def _variant_distance(measured: str, variant: str) -> float:
-    """Return the distance between two variants; of capabilities, the generation counts most, and older ones are nearer."""
+    """Return the distance between two variants.
+
+    Of two compute capabilities, the major numbers count most; an older one is nearer than a newer one.
+    """
     if measured == variant:
         return 0
     if not (measured.startswith("sm") and variant.startswith("sm")):

@@ -10,12 +10,12 @@ floats are `{"float": "inf"}`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from isotype.compat.torch import operator_schema
+from isotype.compat.torch import operator_schema, tree_map
 from isotype.contracts.pattern import FLOAT_DTYPES, LETTERS
 from isotype.core.dtypes import dtype_name
 
@@ -191,29 +191,20 @@ def _references(
     for trusted, place in (*double, (recorded, device), (recorded, cpu)):
         rest = iter(letters)
 
-        def rounded(tensor: torch.Tensor, rest: Iterator[str] = rest) -> torch.Tensor:
-            """Return the values of an operand in the dtype of the trusted run, after rounding to the operand's dtype."""
-            return tensor.to(FLOAT_DTYPES[next(rest)]).to(tensor.dtype)
+        def rounded(value: Any, rest: Iterator[str] = rest, place: torch.device = place) -> Any:
+            """Return an argument on `place`: floats in the dtype of the trusted run, rounded to the operand's dtype."""
+            if not isinstance(value, torch.Tensor):
+                return place if isinstance(value, torch.device) else value
+            if value.dtype in _FLOATS:
+                value = value.to(FLOAT_DTYPES[next(rest)]).to(value.dtype)
+            return value.to(place)
 
         try:
-            args, kwargs = decode(example, [FLOAT_DTYPES[letter] for letter in trusted], cpu)
-            args, kwargs = (
-                _mapped(args, rounded, place),
-                {name: _mapped(value, rounded, place) for name, value in kwargs.items()},
-            )
+            call = decode(example, [FLOAT_DTYPES[letter] for letter in trusted], cpu)
+            args, kwargs = tree_map(rounded, call)
             yield _numbers(results_of(function, args, kwargs))
         except REFUSALS:
             continue
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_mapped(item, change, device) for item in value]
-    if isinstance(value, torch.device):
-        return device
-    if not isinstance(value, torch.Tensor):
-        return value
-    return (change(value) if value.dtype in _FLOATS else value).to(device)
 
 
 def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:

@@ -120,7 +120,7 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
 
 
 def overload(op: str) -> OpOverload:
-    """Return the operator with a name such as `aten.mm.default`; bitsandbytes is imported for its operators."""
+    """Return the operator with this name (`aten.mm.default`); an operator of bitsandbytes imports the library."""
     if op.startswith("bitsandbytes."):
         import bitsandbytes  # noqa: F401 - registers its operators
     operator: OpOverload = attrgetter(op)(torch.ops)
@@ -141,7 +141,7 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
         calls = list(_calls(op, example, device, doubles))
         if calls and calls[0].error:
             broken.append(calls[0].error)
-            if not any(not call.error for call in calls):
+            if all(call.error for call in calls):
                 continue
         for call in calls:
             outcomes.setdefault(call.pattern, []).append(call)
@@ -223,7 +223,9 @@ def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
     """
     other = read_table(TABLES / f"{base}.json")
     if other.torch_version != table["torch"] or set(other.operators) != set(table["operators"]):
-        raise ValueError(f"{base}: not the same operators, or measured with torch {other.torch_version}")
+        raise ValueError(
+            f"{base} has other operators, or was measured with torch {other.torch_version}: measure it again"
+        )
     messages = table["messages"]
 
     def spelled(patterns: Mapping[str, str | int], messages: Sequence[str]) -> dict[str, str | tuple[str]]:

@@ -70,7 +70,7 @@ class Ledger:
         """Add the storage of `tensor` to the ledger; if the ledger has it already, change only its kind and size.
 
         Args:
-            tensor: the tensor.
+            tensor: any tensor over the storage.
             kind: kind of memory of the storage; None for the ledger's `kind` or, if the storage is already counted, for
                 its present kind.
             repeats: number of storages of the whole model that this storage represents.

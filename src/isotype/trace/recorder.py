@@ -41,6 +41,8 @@ ORIGIN = "_isotype_origin"
 """The attribute in which a tensor stores the origin of its dtype."""
 
 _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph, a `torch.autograd.Function`
+LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+"""The last operators of `torch.tensor`."""
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
@@ -149,7 +151,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
-        """Return `checkpoint` of a transformers (5.23) layer, whose hooks do not run when it is recomputed."""
+        """Return the checkpointing function of a transformers (5.23) layer, which enters the layer when it is recomputed.
+
+        The layer's hooks do not run then.
+        """
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def inside(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +171,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return checkpointed
 
     def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
-        """Enter the forward of a module; casts in it to the dtype of `returns` get the origin `returns`."""
+        """Enter the forward of a module. A cast in this module to the dtype of `returns` gets the origin `returns`."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
 
     @listening
@@ -219,7 +224,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return origin
 
     def _unknown(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a tensor that no operator of the step has returned: a number, or a tensor kept by the code."""
+        """Return the origin of a tensor that no operator of the step has returned."""
         source = shown(asking_line())
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self.function or "a tensor", self._like(tensor.dtype)

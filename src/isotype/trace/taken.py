@@ -1,8 +1,9 @@
 """The tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-All tensors of a dtype share one dtype object, so every read of `Tensor.dtype` is recorded, with the running instruction
-of each frame up to the frame of the module. To find the read that a cast uses, isotype searches the cast's arguments,
-and the variables and attributes that these arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+A dtype object does not show the tensor that it was read from, because all tensors of a dtype share one object. So every
+read of `Tensor.dtype` is recorded, with the running instruction of the reading function and of its callers up to the
+module. To find the read that a cast uses, isotype searches the cast's arguments, and the variables and attributes that
+these arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Argument:
 
 
 class DtypeReads:
-    """Records where the code of a step reads `Tensor.dtype`: for each instruction, the last time."""
+    """Records the last read of `Tensor.dtype` by each instruction in the code of a step."""
 
     def __init__(self) -> None:
         self._reads: dict[CodeType, dict[int, _Read]] = {}
@@ -85,13 +86,11 @@ class DtypeReads:
         """Record that the running code reads a dtype with this origin."""
         self._count += 1
         for frame in _frames(frame_above(1)):
-            read = _Read(
-                weakref.ref(call_of(frame)), frame.f_code, frame.f_lasti, origin.dtype, origin, self._count
-            )
-            self._reads.setdefault(frame.f_code, {})[frame.f_lasti] = read
+            call, code, at = weakref.ref(call_of(frame)), frame.f_code, frame.f_lasti
+            self._reads.setdefault(code, {})[at] = _Read(call, code, at, origin.dtype, origin, self._count)
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Return the origin of the `dtype` in the arguments of the model code's running call; None if the code names the dtype."""
+        """Return the origin of the `dtype` in the arguments of the running call; None if the code names the dtype."""
         frame = next(_frames(frame_above(1)), None) if self._reads else None
         if frame is None:
             return None
@@ -209,12 +208,10 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     call = tree.body
     if not isinstance(call, ast.Call):
         return ()
-    passed = [(None, node) for node in call.args] + [
-        (keyword.arg, keyword.value) for keyword in call.keywords
-    ]
+    named = [(keyword.arg, keyword.value) for keyword in call.keywords]
     return tuple(
         _Argument(keyword, _span_of(node, line, column), frozenset(_literals(node)), tuple(_names(node)))
-        for keyword, node in passed
+        for keyword, node in [*((None, node) for node in call.args), *named]
     )
 
 

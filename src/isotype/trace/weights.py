@@ -122,7 +122,6 @@ def memory_kind(weight: Weight) -> MemoryKind:
 
 
 def _pinned_patterns(model: Any) -> tuple[str, ...]:
-    """Return the patterns in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of all modules."""
     patterns: set[str] = set()
     for module in model.modules():
         patterns.update(pinned(module) or (), pinned_strictly(module) or ())

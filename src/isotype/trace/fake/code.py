@@ -103,10 +103,10 @@ def surroundings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Disable autocast, and make the step's autocast region the outermost one, because only its end clears cached casts.
+    """Disable autocast, and make the step's autocast region the outermost one.
 
-    In the real step, the cached casts of weights are freed when autocast ends with the forward. A recomputation in the
-    backward casts the weights again.
+    Only the end of the outermost region frees the cached casts of weights. In the real step this is the end of the
+    forward: a recomputation in the backward casts the weights again.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):
@@ -148,7 +148,6 @@ def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, from its `__dict__` and its slots."""
     if hasattr(value, "__dict__"):
         yield from list(vars(value).items())[:_LONG]
     for kind in type(value).__mro__:

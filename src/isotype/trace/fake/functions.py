@@ -9,7 +9,7 @@ undoes the casts that only a CPU makes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from isotype.precision.devices.attention import (
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.records.trace import HALVES
+from isotype.records.trace import FLOATS, HALVES
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.taken import DTYPE
@@ -45,18 +45,14 @@ _ALIASES = {
     "__matmul__": "matmul",
 }
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
+_LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 
 
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    Args:
-        recorder: recorder of the step.
-        kind: kind of the simulated device (`cpu`, `cuda`, …).
-        profile: profile of the simulated device; None if the code must not see a device's properties.
-
-    Attributes:
-        attention: runs attention as the device does; None without a profile.
+    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without its `profile`, the code does not see the
+    device's properties, and attention runs as on this machine.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -136,7 +132,7 @@ class Functions(TorchFunctionMode):
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
                     raise
-                return func(*_cast(args, target, True), **_cast(kwargs, target, True))
+                return func(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         lists = self._lists
@@ -145,14 +141,14 @@ class Functions(TorchFunctionMode):
         optional = name in lists.float32_opt and kwargs.get("dtype") is None
         if name in lists.banned or name in lists.float32 or optional:
             with torch.autocast("cpu", enabled=False):
-                return self._call(func, _widen(args, torch.float32), _widen(kwargs, torch.float32))
+                return self._call(func, *(_cast(part, torch.float32, HALVES) for part in (args, kwargs)))
         if name in lists.promote:
             floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
             widest = floats.pop() if len(floats) == 1 else torch.float32
-            return self._call(func, _widen(args, widest), _widen(kwargs, widest))
+            return self._call(func, *(_cast(part, widest, HALVES) for part in (args, kwargs)))
         if name in lists.lower and name not in self._cpu.lower:
             low = torch.get_autocast_dtype("cpu")
-            return self._call(func, _cast(args, low), _cast(kwargs, low))
+            return self._call(func, *(_cast(part, low, _LOWERED) for part in (args, kwargs)))
         if name in self._cpu.float32 or name in self._cpu.promote:
             with torch.autocast("cpu", enabled=False):
                 return self._call(func, args, kwargs)
@@ -164,22 +160,14 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
-def _cast(values: Any, dtype: torch.dtype, doubles: bool = False) -> Any:
-    """Return `values` with floats cast to `dtype`; float64, which autocast keeps, is cast only if `doubles` is True."""
+def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> Any:
+    """Return `values` with the tensors of the dtypes `kinds` cast to `dtype`."""
 
     def cast(leaf: Any) -> Any:
-        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        floats = floats and (doubles or leaf.dtype != torch.float64)
-        return leaf.to(dtype) if floats and leaf.dtype != dtype else leaf
+        wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
+        return leaf.to(dtype) if wrong else leaf
 
     return map_leaves(cast, values)
-
-
-def _widen(values: Any, dtype: torch.dtype) -> Any:
-    def widen(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
-
-    return map_leaves(widen, values)
 
 
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20

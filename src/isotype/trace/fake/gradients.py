@@ -62,10 +62,9 @@ class Gradients:
             function = None if torch.is_grad_enabled() else _function()
             uses = self._used if function is None else self._off
             if key not in uses:
-                module, source, behind = place.module, shown(place.source), tuple(self.behind)
-                uses[key] = Unreached(
-                    origin.name, module, source, function or "", behind, ignored=function is None
-                )
+                at, behind = shown(place.source), tuple(self.behind)
+                ignored = function is None
+                uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self) -> Iterator[Unreached]:
         """Yield the parameters that the forward has used and that have no gradient after the backward."""

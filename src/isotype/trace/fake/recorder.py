@@ -56,7 +56,7 @@ from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.reach import InputReach
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
-from isotype.trace.recorder import Place, Recorder
+from isotype.trace.recorder import LIFTS, Place, Recorder
 from isotype.trace.sides import Sides
 
 aten = torch.ops.aten
@@ -67,8 +67,6 @@ _DEVICE = torch.ops.prim.device.default
 _CPU_LACKS_HALF = "fft_"
 # Operators of an angle: the absolute error of an angle matters, however large the angle is.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
-# The last operators of `torch.tensor`: `FakeTensorMode` would keep the number as a constant and compute with it.
-_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 # Operators that `Module.to` calls, and whose results replace the parameters.
 _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
@@ -84,7 +82,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         contracts: contracts of the simulated device.
-        compute: dtype to which the operands of a breach are converted if nothing else decides.
+        compute: dtype to which the operands of a breach are converted, unless `sides` or a rule of `_target` decides.
         fake: mode of the step's fake tensors.
         lines: a code change to try, `file:line` -> dtype: casts and new tensors in this line get this dtype, and so do
             operands that have several dtypes there.
@@ -215,17 +213,18 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         value = self.values.compute(func, args, kwargs, tensors)
         if value is not None:
             self.values.follow_rounding(func, args, kwargs, tensors, value, shown(place.source))
-        if value is not None and (is_data_dependent(func) or (func in _LIFTS and _is_real(args[0]))):
+        # `FakeTensorMode` would keep the number of `torch.tensor` as a constant and compute with it.
+        if value is not None and (is_data_dependent(func) or (func in LIFTS and _is_real(args[0]))):
             result = fakes_of(value, self.values, self.fake)
         else:
             result, breach = self._judged(func, args, kwargs, tensors, edited)
             if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
                 result, value = cast_result(edited, result), cast_result(edited, value)
             self._keep(func, tensors, result, value)
-        if breach is not None and not tensors:
-            tensors = [
-                ("result", result)
-            ]  # the operator creates a tensor whose dtype is too small for its numbers
+        if (
+            breach is not None and not tensors
+        ):  # the operator creates a tensor whose dtype is too small for its numbers
+            tensors = [("result", result)]
         self._write(func, args, kwargs, tensors, result, place, breach)
         if self.phase == "forward":
             self.gradients.used(func, tensors, result, self.names, place)
@@ -240,7 +239,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _edited(self, place: Place) -> torch.dtype | None:
-        """Return the dtype that the code change to try sets in the line of `place`; None if it does not change the line."""
+        """Return the dtype that the code change to try sets in the line of `place`; None for other lines."""
         return self.lines.get(shown(place.source)) if self.lines else None
 
     def _judged(
@@ -259,7 +258,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
             if name in BFLOAT16_WITHOUT_MEMORY:
-                return self._as_bfloat16(func, args, kwargs, tensors), None
+                dtype = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
+                result = self._run_converted(func, args, kwargs, torch.bfloat16)
+                return aten._to_copy.default(result, dtype=dtype), None
             result, breach = self._run(func, args, kwargs, tensors, edited)
             # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
@@ -272,11 +273,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         message = message or by_shapes(name, args, verdict.message)
         breach = None if fixed else Breach(message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
-
-    def _as_bfloat16(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Run an operator whose fake kernel takes only bfloat16; the result has the operands' dtype."""
-        dtype = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
-        return aten._to_copy.default(self._run_converted(func, args, kwargs, torch.bfloat16), dtype=dtype)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
         """Store the results' values if they are known; else drop the values of tensors that the operator writes."""
@@ -311,9 +307,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.dtype, bool]:
         """Return the dtype to which operands are converted, and whether the edited line itself converts to it.
 
-        The target is the first of these dtypes that exists: the dtype of a written operand, because no cast changes it;
-        the dtype of the code change to try; the one dtype of the operands that belong to the model; the dtype of the
-        part of the model; the widest.
+        The first of these rules that applies decides:
+
+        - the dtype of an operand that is written, because no cast changes it;
+        - the dtype of the code change to try;
+        - float32 if the operator has no kernel for the dtype of this part of the model;
+        - the dtype of the operands that belong to the model, if they have only one;
+        - the dtype of this part of the model if an operand has it, else the widest.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
@@ -354,7 +354,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """Record a function that raised `error` before any operator; return the dtype to convert to, or None to raise it."""
+        """Record a function that raised `error` before any operator ran.
+
+        Return the dtype to which to convert the function's operands, or None to raise the error.
+        """
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
         # When autocast promotes, it raises for the other 16-bit dtype (at::autocast::prioritize).
@@ -373,7 +376,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return target
 
     def _lacks(self, func: Any, floats: set[torch.dtype]) -> bool:
-        """Return whether a function that this CPU does not support for a dtype is missing on the simulated device, too."""
+        """Return whether the simulated device, too, lacks a function that this CPU does not support for these dtypes."""
         name = getattr(func, "__name__", "")
         only_on_cpu = self.contracts.kind != "cpu" and name.startswith(_CPU_LACKS_HALF)
         return all(dtype.itemsize < 4 for dtype in floats) and not (only_on_cpu and torch.float16 in floats)

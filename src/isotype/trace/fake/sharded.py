@@ -45,7 +45,6 @@ class _Gathering:
     """An FSDP2 group during the step; if the group represents several equal layers, its bytes are those of one layer.
 
     Attributes:
-        group: module and parameters of the group.
         repeats: number of groups of the whole model that the group represents.
         whole: bytes of the group's gathered parameters.
         reduced: bytes of the buffer in which the group's gradients are reduced.
@@ -73,7 +72,7 @@ class ProcessMemory:
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:
-        self._ledger, self._devices, self._repeats = ledger, setup.devices, repeats
+        self._ledger, self._repeats = ledger, repeats
         self._trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         self._groups: list[_Gathering] = []
         self._shards: dict[int, int] = {}
@@ -88,23 +87,18 @@ class ProcessMemory:
         standing = [module for module in twin.modules() if hasattr(module, STANDS_FOR)]
         reduce = setup.policy.reduce if setup.policy is not None else None
         for group in groups_of(twin, reshard=setup.reshard, more_blocks=standing):
-            parameters = tuple(
-                p
-                for p in group.parameters
-                if setup.shard_integers or p.requires_grad or p.is_floating_point()
-            )
+            integers = setup.shard_integers
+            parameters = [p for p in group.parameters if integers or p.requires_grad or p.is_floating_point()]
             shards = {id(p): shard_bytes(p, setup.devices) for p in parameters}
             self._shards |= shards
-            reduced = sum(
-                shards[id(p)] // p.dtype.itemsize * (reduce or p.dtype).itemsize
-                for p in parameters
-                if p.requires_grad
-            )
+            sizes = {
+                id(p): shards[id(p)] // p.dtype.itemsize * (reduce or p.dtype).itemsize for p in parameters
+            }
+            reduced = setup.devices * sum(sizes[id(p)] for p in parameters if p.requires_grad)
             repeats = max((self._repeats[id(p)] for p in parameters), default=1)
-            whole, reduced = (setup.devices * size for size in (sum(shards.values()), reduced))
-            self._groups.append(
-                _Gathering(Group(group.module, parameters, group.reshard), repeats, whole, reduced)
-            )
+            held = Group(group.module, tuple(parameters), group.reshard)
+            whole = setup.devices * sum(shards.values())
+            self._groups.append(_Gathering(held, repeats, whole, reduced))
 
     def held(self, tensor: torch.Tensor) -> int | None:
         """Return the bytes of a sharded parameter or buffer that a process holds; None for a tensor that it holds whole."""
@@ -227,5 +221,4 @@ class ProcessMemory:
 
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that require a gradient in a module's arguments or output."""
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)

@@ -75,7 +75,7 @@ def trace_step(
     """Trace one step on a weightless twin of its model.
 
     Args:
-        code: the model, the loss and the other code of the step.
+        code: the code that runs in the step.
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
         lines: a fix to try, `file:line` -> dtype: casts and new tensors in this line get this dtype.
@@ -117,6 +117,7 @@ def trace_step(
 def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
     """Return the trace of a step up to now; `weights` are the weights of the real model."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
+    attention = step.functions.attention
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(
         setup=step.setup,
@@ -124,7 +125,11 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         weights=_with_history(weights_of(step.twin), weights, before),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         memory=memory,
-        notes=(*step.notes, *step.recorder.values.numbers.notes(), *step.attention_notes(memory.peak)),
+        notes=(
+            *step.notes,
+            *step.recorder.values.numbers.notes(),
+            *(attention.notes(memory.peak) if attention else ()),
+        ),
         model=type(model).__name__,
         input_dtypes=frozenset(step.recorder.inputs),
         reached=step.reached,
@@ -209,11 +214,6 @@ class _Step:
                     return None
         return None
 
-    def attention_notes(self, peak: int) -> Iterator[str]:
-        """Return notes on attention that no fused kernel of the device computes; `peak` is the step's memory peak in bytes."""
-        attention = self.functions.attention
-        return iter(()) if attention is None else attention.notes(peak)
-
     def _is_enough(self) -> bool:
         if self.enough is None or all(call.breach is None for call in self.recorder.calls):
             return False
@@ -221,7 +221,6 @@ class _Step:
             return self.enough()
 
     def _weigh_weights(self) -> None:
-        """Count the memory of weights, adapters, buffers and quantization states."""
         ledger = self.recorder.ledger
         for tensor, weight in self.weights:
             kind, held = memory_kind(weight), self.process.held(tensor)
@@ -236,7 +235,6 @@ class _Step:
             ledger.add(self.code.reference, ledger.alive(self.code.reference))
 
     def _weigh(self) -> None:
-        """Count the memory before the step: weights with their quantization states, optimizer states, inputs."""
         ledger = self.recorder.ledger
         self._weigh_weights()
         for tensor, weight in self.weights:
@@ -248,9 +246,8 @@ class _Step:
                 if isinstance(moment, torch.Tensor):
                     kept = f"the optimizer's {key} of {owner}"
                     self.recorder.mark(moment, Origin("outside", moment.dtype, kept))
-                    ledger.count(
-                        moment, "optimizer", held=int(self.process.share * moment.untyped_storage().nbytes())
-                    )
+                    held = int(self.process.share * moment.untyped_storage().nbytes())
+                    ledger.count(moment, "optimizer", held=held)
         for name, value in _named(self.inputs):
             if not isinstance(value, FakeTensor):  # in an object that is passed to the model unchanged
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
@@ -276,15 +273,11 @@ class _Step:
         with self._autocast():
             self.loss = self.loss_of(self.twin, self.inputs)
         if self.loss is not None:
+            # Padding behind a row reaches no causal prediction: such a mask has no effect in a working step either.
+            mask = self.known.get("attention_mask")
+            in_front = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
             names = self.recorder.reach.without_effect(self.loss)
-            self.without_effect = tuple(
-                name for name in names if name != "attention_mask" or self._padded_in_front()
-            )
-
-    def _padded_in_front(self) -> bool:
-        """Return whether the attention mask hides the first token of a row: padding behind a row reaches no causal prediction."""
-        mask = self.known.get("attention_mask")
-        return mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+            self.without_effect = tuple(name for name in names if name != "attention_mask" or in_front)
 
     def _backward(self) -> None:
         reached = self.recorder.gradients.reached
@@ -346,15 +339,13 @@ class _Step:
             if self.setup.scaler and self.reached == 0:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
-        optimizer = make_optimizer(
-            self.code.optimizer or self.setup.optimizer, trained, self.setup.learning_rate
-        )
+        request = self.code.optimizer or self.setup.optimizer
+        optimizer = make_optimizer(request, trained, self.setup.learning_rate)
         if isinstance(optimizer, str):
             self.notes.append(optimizer)
             return
-        optimizer.state.update(
-            {parameter: self.states[name] for name, parameter in named if name in self.states}
-        )
+        states = self.states
+        optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share
         optimizer.step()
@@ -372,7 +363,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation batch between two steps; its calls are not kept: they repeat the forward's."""
+        """Count the memory of an evaluation batch between two steps. Its calls repeat the forward's and are removed."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -399,7 +390,7 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _OF_TILES = 5
-"""Dimensions of pictures in tiles, `[rows, tiles, channels, height, width]`; rows with fewer tiles are padded with zeros."""
+"""Dimensions of pictures in tiles, `[rows, tiles, channels, height, width]`; zeros pad rows with fewer tiles."""
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -98,7 +98,7 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
 
 
 class _Fakes:
-    """The fakes of a model's tensors; fakes of tensors over the same bytes (an int8 weight and its codes) share memory."""
+    """The fakes of a model's tensors. If two tensors share memory (an int8 weight and its codes), so do their fakes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -134,7 +134,7 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
         # PEFT and bitsandbytes check the class of a quantized parameter, and the name of the class.
         with contextlib.suppress(
             TypeError
-        ):  # a class with another memory layout (DTensor): the fake stays dense
+        ):  # the class has another memory layout (DTensor): the fake stays dense
             give_class(parameter, type(tensor))
     return parameter
 

@@ -127,11 +127,11 @@ class Untouched:
             if generator.gi_frame is None or generator.gi_frame.f_lasti != at
         ]
         holding = [
-            f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: make it again"
+            f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: create it again"
             for name, value in self._opaque
             if _reaches_fake(value, self._seen)
         ]
-        more = f"{len(self._queue):,} objects that the step's code reaches were not looked at; what the trace assigned to them stays"
+        more = f"{len(self._queue):,} objects that the step's code reaches were not examined; what the trace assigned to them stays"
         return (*moved, *holding, *([more] if self._queue else ()))
 
     def _enqueue(self, name: _Name, value: Any) -> None:
@@ -311,7 +311,6 @@ class Untouched:
             self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
 
     def _random(self, name: _Name, value: Any) -> None:
-        """Save the state of a random number generator."""
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -325,7 +324,6 @@ class Untouched:
             self._generators.append((name, value, value.gi_frame.f_lasti))
 
     def _iterator(self, name: _Name, value: Any) -> None:
-        """Save the position of a list iterator."""
         reduced = value.__reduce__()
         if len(reduced) == 3:
             self._undo.append(functools.partial(value.__setstate__, reduced[2]))

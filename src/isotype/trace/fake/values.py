@@ -60,7 +60,7 @@ _FACTORISATIONS = frozenset(
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 # Conditions on all elements: `Numbers` chooses their truth value by its use, such as a check of arguments.
 _REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
-# Models use these operators to find the pictures that only pad a batch, all zeros: they are computed for large values, too.
+# Models use these operators to find pictures of zeros, which only pad a batch: their results are computed for large values, too.
 _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )
@@ -78,7 +78,7 @@ class Values:
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of the fake `tensor`; more than `LIMIT` elements only if their zeros are to be `counted`."""
+        """Store the value of the fake `tensor`. More than `LIMIT` elements are stored only if `counted` is True."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -165,16 +165,14 @@ class Values:
         if value is not None and value.dtype in HALVES:
             with without_functions(), without_modes():
                 exact = value.double()
-                _, exponent = torch.frexp(exact)
-                exact = exact + torch.ldexp(
-                    torch.full_like(exact, torch.finfo(value.dtype).eps / 4), exponent
-                )
+                half_unit = torch.full_like(exact, torch.finfo(value.dtype).eps / 4)
+                exact = exact + torch.ldexp(half_unit, torch.frexp(exact)[1])
             setattr(value, _EXACT, (exact, name))
 
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Store with a result's `value` the exact value that the result would have without any rounding to 16 bits."""
+        """Compute a result without any rounding to 16 bits, and store this exact value with the result's `value`."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES

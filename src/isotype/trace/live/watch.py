@@ -49,10 +49,10 @@ WATCH_SECONDS = 10.0
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
-"""Maximum number of recorded forwards before the first training step, for one model and for all: crashes are early."""
+"""Maximum number of recorded forwards before the first training step, for one model and for all models."""
 
 _EVALUATION_CALLS = 20_000
-"""Maximum number of recorded operators in these forwards: a script may run for hours before it trains."""
+"""Maximum number of recorded operators in these forwards."""
 
 _COMPILED_WARNING = "Using `torch.compile"
 
@@ -91,7 +91,6 @@ class Watch:
         evaluates: called with each recorded forward without training, before it runs.
 
     Attributes:
-        state: current state.
         seen: the recorded steps.
         notes: sentences on what was not recorded, and why.
         recorder: recorder of the current or last step; None before the first one, and after `forget`.
@@ -160,7 +159,7 @@ class Watch:
         for hooks in (self._module_hooks, self._hooks, self._recording):
             hooks.close()
         if self.recorder is not None and self.recorder.fault:
-            self._note(f"watching stopped early: {self.recorder.fault}")
+            self._note(f"the recording stopped early: {self.recorder.fault}")
             self.recorder.fault = ""
 
     def forget(self) -> None:
@@ -198,7 +197,7 @@ class Watch:
         try:
             act(*args)
         except Exception as error:  # noqa: BLE001 - an error of the watch must not affect the script
-            self._note(f"watching stopped early: {type(error).__name__}: {error}")
+            self._note(f"the recording stopped early: {type(error).__name__}: {error}")
             self.detach()
 
     def _note(self, note: str) -> None:
@@ -228,14 +227,9 @@ class Watch:
         self.recorder.enter(self._names.get(module, type(module).__name__))
 
     def _leaves(self) -> None:
-        inside = self.recorder is not None and self.recorder.inside
-        if (
-            self.recorder is not None
-            and inside
-            and self.state in ("watching", "evaluating")
-            and self._is_mine()
-        ):
-            self.recorder.leave()
+        recorder, records = self.recorder, self.state in ("watching", "evaluating")
+        if recorder is not None and recorder.inside and records and self._is_mine():
+            recorder.leave()
 
     def _is_mine(self) -> bool:
         """Return whether this is a real call of the recorded thread, or of an autograd thread that recomputes for it.
@@ -249,7 +243,7 @@ class Watch:
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         inner = original(module)
         if any(map(is_compiled, (module, *module.modules()))):
-            self._note("torch.compile is off in the watched steps: compiled code has no operators to watch")
+            self._note("torch.compile is off in the recorded steps: compiled code has no operators to record")
         self.state, self._mine = "looking", (os.getpid(), threading.get_ident())
         self._model = weakref.ref(inner)
         self._before(Beginning(inner, named_inputs(inner, args, kwargs), args, kwargs))
@@ -264,7 +258,7 @@ class Watch:
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Return whether to record a forward without training: one of the first forwards, of a model that is not compiled."""
+        """Return whether to record a forward without training: only the first few, and only of models that are not compiled."""
         if self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
@@ -308,7 +302,6 @@ class Watch:
         recorder.mark_inputs(named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs)))
 
     def _without_modes(self, act: Callable[[], Any]) -> None:
-        """Run `act` without recording its operators."""
         modes = self._modes
         take_out(*modes)
         try:
@@ -321,7 +314,7 @@ class Watch:
     def _pause(self) -> None:
         """Pause if a forward follows a backward: gradients accumulate, and further micro-batches only repeat the first."""
         self.state = "paused"
-        self._note("gradients accumulate: of several forwards and backwards a step the first was watched")
+        self._note("gradients accumulate: only the first forward and backward of each step was recorded")
         self._leave_modes()
         self._module_hooks.close()
 
@@ -332,7 +325,7 @@ class Watch:
         if self.state == "waiting":
             self._blind += 1
             if self._blind == _BLIND_STEPS:
-                self._note("the optimizer steps, but no module's forward was seen: nothing was watched")
+                self._note("the optimizer steps, but no module ran a forward: nothing was recorded")
                 self.detach()
             return
         if self.state == "paused":
@@ -365,12 +358,8 @@ class Watch:
         )
 
     def _optimizer_ends(self, *_: Any) -> None:
-        recorder = self.recorder
-        if (
-            recorder is None
-            or (self.state, recorder.phase) != ("watching", "optimizer")
-            or not self._is_mine()
-        ):
+        recorder, watching = self.recorder, self.state == "watching"
+        if recorder is None or not watching or recorder.phase != "optimizer" or not self._is_mine():
             return
         if recorder.fault:
             self.detach()  # only a part of this step was recorded

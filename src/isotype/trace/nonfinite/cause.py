@@ -12,6 +12,7 @@ import torch
 from isotype.compat.torch import is_traceable_wrapper_subclass
 from isotype.core.operators import leaves, operator_name, schema_of, tensors_in
 from isotype.records.nonfinite import Cause, Value
+from isotype.trace.recorder import Place
 
 _BY_ELEMENT = (
     "aten._to_copy",
@@ -31,25 +32,19 @@ _SOFTMAX = (
 _MASKS = ("attn_mask", "attn_bias", "self")
 
 
-def fresh_elements(
-    func: Any, operands: Sequence[Operand], result: torch.Tensor, by_code: Sequence[bool]
-) -> torch.Tensor | None:
+def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> torch.Tensor | None:
     """Return a mask of a result's non-finite elements whose operands are finite; None if there are none.
 
-    Args:
-        func: the operator.
-        operands: the operator's float operands and numbers.
-        result: the operator's result.
-        by_code: for each operand, True if it consists of constants, as a mask or a number in the code does.
+    `by_code` has True for each operand that consists of constants, as a mask or a number in the code does.
     """
     values = readable(result)
     if values is None:
         return None
-    aligned = _aligned(func, operands, values)
-    tensors = aligned or [x for operand in operands if (x := _as_tensor(operand, values)) is not None]
+    aligned = _aligned(call, values)
+    tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return a mask of elements where a condition is True; one value for all elements unless `func` is element-wise."""
+        """Return a mask of elements where a condition is True; one value for all elements unless the operator is element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -73,37 +68,33 @@ def _as_tensor(operand: Operand, like: torch.Tensor) -> torch.Tensor | None:
     return torch.tensor(operand.number, dtype=torch.float64, device=like.device)
 
 
-def _aligned(func: Any, operands: Sequence[Operand], values: torch.Tensor) -> list[torch.Tensor]:
+def _aligned(call: Call, values: torch.Tensor) -> list[torch.Tensor]:
     """Return the operands expanded to the result's shape; an empty list if the operator is not element-wise."""
-    if torch.Tag.pointwise not in func.tags and not operator_name(func).startswith(_BY_ELEMENT):
+    if torch.Tag.pointwise not in call.func.tags and not operator_name(call.func).startswith(_BY_ELEMENT):
         return []
-    tensors = [x for operand in operands if (x := _as_tensor(operand, values)) is not None]
+    tensors = [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
+    complete = len(tensors) == len(call.operands)
     try:
-        return [tensor.expand(values.shape) for tensor in tensors] if len(tensors) == len(operands) else []
+        return [tensor.expand(values.shape) for tensor in tensors] if complete else []
     except RuntimeError:
         return []  # an operand of another shape
 
 
-def entries_at(func: Any, operands: Sequence[Operand], fresh: torch.Tensor) -> tuple[float, ...]:
+def entries_at(call: Call, fresh: torch.Tensor) -> tuple[float, ...]:
     """Return the operands' values at the first element of `fresh`; () for an operator that is not element-wise."""
     place = tuple(fresh.nonzero()[0].tolist())
-    return tuple(float(tensor[place]) for tensor in _aligned(func, operands, fresh))
+    return tuple(float(tensor[place]) for tensor in _aligned(call, fresh))
 
 
-def exact_result(
-    func: Any,
-    call: tuple[Any, Mapping[str, Any]],
-    operands: Sequence[Operand],
-    fresh: torch.Tensor,
-    dtype: torch.dtype,
-) -> float | None:
+def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
     """Return the largest magnitude of the result's elements `fresh`, computed in the next wider dtype.
 
     The result is None if an element is not finite in that dtype either, or if the operator does not run in that dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
-        again = func(*widened(call[0], operands, wide), **widened(dict(call[1]), operands, wide))
+        args, kwargs = (widened(part, call.operands, wide) for part in (call.args, dict(call.kwargs)))
+        again = call.func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None  # the kernel supports no other dtype, or memory is exhausted
     for leaf in leaves(again):
@@ -113,22 +104,16 @@ def exact_result(
     return None
 
 
-def cause_of(
-    func: Any,
-    operands: Sequence[Operand],
-    result: torch.Tensor,
-    exact: float | None,
-    entries: Sequence[float],
-) -> Cause:
+def cause_of(call: Call, result: torch.Tensor, exact: float | None, entries: Sequence[float]) -> Cause:
     """Return the reason why the result of finite operands is not finite."""
-    name = operator_name(func)
+    name = operator_name(call.func)
     if exact is not None:
         return "range" if exact > torch.finfo(result.dtype).max else "inside"
-    if name.startswith(_SOFTMAX) and any(_masked_row(operand) for operand in operands):
+    if name.startswith(_SOFTMAX) and any(map(_masked_row, call.operands)):
         return "row"
     if name.startswith("aten.nll_loss"):
         return "labels"
-    if any(operand.tensor is not None and not operand.tensor.numel() for operand in operands):
+    if any(operand.tensor is not None and not operand.tensor.numel() for operand in call.operands):
         return "empty"
     return "domain" if entries else "unknown"
 
@@ -200,6 +185,24 @@ class Operand:
     number: float | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of an operator, with its operands as they were before the operator ran."""
+
+    func: Any
+    args: Any
+    kwargs: Mapping[str, Any]
+    operands: Sequence[Operand]
+    place: Place
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The operands into which the operator writes."""
+        written = schema_of(self.func).written
+        operands = tensors_in(self.func, self.args, self.kwargs) if written else ()
+        return [tensor for role, tensor in operands if role.partition("[")[0] in written]
+
+
 def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand]:
     """Return the float operands in the order of the arguments; operands that the operator writes are copied."""
     schema, name = schema_of(func), operator_name(func)
@@ -233,13 +236,6 @@ def _is_count(tensor: torch.Tensor) -> bool:
 def _is_number(tensor: torch.Tensor) -> bool:
     """Return whether a tensor may be a number in the code: torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`."""
     return not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
-
-
-def written_in(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the operands into which an operator writes."""
-    written = schema_of(func).written
-    operands = tensors_in(func, args, kwargs) if written else ()
-    return [tensor for role, tensor in operands if role.partition("[")[0] in written]
 
 
 def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:

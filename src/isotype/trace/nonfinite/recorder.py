@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from isotype.core.source import shown
 from isotype.precision.ranges import is_attention
 from isotype.records.nonfinite import Cause, NonFinite, Value
 from isotype.trace.nonfinite.cause import (
+    Call,
     Operand,
     cause_of,
     entries_at,
@@ -31,21 +32,11 @@ from isotype.trace.nonfinite.cause import (
     is_finite,
     operands_of,
     value_of,
-    written_in,
 )
-from isotype.trace.recorder import Place, Recorder
+from isotype.trace.recorder import LIFTS, Recorder
 from isotype.trace.weights import state_tensors
 
 _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    func: Any
-    args: Any
-    kwargs: Mapping[str, Any]
-    operands: Sequence[Operand]
-    place: Place
 
 
 class FoundError(BaseException):
@@ -106,27 +97,25 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         operands = operands_of(func, args, kwargs)
         result = func(*args, **kwargs)
         place = self._place()
-        if func in _LIFTS:
+        if func in LIFTS:
             _add(self._constant, result)  # `torch.tensor(0.0)` in the code
         elif not is_view(func):
-            self.finding = self._look(_Call(func, args, kwargs, operands, place), result)
+            self.finding = self._look(Call(func, args, kwargs, operands, place), result)
             if self.finding is not None and self._stop:
                 raise FoundError
         return result
 
     def _turn(self) -> None:
-        """Set the phase to `backward` while autograd runs operators, and to `forward` after a backward."""
         if current_node() is not None:
             self.phase = "backward"
         elif self.phase == "backward":
             self.phase = "forward"
 
-    def _look(self, call: _Call, result: Any) -> NonFinite | None:
+    def _look(self, call: Call, result: Any) -> NonFinite | None:
         """Return the finding for an operator's results; None if the results are finite or not to be reported."""
         name = operator_name(call.func)
-        written = written_in(call.func, call.args, call.kwargs)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-        outputs += [tensor for tensor in written if all(tensor is not output for output in outputs)]
+        outputs += [tensor for tensor in call.written if all(tensor is not output for output in outputs)]
         outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
         if name.startswith(_UNSET):
             for tensor in outputs:
@@ -156,9 +145,9 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                 self._constant.pop(_address(tensor), None)
         return None
 
-    def _judge(self, call: _Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
+    def _judge(self, call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
         """Return the finding for a non-finite result; None if the result is not to be reported."""
-        fresh = fresh_elements(call.func, call.operands, result, by_code)
+        fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
             return self._fresh(call, result, fresh)
         for operand in call.operands:
@@ -171,7 +160,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                     return finding
         return None
 
-    def _judge_operand(self, call: _Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
+    def _judge_operand(self, call: Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
         """Return the finding for a non-finite operand; None if the operand is not to be reported."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
@@ -193,21 +182,19 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         if self.suspect is None or (finding.result.nan and not self.suspect.result.nan):
             self.suspect = finding
 
-    def _fresh(self, call: _Call, result: torch.Tensor, fresh: torch.Tensor) -> NonFinite:
-        exact = exact_result(call.func, (call.args, call.kwargs), call.operands, fresh, result.dtype)
-        entries = entries_at(call.func, call.operands, fresh)
-        cause = cause_of(call.func, call.operands, result, exact, entries)
-        finding = self._finding(call, result, cause)
+    def _fresh(self, call: Call, result: torch.Tensor, fresh: torch.Tensor) -> NonFinite:
+        exact, entries = exact_result(call, fresh, result.dtype), entries_at(call, fresh)
+        finding = self._finding(call, result, cause_of(call, result, exact, entries))
         return replace(finding, rows=self._rows(fresh), exact=exact, entries=entries)
 
-    def _from_operand(self, call: _Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
+    def _from_operand(self, call: Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
         finding, tensor = self._finding(call, result, cause), operand.original
         if tensor is None:
             return finding
         rows = self._rows(~tensor.isfinite()) if cause == "input" else ()
         return replace(finding, culprit=self._value(operand), rows=rows)
 
-    def _finding(self, call: _Call, result: torch.Tensor, cause: Cause) -> NonFinite:
+    def _finding(self, call: Call, result: torch.Tensor, cause: Cause) -> NonFinite:
         return NonFinite(
             op=operator_name(call.func),
             module=call.place.module,
@@ -240,7 +227,6 @@ def _add(storages: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
         storages[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 
 

@@ -14,7 +14,7 @@ NAME = "isotype_flash"
 
 
 def use_stand_in(model: nn.Module) -> None:
-    """Replace FlashAttention, which needs a GPU, by the stand-in, and FlexAttention, which has no CPU backward, by eager code.
+    """Replace attention that cannot run on a CPU: FlashAttention by the stand-in, FlexAttention (no backward) by eager code.
 
     The masks follow `flash_attention_mask` in transformers/masking_utils.py and `_flash_attention_forward` in
     transformers/modeling_flash_attention_utils.py (5.23).
@@ -27,7 +27,7 @@ def use_stand_in(model: nn.Module) -> None:
         elif kernel.startswith("isotype") and kernel != NAME:
             set_attention(
                 config, "sdpa"
-            )  # it has the same masks; isotype's attention would time its kernels first
+            )  # with the same masks; isotype's attention would time its kernels first
         elif "flash" in kernel:
             with_flash.append(config)
     if not with_flash:

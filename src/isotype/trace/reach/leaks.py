@@ -32,14 +32,10 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return the leak that the changed inputs reveal; None if no guarded prediction changes.
+    """Return the leak that the `changed` inputs reveal; None if no guarded prediction changes.
 
-    Args:
-        probe: the copy and its batch.
-        source: the kind of input that is changed.
-        changed: the changed inputs.
-        at: mask of the learned predictions that must not change, `[learned]`.
-        guarded: mask of the tokens whose hidden states must not change, `[rows, tokens]`.
+    `at` is a mask of the learned predictions that must not change, `[learned]`; `guarded` is a mask of the tokens whose
+    hidden states must not change, `[rows, tokens]`.
     """
     if not probe.of_rows:
         # A padding token attends to no token or to all tokens: its prediction means nothing.
@@ -151,10 +147,7 @@ def _padding_positions(probe: Probe) -> Leak | None:
     at = (learned.rows == row) & (learned.columns >= size)
     if not size or not at.any():
         return None
-    alone = {
-        name: value[row : row + 1, size:] if name in tensors else value
-        for name, value in batch.inputs.items()
-    }
+    alone = {**batch.inputs, **{name: tensor[row : row + 1, size:] for name, tensor in tensors.items()}}
     after = probe.logits(alone)
     if after.shape[1] != shape[1] - size:
         return None
@@ -176,9 +169,8 @@ def _later(probe: Probe) -> Leak | None:
         behind = torch.zeros_like(batch.padding)
         behind[:, cut:] = True
         other = probe.other_tokens(behind & probe.meaningless() & ~batch.padding)
-        leak = _leak(
-            probe, "later token", batch.but(input_ids=other), learned.columns < cut, ~behind & ~batch.padding
-        )
+        at, guarded = learned.columns < cut, ~behind & ~batch.padding
+        leak = _leak(probe, "later token", batch.but(input_ids=other), at, guarded)
         if leak is not None:
             return leak
     return None

@@ -36,13 +36,8 @@ def first_place(
 ) -> tuple[str, str]:
     """Return (name, class) of the first module that passes a change on to guarded tokens; ("", "") if there is none.
 
-    Args:
-        model: the model that `run` calls.
-        run: function that calls the model with inputs.
-        before: the inputs.
-        after: the changed inputs.
-        where: mask of the guarded tokens, `[rows, tokens]`.
-        least: smallest relative change that counts.
+    `run` calls the model with the inputs `before` and with the changed inputs `after`. `where` is a mask of the guarded
+    tokens, `[rows, tokens]`; `least` is the smallest relative change that counts.
     """
     first, second = (_values(model, run, inputs, where) for inputs in (before, after))
     for name, (inputs, outputs) in second.items():

@@ -47,7 +47,7 @@ class Probe:
     """A small copy of a model and its batch.
 
     Args:
-        copy: the small copy.
+        copy: the small copy, in `dtype`.
         batch: the batch, with the copy's token ids, and floats in `dtype`.
         deadline: time by `time.thread_time`, in seconds, after which no test of an input starts.
         dtype: dtype of the copy, a key of `LEAST_CHANGE`.
@@ -78,7 +78,7 @@ class Probe:
         if not bool(self.base.isfinite().all()):
             raise UndecidedError("the copy's logits are not finite")
         if not torch.equal(self.base, self.logits(batch.inputs)):
-            raise UndecidedError("the model does not compute the same twice")
+            raise UndecidedError("two runs of the model with the same inputs give different logits")
         if not len(self.learned):
             raise UndecidedError("no label of the batch counts in the loss")
 
@@ -121,10 +121,7 @@ class Probe:
     ) -> torch.Tensor:
         """Return how much each learned prediction changes with other inputs, relative to the largest logit.
 
-        Args:
-            inputs: the inputs to use instead of the batch's.
-            at: mask of the predictions to compare, `[learned]`; None for all.
-            base: logits to compare with; None for the logits of the batch.
+        `at` is a mask of the predictions to compare, `[learned]`; `base` are logits to compare with instead of the batch's.
         """
         before, after = self.base if base is None else base, self.logits(inputs)
         index: Any = slice(None) if at is None else at
@@ -136,11 +133,9 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return token ids with other random tokens at `where`; the new tokens have no special meaning.
+        """Return `tokens` (by default the batch's ids) with other random tokens at `where`, both `[rows, tokens]`.
 
-        Args:
-            where: mask of the tokens to replace, `[rows, tokens]`.
-            tokens: the token ids or labels, `[rows, tokens]`; None for the batch's token ids.
+        The new tokens have no special meaning.
         """
         ids, plain = self.batch.ids if tokens is None else tokens, torch.tensor(self.copy.plain)
         drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]

@@ -112,7 +112,6 @@ def _shard(model: Any, mesh: Any) -> None:
 
 
 def _collectives(model: nn.Module, batch: Batch) -> list[Collective]:
-    """Return the collectives that forward and backward over `batch` call, in order."""
     from torch.distributed.fsdp import FSDPModule
 
     record = _Collectives()

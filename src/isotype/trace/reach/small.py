@@ -22,11 +22,11 @@ from isotype.trace.reach.flash import configs_of, use_stand_in
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Maximum elements of a model that is copied itself, without embeddings: its forward over 256 tokens takes 0.25 s."""
+"""Maximum number of elements of a model whose own modules are copied, without embeddings: 0.25 s for 256 tokens."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
-"""Maximum elements of a smaller model of the same class."""
+"""Maximum number of elements of a smaller model of the same class."""
 _JITTER = 0.05
-"""Noise added to every weight, in standard deviations of the weight: a weight of zeros would hide dependencies."""
+"""Standard deviation of the noise added to a weight, relative to the weight's: zeros would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
@@ -56,7 +56,7 @@ class NoCopyError(Exception):
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
-    """Return a small copy of `model` for inputs with these token ids; its weights are generic.
+    """Return a small copy of `model` for inputs with these token ids; its weights are random, or have noise.
 
     Args:
         model: the model, real or on the meta device; it is not changed.
@@ -94,7 +94,7 @@ def _copyable(model: nn.Module) -> bool:
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:
-    """Return a copy of a user's module, in which transformers models are small, and other lists of layers are short."""
+    """Return a copy of a user's module with small transformers models and short lists of other layers."""
     memo: dict[int, Any] = {}
     left_out: set[int] = set()
     tokens: Mapping[int, int] | None = None
@@ -148,11 +148,8 @@ def _copied(
 ) -> nn.Module:
     """Return a copy of the model's own modules with new tensors, floats in `dtype`.
 
-    Args:
-        model: the model; it is not changed.
-        memo: `id` of a module of the model -> the module to use instead of it; the copies are added.
-        left_out: `id` of each module that is not copied.
-        dtype: float64 or float32.
+    `memo` maps the `id` of a module to the module to use instead; the copies are added to it. `left_out` has the `id` of
+    each module that is not copied.
     """
     memo = {} if memo is None else memo
     empty_copies(model, memo)
@@ -174,7 +171,7 @@ def _copied(
 
 
 def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Return values for the copy of a parameter: its own, scaled and with noise, or generic ones if it has no values."""
+    """Return values for the copy of a parameter: the parameter's values, scaled and with noise, or random values."""
     shape = parameter.shape
     if parameter.is_meta or isinstance(parameter, FakeTensor):
         return _generic(shape, generator).to(dtype)
@@ -201,7 +198,7 @@ def _generic(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
-    """Return a copy of the class of `base` with a small config, generic weights and the adapters of `model`."""
+    """Return a copy of the class of `base` with a small config, random weights and the adapters of `model`."""
     problems = []
     for shrink in (shrunk_config, of_few_layers):
         try:
@@ -234,7 +231,10 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 
 
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Reduce a config's vocabulary to `present` and special tokens; return (old id -> new id, new ids without a meaning)."""
+    """Reduce a config's vocabulary to `present` and special tokens.
+
+    Return (old id -> new id, new ids without a special meaning).
+    """
     special = special_tokens(config)
     known = sorted(present | special.keys())
     tokens = {old: new for new, old in enumerate(known)}
@@ -257,7 +257,6 @@ def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], t
 
 
 def _adapted(small: nn.Module, model: Any) -> nn.Module:
-    """Return the small model with adapters like those of `model`."""
     import peft
 
     adapted: Any = None
