@@ -34,7 +34,7 @@ def test_a_tensor_where_python_cannot_look_is_said() -> None:
 
     report = check(nn.Linear(WIDTH, 2), loss, device="cpu", verify=False)
     (note,) = [finding for finding in report.notes if finding.code == "IST198"]
-    assert note.cause == "kept (Future) still holds a tensor of the trace: make it again"
+    assert note.cause == "kept (Future) still holds a tensor of the trace: create it again"
 
 
 def test_nothing_left_is_silent() -> None:

@@ -46,7 +46,7 @@ def test_a_constant_of_another_dtype() -> None:
         operand(FP32, "constant", "tensor"),
     )
     (finding,) = find(trace([adapter(FP32)], [step], optimizer="Mine"))
-    assert finding.cause == "tensor makes float32"
+    assert finding.cause == "tensor returns float32"
 
 
 def test_masters_beside_bfloat16_parameters() -> None:

@@ -30,7 +30,7 @@ def test_angles_in_float64_on_an_apple_gpu() -> None:
     (finding,) = found(RULE, on(traced(Turned(torch.float64), X), "mps"))
     assert finding.severity == "error"
     assert finding.message == "Apple GPU has no float64"
-    assert finding.cause.startswith("arange makes float64 at test_ist606.py:")
+    assert finding.cause.startswith("arange returns float64 at test_ist606.py:")
     assert finding.fixes[0].description.startswith("write float32 instead of float64 at test_ist606.py:")
     assert finding.fixes[0].actions[0].kind == "line"
 

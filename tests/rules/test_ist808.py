@@ -32,7 +32,7 @@ def test_positions_that_run_into_each_other(dtype: torch.dtype, length: int, cas
     assert torch.arange(length).to(dtype).unique().numel() < length
     (finding,) = verified(Positions(dtype, dtype, cast), {"length": length}, "IST808")
     name = str(dtype).removeprefix("torch.")
-    assert finding.message == f"torch.arange makes {length:,} numbers in {name}: some neighbours are equal"
+    assert finding.message == f"torch.arange returns {length:,} numbers in {name}: some neighbours are equal"
     assert finding.cause.startswith(f"torch.arange in {name} at test_ist808.py:")
     assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
     assert finding.fixes[0].verified
@@ -75,6 +75,6 @@ def test_a_count_of_steps(dtype: torch.dtype, stops: int) -> None:
     )
     assert [finding.message.rpartition(" ")[2] for finding in found] == [f"{stops:,}"] * bool(stops)
     for finding in found:
-        assert finding.cause.startswith("zeros makes ")
+        assert finding.cause.startswith("zeros returns ")
         assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
         assert finding.fixes[0].verified

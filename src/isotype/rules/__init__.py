@@ -89,10 +89,7 @@ def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """Return the finding for a part of the check that failed with `error`.
 
-    Args:
-        what: a phrase that names the failed part; the reason is appended to it.
-        error: the exception.
-        whose: prefix of the finding's cause.
+    `what` is a phrase that names the failed part; `whose` is a prefix of the finding's cause.
     """
     raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, format_bytes, grouped, short
 from isotype.records.finding import Cost, Finding, finding_at
-from isotype.records.trace import HALVES, Call, Origin, Trace
+from isotype.records.trace import HALVES, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.groups import per_trace
 from isotype.rules.kit.words import advice
@@ -59,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     for cast in costs.casts(trace):
         forward = cast.call.phase == "forward" and not cast.call.recomputed
         if cast.widens and forward and cast.call.module not in quantized:
-            reading = readers.get(_signature(cast.call, cast.operand.origin), [])
+            reading = readers.get((id(cast.operand.origin), cast.call.source, cast.call.module), [])
             if not reading or _in_pieces(cast, reading):
                 copies.append((not reading, cast))
     for (unread, _), group in grouped(copies, lambda copy: (copy[0], copy[1].call.source)).items():
@@ -69,18 +69,13 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield _finding(trace, casts, size, unread)
 
 
-_Signature = tuple[int, str, str]
-
-
-def _signature(call: Call, before: Origin) -> _Signature:
-    """Return the identity of a cast's result: the origin of its operand, its line and its module."""
-    return (id(before), call.source, call.module)
-
-
 @per_trace
-def _readers(trace: Trace) -> dict[_Signature, list[Call]]:
-    """Return the calls that read the result of each cast, by its signature; views do not count."""
-    readers: dict[_Signature, list[Call]] = {}
+def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
+    """Return the calls that read the result of each cast, by (id of its operand's origin, its line, its module).
+
+    Views do not count.
+    """
+    readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
             continue

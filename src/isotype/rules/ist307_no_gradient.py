@@ -7,10 +7,12 @@ grad and does not have a grad_fn`, or a GradScaler raises `No inf checks were re
 some parameters have a gradient (a trained head), the others (adapters inside of checkpointed layers) silently
 do not change.
 
-**Why it happens.** Reentrant gradient checkpointing (`use_reentrant=True`, DeepSpeed's and others) computes
-without gradients unless one of its inputs requires a gradient. The output of a frozen embedding requires
-none. Or `PeftModel.from_pretrained` loaded an adapter for inference, the loss was detached, or a tower runs
-under `torch.no_grad()`.
+**Why it happens.** One of these:
+
+- Reentrant gradient checkpointing (`use_reentrant=True`, DeepSpeed's and others) computes without gradients unless one
+  of its inputs requires a gradient. The output of a frozen embedding requires none.
+- `PeftModel.from_pretrained` loaded an adapter for inference.
+- The loss was detached, or a tower runs under `torch.no_grad()`.
 
 **An example that fails**
 
@@ -29,7 +31,8 @@ images), and parameters of the base model that do not affect the loss. Adapters 
 
 **How safe is the fix?** Safe: if hidden states require gradients, no number in the forward changes.
 
-**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
+**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient
+checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
 locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039.
 """
 

@@ -3,13 +3,16 @@
 adapter into its base weight, or updates a statistic, or updates an exponential moving average of trained weights.
 
 **Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring numbers are
-lost, larger addends are rounded. The merged weight is not exactly base plus adapter, and unmerging does not restore
-the base. RL trainers merge and unmerge before each rollout, which changes the base: in bfloat16 by 1 % of its weights'
-size after one round, and by two thirds after a thousand rounds. A moving average with decay 0.999 adds a thousandth of
-the difference at each step and never changes. A counter in bfloat16 stops at 256. PEFT's adapters of parameters
-(`target_parameters`, used for experts) are added to the weight in each forward, in the weight's dtype. This rounding
-loses the first updates of a training, which are the smallest. PEFT computes the adapter's product and its gradient for
-every expert, even for experts without tokens.
+lost, larger addends are rounded.
+
+- A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
+  unmerge before each rollout. In bfloat16 this changes the base by 1 % of its weights' size after one round, and by two
+  thirds after a thousand rounds.
+- A moving average with decay 0.999 adds a thousandth of the difference at each step and never changes. A counter in
+  bfloat16 stops at 256.
+- PEFT's adapters of parameters (`target_parameters`, used for experts) are added to the weight in each forward, in the
+  weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the adapter's
+  product and its gradient for every expert, even for experts without tokens.
 
 **Why it happens.** The base is loaded in 16 bits for the training, and the merge uses that dtype. A moving
 average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
@@ -47,7 +50,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short, starred
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import HALVES, Call, Operand, Trace, Weight
+from isotype.records.trace import HALVES, Call, Trace, Weight
 from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
 from isotype.rules.kit.words import actions, advice
@@ -94,7 +97,8 @@ def _kind(call: Call, trace: Trace) -> str:
     if call.phase not in ("forward", "generate") or call.recomputed or not _ADDING.match(call.op):
         return ""
     added = (operand for operand in call.operands if not operand.role.startswith("self"))
-    return "merge" if any(_of_adapter(operand, trace) for operand in added) else "other"
+    owners = (trace.owners.get(step.name) for operand in added for step in operand.origin.path())
+    return "merge" if any(owner is not None and owner.adapter for owner in owners) else "other"
 
 
 def _share(trace: Trace) -> str:
@@ -117,11 +121,6 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
         # Values computed from a weight name it too, but rarely have its shape.
         if weight is not None and not weight.trainable and weight.shape == operand.shape:
             yield weight
-
-
-def _of_adapter(operand: Operand, trace: Trace) -> bool:
-    owners = (trace.owners.get(step.name) for step in operand.origin.path())
-    return any(weight is not None and weight.adapter for weight in owners)
 
 
 def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[Fix, ...]) -> Finding:

@@ -11,14 +11,16 @@ activations. Optimizer states exist beside the activations from the second step 
 second micro-batch of a step on. The rest of the memory is reserved for what is not counted: the allocator's
 rounding and fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
-**What helps, and by how much.** The report estimates each saving as if it were the only one. Gradient
-checkpointing keeps the inputs of all n layers and the activations of one layer: this is about `1/n` of the
-activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). nf4 takes 0.5625 bytes per
-weight: 4 bits, and a float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023). Frozen float32 weights
-take half of their memory in 16 bits, and optimizer states take a quarter in 8 bits. Activations shrink in
-proportion to batch times length. FSDP2 shards the model over N devices. Each device stores 1/N of the
-weights, gradients and optimizer states, its own activations, everything outside of the blocks, and up to
-three whole blocks: the block in use, its gathering buffer, and the buffer of the next block.
+**What helps, and by how much.** The report estimates each saving as if it were the only one:
+
+- Gradient checkpointing keeps the inputs of all n layers and the activations of one layer, about `1/n` of the
+  activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+- nf4 takes 0.5625 bytes per weight: 4 bits, and a float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023).
+- Frozen float32 weights take half of their memory in 16 bits, and optimizer states take a quarter in 8 bits.
+- Activations shrink in proportion to batch times length.
+- FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and optimizer states, and its
+  own activations. It also stores everything outside of the blocks, and up to three whole blocks: the block in use, its
+  gathering buffer, and the buffer of the next block.
 
 **An example**
 

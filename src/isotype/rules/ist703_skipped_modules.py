@@ -3,8 +3,9 @@
 tower, but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather its weights in a collective,
 in which all processes must take part.
 
-**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips the tower and starts its next
-collective, while the other processes gather the tower's weights: the sizes differ, and the run hangs (NCCL) or crashes (gloo).
+**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips
+the tower and starts its next collective, while the other processes gather the tower's weights. The sizes differ, and
+the run hangs (NCCL) or crashes (gloo).
 
 **An example that fails**
 
@@ -17,7 +18,8 @@ collective, while the other processes gather the tower's weights: the sizes diff
 
 `isotype sft` adds such a row without labels automatically.
 
-The preflight runs two processes' batches under FSDP2 with torch's fake process group and compares every collective of their steps.
+The check runs the batches of two processes under FSDP2 with torch's fake process group, and compares every collective of
+their steps.
 
 **What is not reported.** Experts and other modules inside of a layer: their weights are gathered with the
 layer. IST705 reports DDP.

@@ -18,7 +18,8 @@ prior iteration before starting a new one`, or the processes hang.
 **What is not reported.** Trainings with `find_unused_parameters=True`, the default of TrainingArguments
 without gradient checkpointing.
 
-**How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. The search for such parameters costs one more walk through the graph per step.
+**How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. The search for such
+parameters costs one more walk through the graph per step.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

@@ -1,9 +1,11 @@
 """
-**What it means.** float16's largest number is 65504. A weight is already infinite, or becomes infinite by a
-cast to float16. Or the weight of a norm is so large that the norm's output can exceed the limit: a normalized
-vector of n values has entries up to sqrt(n), and the norm multiplies them by its weight. Or a mask that is
-filled with float32's lowest number is cast to float16: this number becomes minus infinity, and the softmax of
-a fully masked row (padding on the left) becomes NaN.
+**What it means.** float16's largest number is 65504. The finding is one of these:
+
+- A weight is already infinite, or becomes infinite by a cast to float16.
+- The weight of a norm is so large that the norm's output can exceed the limit: a normalized vector of n values has
+  entries up to sqrt(n), and the norm multiplies them by its weight.
+- A mask that is filled with float32's lowest number is cast to float16. The number becomes minus infinity, and the
+  softmax of a fully masked row (padding on the left) becomes NaN.
 
 **Why it is bad.** The next norm or softmax turns one infinity into NaN. The loss is then NaN, or sampling
 stops with `probability tensor contains either inf, nan or element < 0`.
@@ -57,7 +59,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         wide = fix(f"fill in float32 at {short(finding.source)}", "line", (finding.source,), "float32")
         yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding
     yield from _emptied_rows(trace)
-    infinite = [weight for weight in trace.weights if _is_infinite(weight)]
+    # Packed codes may have a float dtype (`quant_storage`): their bits are not numbers.
+    dense = (weight for weight in trace.weights if weight.quantization is None)
+    infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
     if infinite:
         how = "load or merge it again in the checkpoint's own dtype: a cast to float16 has overflowed"
         yield finding_of(
@@ -116,11 +120,6 @@ def _emptied_rows(trace: Trace) -> Iterator[Finding]:
             cause=f"the fill value is below float16's -65504, cast at {short(source) or 'an unknown line'}",
             fixes=(advice(source, "fill the mask after the cast, with torch.finfo(torch.float16).min"),),
         )
-
-
-def _is_infinite(weight: Weight) -> bool:
-    # Packed codes may have a float dtype (`quant_storage`): their bits are not numbers.
-    return weight.quantization is None and weight.largest is not None and not math.isfinite(weight.largest)
 
 
 def _largest(weight: Weight) -> float:

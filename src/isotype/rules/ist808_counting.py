@@ -57,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "IST808",
             "warning",
-            f"torch.arange makes {count:,} numbers in {name}: some neighbours are equal",
+            f"torch.arange returns {count:,} numbers in {name}: some neighbours are equal",
             calls[0],
             calls,
             cause=f"torch.arange in {name} at {short(source)}",

@@ -35,7 +35,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import leak_finding, leak_of, measured_on, where
 from isotype.rules.kit.words import advice
 
-TITLE = "Predictions that see what they predict"
+TITLE = "Predictions that depend on what they predict"
 KIND = "wiring"
 
 

@@ -20,12 +20,10 @@ from isotype.rules.kit.words import cause_text, device_error, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` of a rule on broken contracts: it yields one finding per cause of the contracts it claims.
+    """Return the `find` of the rule in `module`: it yields one finding per cause of the broken contracts that it claims.
 
-    Args:
-        module: `__name__` of the rule's file.
-        headline: the finding's message; {given} and {expected} stand for names of dtypes, {op} for the operator.
-        advise: a function that returns the last fix of a finding.
+    In `headline`, the message of the findings, {given} and {expected} stand for dtypes and {op} for the operator.
+    `advise` returns the last fix of a finding.
     """
     code = code_of(module)
 

@@ -10,7 +10,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, Severity, finding_at
-from isotype.records.trace import Call, Trace, Weight
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import quantized
 
@@ -30,7 +30,10 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         return
     share = costs.flops_share(trace, calls)
     cost = Cost(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
-    message = f"{dtype_name(dtype)} matmuls {_how_they_run(trace, dtype, other)} on {profile.title}"
+    how = "do not run" if support == "refused" else "do not run in hardware"
+    if support == "native":
+        how = f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
+    message = f"{dtype_name(dtype)} matmuls {how} on {profile.title}"
     severity: Severity = "error" if support == "refused" else "warning"
     facts: dict[str, Any] = {
         "cause": _cause(trace, dtype),
@@ -42,14 +45,6 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         yield finding_at(code, severity, f"{message}: {share:.0%} of the FLOPs", calls[0], calls, **facts)
     else:
         yield Finding(code, severity, message, **facts)
-
-
-def _how_they_run(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> str:
-    profile = trace.setup.profile
-    support = profile.supports(dtype)
-    if support == "native":
-        return f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
-    return "do not run" if support == "refused" else "do not run in hardware"
 
 
 def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
@@ -121,16 +116,24 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     """Return the fix that changes settings, weights and quantized layers so that the step runs in `target`."""
     name = dtype_name(target)
     plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
-    settings = (
+    actions = [
         Action("setting", "autocast", "None" if target == torch.float32 else name),
         Action("setting", "scaler", str(target == torch.float16)),
         Action("setting", "compute", name),
-    )
+    ]
+    for weight in plain:
+        # Trained parameters become float32 masters: a GradScaler accepts no float16 gradients.
+        to = torch.float32 if weight.trainable else target
+        actions.append(Action("parameter", starred(weight.name), dtype_name(to)))
+    for weight, state in quantized(trace):
+        if state.compute == dtype:
+            actions.append(Action("compute", starred(weight.module), name))
+        if state.state == dtype:
+            actions.append(Action("state", starred(weight.module), name))
     # An input of the model stays in `dtype` if only weights are cast.
     operands = (operand for call in trace.calls for operand in call.operands)
-    inputs = any(operand.dtype == dtype and operand.origin.kind == "input" for operand in operands)
-    casts = (Action("input", "", name),) if inputs else ()
-    actions = (*settings, *(_cast(weight, target) for weight in plain), *_layers(trace, dtype, name), *casts)
+    if any(operand.dtype == dtype and operand.origin.kind == "input" for operand in operands):
+        actions.append(Action("input", "", name))
     lossless = target == torch.float32 or all(weight.trainable for weight in plain)
     scaler = " with a GradScaler" if target == torch.float16 else ""
     weights = " and cast the weights" if plain else ""
@@ -140,18 +143,3 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         "safe" if lossless else "unsafe",
         actions=tuple(dict.fromkeys(actions)),
     )
-
-
-def _layers(trace: Trace, dtype: torch.dtype, target: str) -> Iterator[Action]:
-    """Yield actions for quantized layers whose compute dtype or state has `dtype`."""
-    for weight, state in quantized(trace):
-        if state.compute == dtype:
-            yield Action("compute", starred(weight.module), target)
-        if state.state == dtype:
-            yield Action("state", starred(weight.module), target)
-
-
-def _cast(weight: Weight, target: torch.dtype) -> Action:
-    # Trained parameters become float32 masters: a GradScaler accepts no float16 gradients.
-    to = torch.float32 if weight.trainable else target
-    return Action("parameter", starred(weight.name), dtype_name(to))

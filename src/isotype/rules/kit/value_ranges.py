@@ -7,7 +7,6 @@ of the model, including the trace of a fix.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -44,7 +43,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the measured module: as the call spells it, if the call runs in this module."""
+        """Fully qualified name of the measured module, as in the call if the call runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -72,7 +71,7 @@ def held(trace: Trace) -> tuple[Held, ...]:
     if ranges is None:
         return ()
     values = []
-    measured = _measured(ranges)
+    measured = grouped(enumerate(ranges.operators), lambda item: _key(item[1]))
     away = _folded_away(trace, measured)
     # A traced layer does not represent a layer for which the policy makes another exception.
     exceptions = {} if policy is None else {e.module: (e.how, e.exponent) for e in policy.exceptions}
@@ -123,20 +122,18 @@ def flushed(trace: Trace) -> Flushed | None:
     )
 
 
-def _operation(op: str) -> str:
-    """Return `aten.mm` for `aten.mm.default`; all attention kernels have the same name."""
-    return "attention" if is_attention(op) else op.rpartition(".")[0]
+def _key(call: Call | OperatorRange) -> _Key:
+    """Return (module, operator without overload, phase) of a call or of what was measured for it.
+
+    All attention kernels have the same name.
+    """
+    operator = "attention" if is_attention(call.op) else call.op.rpartition(".")[0]
+    return base_name(call.module), operator, call.phase
 
 
 def _calls(trace: Trace) -> dict[_Key, list[Call]]:
-    """Return the calls of forward and backward by module, operation and phase; the measurement has the same keys."""
-    calls: dict[_Key, list[Call]] = defaultdict(list)
-    for call in trace.calls:
-        if call.phase not in ("forward", "backward") or call.recomputed:
-            continue
-        if any(dtype in FLOATS for dtype, _ in call.results):
-            calls[base_name(call.module), _operation(call.op), call.phase].append(call)
-    return calls
+    measurable = (c for c in trace.calls if c.phase in ("forward", "backward") and not c.recomputed)
+    return grouped((c for c in measurable if any(dtype in FLOATS for dtype, _ in c.results)), _key)
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
@@ -153,13 +150,6 @@ def _casts(trace: Trace) -> dict[int, Call]:
             if cast.results[0] == (operand.dtype, operand.shape):
                 casts[id(cast)] = call
     return casts
-
-
-def _measured(ranges: Ranges) -> dict[_Key, list[tuple[int, OperatorRange]]]:
-    operators: dict[_Key, list[tuple[int, OperatorRange]]] = defaultdict(list)
-    for at, operator in enumerate(ranges.operators):
-        operators[operator.module, _operation(operator.op), operator.phase].append((at, operator))
-    return operators
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:

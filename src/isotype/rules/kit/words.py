@@ -37,7 +37,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "gradient": f"the gradient of {cause.name} is {dtype}",
         "conversion": f"{cause.name}{where}{inside} was given mixed dtypes",
     }
-    return texts.get(cause.kind, f"{cause.name} makes {dtype}{where}{inside}")
+    return texts.get(cause.kind, f"{cause.name} returns {dtype}{where}{inside}")
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
