@@ -104,7 +104,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return an index that is inside of `tensor`: the assumed number of the last expert may be too large."""
+        """Return `index` within the rows of `tensor`: the number that is assumed for the last expert may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index

@@ -84,8 +84,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         contracts: contracts of the simulated device.
         compute: dtype to which the operands of a breach are converted, unless `sides` or a rule of `_target` decides.
         fake: mode of the step's fake tensors.
-        lines: a code change to try, `file:line` -> dtype: casts and new tensors in this line get this dtype, and so do
-            operands that have several dtypes there.
+        lines: a code change to try, `file:line` -> dtype. In this line, casts and new tensors get this dtype, and operands
+            of several dtypes are converted to it.
 
     Attributes:
         sides: decides to which of several dtypes operands are converted; until `sides` is set, they are converted to

@@ -26,8 +26,8 @@ def first_nonfinite(
 ) -> NonFinite | None:
     """Run a step and return its first operator with a non-finite result; None if all results are finite.
 
-    Gradients, buffers, training modes and random states are restored afterwards. A step that draws random numbers has
-    to set the random states itself. Compiled code runs eagerly.
+    Gradients, buffers, training modes and random states are restored afterwards. If the step draws random
+    numbers, the function `step` has to set the random states. Compiled code runs eagerly.
 
     Args:
         model: the model whose weights and gradients the step uses.

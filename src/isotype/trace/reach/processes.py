@@ -1,7 +1,7 @@
 """Differences between processes that train together: modules that a batch does not run, and collectives that differ.
 
 With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
-together. If the batch of a process skips a module, the process calls other collectives, or the other processes wait.
+together. If the batch of one process skips a module, this process calls other collectives than the others, or they wait for it.
 """
 
 from __future__ import annotations
