@@ -4,7 +4,7 @@ narrow range. bfloat16 and float32 have a wide range and need no scaling. CUDA's
 support bfloat16 gradients, so a bfloat16 trainable parameter stops the run.
 
 **Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented
-for 'BFloat16'`. On other devices a GradScaler only skips steps and has no use.
+for 'BFloat16'`. On other devices a GradScaler has no use: it only skips steps.
 
 **An example that fails**
 

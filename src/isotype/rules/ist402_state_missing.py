@@ -12,7 +12,7 @@ is required` or a bare `AssertionError`.
 
 **Repaired**
 
-    load the model again, and load additional weights into the dense layers (llm_int8_skip_modules)
+    load the model again; layers that get other weights later stay dense (llm_int8_skip_modules)
 
 **How safe is the fix?** The scales cannot be rebuilt from the codes: load the model again.
 

@@ -5,8 +5,8 @@ impossible.
 
 **Why it is bad.** The new layout has blocks of 32 rows and scales per row. If a weight's rows are not a
 multiple of 32, or its columns are not a multiple of the block size (64 × 96), `evaluate` or `generate` raises
-an error. A repacked weight has scales rounded to bfloat16 and no backward, so a loop that evaluates between
-steps learns from wrong gradients.
+an error. The scales of a repacked weight are rounded to bfloat16. bitsandbytes has no backward for the new layout, so no
+gradient passes through the layer: a loop that evaluates between steps learns from wrong gradients.
 
 **Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no
 gradient. GPUs and CPUs without AVX512-BF16 keep the layout.
