@@ -160,7 +160,7 @@ def test_a_loop_that_ends_by_unknown_values_ends(program: Program, rounds: int) 
         program(**fakes)
     (note,) = recorder.values.numbers.notes()
     assert note == (
-        f"the loop at test_unknown.py:{program.__code__.co_firstlineno + 2} ends by its values: "
+        f"the end of the loop at test_unknown.py:{program.__code__.co_firstlineno + 2} depends on values: "
         "only its first rounds are traced and counted"
     )
 

@@ -1,7 +1,7 @@
 """Numbers that the code reads from tensors with unknown values.
 
 The code that reads a number decides something with it. The trace follows a step that works: guards let the number pass,
-loops end after a few rounds. The syntax tree of the source tells the use of a number: `if x.max() > 1e4: raise …`,
+loops end after a few rounds. The syntax tree of the source shows the use of a number: `if x.max() > 1e4: raise …`,
 `while error.item() > 1e-3`, `if done.all(): break`.
 """
 
@@ -52,7 +52,7 @@ class Use:
     """The use of a number.
 
     Attributes:
-        passes: the truth value of the number, or of its comparison, with which the code goes on.
+        passes: the truth value of the number, or of its comparison, with which the code continues.
         loop: the line of the `while` loop that another truth value ends; None if no loop depends on the number.
         order: the way to the condition.
     """
@@ -96,7 +96,7 @@ class Numbers:
         """Yield a note on every loop whose later rounds were not traced."""
         for file, line in self._loops:
             place = short(f"{file}:{line}")
-            yield f"the loop at {place} ends by its values: only its first rounds are traced and counted"
+            yield f"the end of the loop at {place} depends on values: only its first rounds are traced and counted"
 
     def _number(self, frame: FrameType, tensor: torch.Tensor) -> float:
         use, frame = use_in(frame)
