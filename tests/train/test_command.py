@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shlex
@@ -243,7 +244,7 @@ def test_a_command_that_leaves_its_file_keeps_what_the_file_sets_in_the_environm
     assert command.tokens() == ("isotype", "sft", "--config", str(path))
     alone = command.but(quantization=None)
     assert alone.tokens() == ("env", "WALKED=a b", "isotype", "sft", "--lora_r", "4")
-    launched = alone.with_processes(2).tokens()
+    launched = dataclasses.replace(alone, processes=2).tokens()
     assert launched[:3] == ("env", "WALKED=a b", "torchrun")
     printed = printed_command(launched, width=40)
     assert tuple(shlex.split(printed.replace("\\\n", " "))) == launched

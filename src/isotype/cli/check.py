@@ -56,24 +56,22 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the command to run after a step without errors, by its description: it trains, or it makes a plan."""
+    """Return the command to run after a step without errors (a training or a plan), by its description."""
     if command is None:
         return {}
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
         tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
         return {"see how fast the model trains, and the command of the training": tokens}
-    # isotype's trainings have no arguments for FSDP1, and without a data set there is nothing to train on.
+    # A training has no argument for FSDP1, and needs a data set.
     if options.fsdp == 1 or "dataset_name" not in command:
         return {}
-    trained = without_absent_device(command, report.trace.setup.profile.present).with_processes(
-        options.devices or 1
-    )
-    return {"train it": trained.tokens()}
+    trained = without_absent_device(command, report.trace.setup.profile.present)
+    return {"train it": replace(trained, processes=options.devices or 1).tokens()}
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return 1 if a finding has the severity `fail_on` or a higher one, or if the step does not fit or was not traced, else 0."""
+    """Return 1 if a finding has at least the severity `fail_on`, or if the step does not fit or was not traced; else 0."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 

@@ -385,7 +385,6 @@ def plan(argv: Sequence[str], console: Console) -> int:
 
 
 def _run_without_model(argv: Sequence[str], console: Console) -> int:
-    """Print the plans of the largest models that fit; return the exit status."""
     from isotype.planning.shelf import plans
     from isotype.planning.text import render_models
 

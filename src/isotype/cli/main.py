@@ -67,7 +67,7 @@ isotype COMMAND --help lists the arguments of a command. --debug shows traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 after success, 1 after a failure, 2 for bad input, 128 + N after signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # All arguments after `run` belong to the user's script, also --debug.
+    # All arguments after `run`, even --debug, belong to the user's script.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
     if arguments[:1] != ["run"]:  # isotype does not change the output and the warnings of the user's script
         print_the_nearest()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in set(stop_signals()) - {signal.SIGINT, *([HANGUP] if command == "run" else [])}:
             signal.signal(number, terminate)
     if argv is None and command in ("check", "plan"):
-        # The process ends with the report. Collecting garbage takes a tenth of its time, and as much again at its end.
+        # The process ends after the report. Garbage collection would take a tenth of its time, and as much again at its end.
         gc.disable()
         atexit.register(gc.freeze)
     if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect", "quality"):
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without isotype's `--debug`, and True if it was there; transformers' `--debug VALUE` stays."""
+    """Return the arguments without isotype's `--debug`, and True if it was given; transformers' `--debug VALUE` stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"
@@ -173,7 +173,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error that names the libraries a command lacks, or None if all libraries of isotype[train] are installed."""
+    """Return an error with the libraries that a command lacks; None if all libraries of isotype[train] are installed."""
     from isotype.checkpoint.opened import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 

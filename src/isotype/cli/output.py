@@ -20,7 +20,7 @@ from isotype.report.text import wrapped
 
 
 def console_of_failure() -> Console:
-    """Return the console of standard error for a fatal error; it prints only in the first process that fails."""
+    """Return a console of standard error for fatal errors, which prints only in the first process that fails."""
     return TerminalConsole(stderr=True, quiet=not first_to_fail())
 
 
@@ -30,7 +30,7 @@ def print_error(console: Console, text: str) -> None:
 
 
 def speak_up() -> None:
-    """Print isotype's log messages, as `-v` does: which dtypes it restored, and in which modules."""
+    """Print isotype's log messages, such as the modules whose dtypes were restored."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
 
@@ -50,7 +50,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """Print warnings even under PYTHONWARNINGS=error, which would turn them into exceptions inside of libraries."""
+    """Under PYTHONWARNINGS=error, print warnings: Python would raise them as exceptions inside of libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 
@@ -89,9 +89,9 @@ def _problems() -> Iterator[Problem]:
 
 
 def first_to_fail() -> bool:
-    """Return True if this rank is the first to report a failure; the other ranks fail soon after it.
+    """Return True if this rank is the first to report a failure, because the other ranks fail soon after it.
 
-    The ranks agree in the store of torchrun or accelerate, which outlives the ranks. Without a store the result is True.
+    The ranks agree through the store of torchrun or accelerate, which outlives the ranks. Without a store, return True.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

@@ -1,7 +1,7 @@
-"""`isotype run`: run a script unchanged and watch its first training steps.
+"""`isotype run`: runs a script unchanged and watches its first training steps.
 
-The script runs in this process as `python SCRIPT` would run it. Torch is imported by the script, not before it, so
-that the script can set threads and visible devices. Standard output belongs to the script.
+The script runs in this process as `python SCRIPT` would run it. Torch is not imported before the script runs, so that
+the script can set threads and visible devices. Only the script writes to standard output.
 """
 
 from __future__ import annotations
@@ -43,13 +43,6 @@ def run(argv: Sequence[str], console: Console) -> int:
     session = Session(options)
     session.watch()
     try:
-        return _watched(options, session)
-    finally:
-        session.leave()
-
-
-def _watched(options: Options, session: Session) -> int:
-    try:
         _execute(options)
     except SystemExit as leaving:
         session.left(leaving.code, leaving)
@@ -61,12 +54,15 @@ def _watched(options: Options, session: Session) -> int:
         show(session.failed(error))
         session.crashed(error)
         return CRASHED
-    session.left(0)
-    return 0
+    else:
+        session.left(0)
+        return 0
+    finally:
+        session.leave()
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parse isotype's options up to the script or `-m MODULE`; the rest belongs to the script."""
+    """Parse isotype's options before the script or `-m MODULE`; the script gets the arguments after it."""
     flags, rest = _split(list(argv))
     parser = Parser(
         prog="isotype run",
@@ -115,7 +111,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script(target: str) -> str:
-    """Return the path of an installed Python command (`torchrun`); other targets are returned unchanged."""
+    """Return the path of an installed Python command (`torchrun`); return any other target unchanged."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 

@@ -64,7 +64,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         return 0
     let_segments_expand(rest)
     speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
-    with interrupts_kept():  # imported libraries may swallow the exception of Ctrl-C
+    with interrupts_kept():  # a library that is being imported may suppress the exception of Ctrl-C
         from isotype.train.command.parse import parse_command
 
         parsed = parse_command(command, rest)[0]
@@ -90,7 +90,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _planned(command: Command, console: Console) -> Command:
-    """Return the command with each `auto` replaced by a value that `isotype plan` chooses for this machine."""
+    """Return the command with a value that `isotype plan` chooses for this machine in place of each `auto`."""
     if not command.planned:
         return command
     from isotype.planning.from_request import resolve_auto, words_of
@@ -102,7 +102,7 @@ def _planned(command: Command, console: Console) -> Command:
 
 
 def demo(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype demo` and return its exit status; with `--pictures`, build a small vision-language model first."""
+    """Run `isotype demo` and return its exit status; `--pictures` first builds a small vision-language model."""
     rest = [argument for argument in argv if argument != "--pictures"]
     pictures = len(rest) < len(argv)
     arguments = [*(PICTURES if pictures else DEMO), *rest]

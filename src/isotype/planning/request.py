@@ -236,7 +236,7 @@ def command_of(
         command = command.but(fsdp="full_shard")
     if profile.present and request.devices != ("auto",):
         command = command.but(device=profile.name)
-    return command.with_processes(request.count)
+    return replace(command, processes=request.count)
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:

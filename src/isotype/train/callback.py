@@ -1,4 +1,4 @@
-"""`PrecisionCallback`: holds a precision policy through a training in any transformers or TRL script."""
+"""`PrecisionCallback`: keeps a model under its precision policy during a training, in any transformers or TRL script."""
 
 from __future__ import annotations
 
@@ -51,26 +51,25 @@ logger = logging.getLogger("isotype")
 class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that restores the policy before the first optimizer step and checks that it holds.
 
-    When training begins, the callback brings the model under the policy, whatever the trainer did to it (TRL casts
-    every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy needs
-    one; a GradScaler with torch's default scale gets the policy's loss scale. The callback refuses a resumed run whose
-    values were rounded while they were loaded into 16-bit parameters. Before the first forward, it checks the step on
-    fake tensors (`isotype.check`) with the first batch. After the first step, it checks the optimizer state. A step
-    that the GradScaler skips does not advance the learning rate schedule. Each checkpoint gets the policy as a file.
-
-    Before every update, the callback checks loss and gradient norm. If one of them is not finite (and no GradScaler
-    skips the step), the same batch is run again under a recorder, and training stops with an error that names the first
-    operator whose result is not finite: its module, operands, source line and cause.
-
-    During training, products of 16-bit matrices on a GPU accumulate in float32 (`isotype.lora.kernels`).
+    - When training begins, the model is brought under the policy, whatever the trainer has done to the model (TRL casts
+      every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy
+      needs one; torch's default loss scale is replaced by the policy's. A resumed run is refused if its values were
+      rounded while they were loaded into 16-bit parameters.
+    - Before the first forward, the step is checked on fake tensors (`isotype.check`) with the first batch. After the
+      first step, the dtypes of the optimizer state are checked.
+    - Before every update, loss and gradient norm are checked. If one is not finite, and no GradScaler skips the step,
+      the same batch is run again under a recorder. The training ends with an error that names the first operator whose
+      result is not finite: its module, operands, source line and cause.
+    - A step that the GradScaler skips does not advance the learning rate schedule. Products of 16-bit matrices on a GPU
+      accumulate in float32 (`isotype.lora.kernels`). Each checkpoint gets the policy as a file.
 
     Args:
-        policy: by default the model's policy. For a model without one, every run derives a policy from the model's
-            dtypes and the trainer's arguments (`fp16`, `bf16`); it leaves frozen weights in their dtypes.
-        check: reaction to a disagreement between trainer and policy (GradScaler, optimizer state not in the master
-            dtype, rounded values) and to errors of the preflight: `"error"` raises PrecisionError, `"warning"` logs,
-            None disables both. An error that rests on an assumption about the device is only logged.
-        watch: stop training at a loss or a gradient that is not finite.
+        policy: by default the model's policy. For a model without a policy, every run derives one from the model's
+            dtypes and the trainer's arguments (`fp16`, `bf16`), and casts no frozen weight.
+        check: reaction to errors of the preflight, and to a trainer that contradicts the policy (GradScaler, optimizer
+            state not in the master dtype, rounded values): `"error"` raises PrecisionError, `"warning"` logs, None
+            disables both checks. An error that rests on an assumption about the device is only logged.
+        watch: True to end the training at a loss or a gradient that is not finite.
         ranges: measured value ranges for the preflight; None if they are unknown. By default, the ranges of a float16
             step are measured on its first batch, which takes additional memory.
     """
@@ -83,9 +82,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         ranges: Ranges | Literal["measure"] | None = "measure",
     ) -> None:
         if check not in ("error", "warning", None):
-            raise UsageError.of(
-                "unknown check", f"check={check!r}", "'error', 'warning' or None", "give one of these"
-            )
+            expected = "'error', 'warning' or None"
+            raise UsageError.of("unknown check", f"check={check!r}", expected, "give one of these")
         self.policy = policy
         self.check = check
         self._policy = policy  # of the current run
@@ -97,7 +95,6 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._reductions = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bring model, optimizer and GradScaler under the policy."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         saved = policy_of(model)
         bound = None if saved is None or saved.keep_frozen else saved  # no policy that another run derived
@@ -127,20 +124,14 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.attach()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the trainer's methods and torch's setting for 16-bit products."""
         self._leave()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the measurement of a step."""
         if self._meter is not None and not self._meter.together:
             self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the loss scale for `on_optimizer_step`; check that loss and gradient norm are finite.
-
-        Raises:
-            TrainingError: the loss or the gradient norm is not finite, see `isotype.trace.nonfinite.again`.
-        """
+        """Store the loss scale for `on_optimizer_step`; raise TrainingError if loss or gradient norm is not finite."""
         meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
         if meter is None or (scale is None and meter.together):
             self._scale = None if scale is None else float(scale)
@@ -162,8 +153,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mark a skipped step for accelerate, so that the learning rate schedule does not advance.
 
-        accelerate 1.15 counts a step as skipped if GradScaler did not call the optimizer. GradScaler always calls a fused
-        optimizer, which skips the update by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
+        accelerate (1.15) counts a step as skipped if GradScaler has not called the optimizer. But GradScaler calls a
+        fused optimizer in every step, and this optimizer skips the update (`_step_supports_amp_scaling` in
+        torch/amp/grad_scaler.py).
         """
         if self._scale is None:
             return
@@ -173,30 +165,27 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             mark_as_skipped(kwargs["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check after the first step that trainable parameters and optimizer state are in the master dtype."""
         if self._checked or self._policy is None:
             return
         self._checked = True
         self._raise_or_log(optimizer_error(kwargs["optimizer"], self._policy.master))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the policy into the checkpoint, if the model has not written it."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         missing = directory.is_dir() and not (directory / POLICY_FILE).exists()
         if self._policy is not None and state.is_world_process_zero and missing:
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """React to the preflight's errors as `check` says, and log its other findings."""
-        # An error in stored values is only logged: the run checks its loss in any case.
+        """Raise or log the preflight's errors by `self.check`, and log its other findings."""
+        # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
-        # The warnings of the policy already cover these kinds.
-        covered = ("device", "memory", "versions")
+        covered = ("device", "memory", "versions")  # by the warnings of the policy
         costs = [finding for finding in report.warnings if finding.kind not in covered]
         for finding in (*assumed, *costs) if logs else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
-        # The step is about to run, so only a peak above the memory of the whole device is an error. The traced copy of a
-        # sharded model is not sharded: its peak is not that of this process.
+        # The step is about to run, so only a peak above the whole memory of the device is an error. If the model is sharded,
+        # its traced copy is not: the copy's peak is not that of this process.
         full = whole and report.memory.peak > (report.trace.setup.profile.memory_bytes or math.inf)
         if certain := tuple(f for f in report.errors if f not in assumed and (full or f.kind != "memory")):
             self._raise_or_log(replace(report, findings=certain).error())
@@ -210,7 +199,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Bring the model under the policy and log the changes; only changes of frozen weights are logged as warnings."""
+    """Bring the model under the policy and log the changes: those of frozen weights as warnings."""
     frozen = {
         f"{place.name}.{name}" if place.name else name
         for place in places(model)
@@ -232,12 +221,11 @@ def before_first_step(
     outermost: nn.Module | None = None,
     ranges: Ranges | Literal["measure"] | None = "measure",
 ) -> None:
-    """Check the step of a running trainer when its first training batch reaches the model.
+    """Check the step of a running trainer before the first training batch enters the model.
 
     Args:
-        handle_report: called with the report before the forward of that batch; may raise.
-        outermost: the model as the trainer calls it. If this model is compiled as a whole, only hooks of this module
-            run outside of the graph.
+        handle_report: function of the report; an exception that it raises ends the training.
+        outermost: the module that the trainer calls; if it is compiled as a whole, only its hooks run outside the graph.
         ranges: measured value ranges; None if they are unknown; `measure` to measure a float16 step on this batch.
     """
 
@@ -264,20 +252,21 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding rests on operator contracts that were not measured on the device."""
+    """Return True if an operator contract on which the finding rests was not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
 
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
-    """Return the policy of a model that has none, in a trainer with these arguments.
+    """Derive the policy of a model without a policy, in a trainer with these arguments. It casts no frozen weight.
 
-    The storage is the quantization format, else the dtype of most float weights (trainable weights count as float32).
-    The compute dtype is that of `fp16` or `bf16`, else the compute dtype of bitsandbytes, else the storage. Frozen
-    weights are not cast.
+    | role | the first that exists of |
+    |---|---|
+    | storage | the quantization format; the dtype of most float weights (trainable weights count as float32) |
+    | compute dtype | `fp16` or `bf16` of the arguments; the compute dtype of bitsandbytes; the storage |
 
     Raises:
-        PrecisionError: invalid policy, or 16-bit and float32 weights without autocast.
+        PrecisionError: the policy is invalid, or 16-bit and float32 weights are used without autocast.
     """
     elements = _elements_by_dtype(model)
     most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
@@ -309,7 +298,6 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
 
 
 def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
-    """Count the elements of the base model's float weights by dtype; trainable weights count as float32."""
     elements: Counter[torch.dtype] = Counter()
     for place in places(model):
         if not place.adapter:
@@ -319,7 +307,6 @@ def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:
-    """Return the error if a parameter or a state tensor of `optimizer` is not in the master dtype, else None."""
     problems = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -337,7 +324,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the float state of parameters in the dtype `master` to `master`, too: `optimizer.step` requires equal dtypes."""
+    """Cast the state of parameters in the dtype `master` to `master`, too: `optimizer.step` requires equal dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -345,7 +332,7 @@ def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
 
 
 def _is_moment(name: str, tensor: Any) -> bool:
-    # A quantized optimizer has uint8 state with constants of its own; the counter `step` is float32.
+    # The counter `step` is float32. A quantized optimizer has uint8 state with its own constants.
     return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
 
 
@@ -356,25 +343,24 @@ _SCALED = (
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
-    """Return the error if the policy needs a GradScaler that does not exist, or forbids one that exists; else None."""
     scaler = getattr(optimizer, "scaler", None)
     active = scaler is not None and scaler.is_enabled()
     if active == policy.loss_scaling:
         return None
-    compute = dtype_name(policy.compute)
     what, fix = "a GradScaler", "build the trainer with fp16=False"
     if policy.loss_scaling:
         what, fix = "no GradScaler", _SCALED
     headline = "the trainer and the policy disagree about loss scaling"
     expected = "a GradScaler with float16 compute and with nothing else"
-    return PrecisionError.of(headline, f"{what} with compute dtype {compute}", expected, fix)
+    what = f"{what} with compute dtype {dtype_name(policy.compute)}"
+    return PrecisionError.of(headline, what, expected, fix)
 
 
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
-    """Return the error if the values of a resumed run were rounded while they were loaded, else None.
+    """Return an error if the values of a resumed run were rounded while they were loaded, else None.
 
-    `model.load_adapter` first copies the saved values into 16-bit parameters, then makes these float32. So only the
-    values show the rounding.
+    `model.load_adapter` copies saved values into 16-bit parameters, and then casts these to float32. So the rounding
+    shows only in the values, not in their dtype.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""Generation settings of a checkpoint that isotype switches off, because they need code from the hub or prevent streaming."""
+"""Generation settings that replace those of a checkpoint, which could need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A plain text to continue, or a conversation."""
 LONGEST = 200
@@ -42,7 +42,6 @@ LONGEST = 200
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode with its KV cache, and restore its former mode at the end."""
     training, cache = model.training, getattr(model.config, "use_cache", None)
     model.eval()
     model.config.use_cache = True
@@ -54,7 +53,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, messages: Prompt) -> Any:
-    """Tokenize a text or a conversation; if there is no chat template, tokenize only the conversation's last message."""
+    """Tokenize a text or a conversation; without a chat template, only the last message of the conversation."""
     if isinstance(messages, str):
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
@@ -84,10 +83,7 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int, **arguments: Any) -> Any:
-    """Return the token ids `[tokens]`, int64, that a model generates after a conversation.
-
-    Generation ends where the context is full: a model with learned positions has no embedding beyond it.
-    """
+    """Return the generated token ids `[tokens]`, int64; generation ends at the last position for which the model has an embedding."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
     limit, length = positions(model), inputs["input_ids"].shape[1]
@@ -120,7 +116,6 @@ def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord |
 def answers_after(
     trainer: Any, samples: Sequence[Sample], asked: Sequence[tuple[Sample, Prompt]], console: Console
 ) -> list[Sample]:
-    """Return the sample questions with the answers of the trained model."""
     if not samples:
         return []
     with console.status("asking the model after training …"):
@@ -140,13 +135,13 @@ _HELP_TEXT = """\
 def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
-    Questions come from `--ask`, from the keyboard, or line by line from a pipe. They belong to one conversation, which
-    begins with the message of `--system`; `/reset` begins it again. Pictures of `--image` and `/image` go with the next
-    question. `/help` lists the commands, `/exit` or Ctrl-D leaves, Ctrl-C at the keyboard stops only the answer.
+    Questions come from `--ask`, from the keyboard, or line by line from a pipe. All belong to one conversation, which
+    begins with the message of `--system`; `/reset` begins the conversation again. Pictures of `--image` and `/image`
+    are part of the next question. At the keyboard, Ctrl-C stops only the answer.
 
     Raises:
         UsageError: invalid options, a model that generates no text, a picture that the model cannot take, or a question
-            that does not fit into the context (a question from the keyboard raises no error).
+            that does not fit into the context. At the keyboard, errors about pictures and questions are only printed.
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -168,23 +163,28 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     for question in _questions(options, interactive, console):
         if question in _EXIT:
             break
-        if question == _RESET:
-            messages = list(opening)
-            console.print("(the conversation starts again)", style="dim")
-        elif question == _HELP:
-            say(console, _HELP_TEXT, "dim")
-        elif question.split(" ")[0] == _IMAGE:
-            pictures += _shown_picture(question.removeprefix(_IMAGE).strip(), tokenizer, interactive, console)
-        elif question:
-            messages = _turn(
-                model, tokenizer, messages, _asked(question, pictures), options, interactive, console
-            )
-            pictures = []
+        try:
+            if question == _RESET:
+                messages = list(opening)
+                console.print("(the conversation starts again)", style="dim")
+            elif question == _HELP:
+                say(console, _HELP_TEXT, "dim")
+            elif question.split(" ")[0] == _IMAGE:
+                path = question.removeprefix(_IMAGE).strip()
+                pictures.append(picture := opened_picture(path, tokenizer))
+                line = f"({path}: {picture.width} x {picture.height}, with the next question)"
+                console.print(line, style="dim", highlight=False, markup=False)
+            elif question:
+                asked, pictures = [*messages, _asked(question, pictures)], []
+                messages = _turn(model, tokenizer, asked, options, interactive, console)
+        except UsageError as error:
+            if not interactive:
+                raise
+            say(console, str(error), "yellow")
     return 0
 
 
 def opened_picture(path: str, processor: Any) -> Any:
-    """Open a picture in RGB; raise UsageError if it cannot be read or the model takes none."""
     if not hasattr(processor, "image_processor"):
         expected, fix = "a model that takes pictures, with its processor", "leave the picture out"
         raise UsageError.of("the model takes only text", f"the picture {path}", expected, fix)
@@ -197,19 +197,6 @@ def opened_picture(path: str, processor: Any) -> Any:
         what = f"{path}: {getattr(error, 'strerror', None) or first_line(error)}"
         expected = "a file that is a readable picture"
         raise UsageError.of("the picture cannot be shown", what, expected, "give another one") from error
-
-
-def _shown_picture(path: str, processor: Any, interactive: bool, console: Console) -> list[Any]:
-    try:
-        picture = opened_picture(path, processor)
-    except UsageError as error:
-        if not interactive:
-            raise
-        say(console, str(error), "yellow")
-        return []
-    line = f"({path}: {picture.width} x {picture.height}, with the next question)"
-    console.print(line, style="dim", highlight=False, markup=False)
-    return [picture]
 
 
 def _asked(question: str, pictures: Sequence[Any]) -> Message:
@@ -284,13 +271,13 @@ def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy
 
 
 def _questions(options: argparse.Namespace, interactive: bool, console: Console) -> Iterator[str]:
-    """Yield the questions of the command line, of a pipe, or of the keyboard until Ctrl-D."""
     if options.ask is not None:
         yield from (as_typed(question).strip() for question in options.ask)
     elif not interactive:
         yield from (as_typed(line).strip() for line in sys.stdin)
     else:
-        _line_editing()
+        with suppress(ImportError):  # on Windows, where the console edits lines by itself
+            import readline  # noqa: F401 - its import gives `input` a history and editing keys
         while True:
             try:
                 yield as_typed(console.input(Text.assemble((">", "bold"), " "))).strip()
@@ -303,31 +290,17 @@ def _questions(options: argparse.Namespace, interactive: bool, console: Console)
                 console.print(f"\n({_EXIT[0]} or Ctrl-D leaves)", style="dim", highlight=False)
 
 
-def _line_editing() -> None:
-    try:
-        import readline  # noqa: F401 - its import gives `input` a history and editing keys
-    except ImportError:
-        return  # on Windows, where the console edits lines by itself
-
-
 def _turn(
     model: Any,
     tokenizer: Any,
     messages: list[Message],
-    question: Message,
     options: argparse.Namespace,
     interactive: bool,
     console: Console,
 ) -> list[Message]:
-    asked = [*messages, question]
-    try:
-        turns, longest = _fitting(model, tokenizer, asked, options.max_new_tokens)
-    except UsageError as error:
-        if not interactive:
-            raise
-        say(console, str(error), "yellow")
-        return messages
-    if len(turns) < len(asked):
+    """Print the answer to the last message, and return the turns that fit into the context with the answer."""
+    turns, longest = _fitting(model, tokenizer, messages, options.max_new_tokens)
+    if len(turns) < len(messages):
         console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
     if options.max_new_tokens is None and longest < LONGEST:
         line = f"(this model's context of {positions(model)} tokens leaves {longest} for the answer)"
@@ -346,11 +319,8 @@ def _fitting(
 ) -> tuple[list[Message], int]:
     """Return the system message with the latest turns that leave room for an answer, and the answer's largest length.
 
-    If `max_new_tokens` is None, earlier turns leave room for `LONGEST` tokens or half of the context, whichever is
-    less. A question without earlier turns needs room for only one token.
-
-    Raises:
-        UsageError: the last question alone does not fit.
+    If `max_new_tokens` is None, the room is for `LONGEST` tokens or half of the context, whichever is less; for one
+    token if only the question is left. UsageError: the question alone does not fit.
     """
     limit = positions(model)
     if limit is None:
@@ -363,14 +333,11 @@ def _fitting(
         if limit - length >= (max_new_tokens or (1 if alone else min(LONGEST, limit // 2))):
             return [*opening, *turns], max_new_tokens or min(LONGEST, limit - length)
         if alone:
-            raise _too_long(length, limit, max_new_tokens)
+            break
         turns = turns[2:]
-
-
-def _too_long(length: int, limit: int, max_new_tokens: int | None) -> UsageError:
     asked = "" if max_new_tokens is None else f", and --max_new_tokens {max_new_tokens}"
     shorter = "ask a shorter question"
     headline = "the question and its answer do not fit into the model's context"
     what = f"a prompt of {length} tokens{asked}"
     fix = f"--max_new_tokens {limit - length} or less; or {shorter}" if length < limit else shorter
-    return UsageError.of(headline, what, f"at most {limit} tokens with the answer", fix)
+    raise UsageError.of(headline, what, f"at most {limit} tokens with the answer", fix)

@@ -1,9 +1,9 @@
-"""`--torch_compile`: compile each block of a model separately, without isotype's code.
+"""`--torch_compile`: compiles each block of a model separately.
 
-accelerate passes the whole model to `torch.compile`, with the head, its loss and isotype's hooks, whose Python state
-causes graph breaks or a recompilation at every call. Most time is spent in the blocks, and all blocks of a class share
-one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only `forward` is compiled, not the
-module's call, so hooks stay outside of the graph.
+accelerate would compile the whole model, with the head, its loss and isotype's hooks. The Python state of the hooks
+causes graph breaks, or a recompilation at every call. Most time is spent in the blocks, and all blocks of a class share
+one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only the blocks' `forward` is compiled,
+not the modules' call, so hooks stay outside of the graph.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ Options = tuple[tuple[str, Any], ...]
 class CompiledBlock(Swapped):
     """Block whose forward is compiled if gradients are enabled; evaluation and generation run eagerly.
 
-    In generation, torch would compile every block separately, because each block has its own index in the key-value
-    cache.
+    In generation all blocks could not share a graph, because each has another index in the key-value cache.
     """
 
     compiled_original: type[nn.Module]
@@ -59,7 +58,10 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Return accelerate's options for `torch.compile` and keep it from compiling; None without options or with DeepSpeed."""
+    """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling; None without options.
+
+    With DeepSpeed, accelerate compiles the model, and None is returned.
+    """
     from accelerate.utils import DynamoBackend
 
     plugin = accelerator.state.dynamo_plugin
@@ -71,7 +73,7 @@ def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
-    """Let `torch.compile` compile the blocks at their first forwards with gradients; return a line for the user."""
+    """Let torch compile each block at its first forward with gradients; return a line for the user."""
     blocks = list(outermost_blocks(model))
     for _, block in blocks:
         block.__dict__["compiled_options"] = tuple(sorted(options.items()))
@@ -86,7 +88,6 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
 
 
 def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
-    """Yield a problem if inductor is requested and the compiler that inductor calls is not installed."""
     if not training.torch_compile or training.torch_compile_backend != "inductor":
         return
     flag, fix = "--torch_compile True", "install it, or leave --torch_compile out"

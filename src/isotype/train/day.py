@@ -1,4 +1,4 @@
-"""The date that chat templates write into texts: the day on which the run was first started, which checkpoints record."""
+"""The date that chat templates write: the day on which the run was first started. Checkpoints record this day."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from isotype.train.run import Run
 
 
 def day_of_run(resume: Path | None) -> date:
-    """Return the day in the resumed checkpoint, or today; all processes get the date of rank 0."""
+    """Return the day that the resumed checkpoint records, or today; all processes get the date of rank 0."""
     return from_first(lambda: template_date(resume) or date.today())
 
 
 def mark(run: Run, tokenizer: Any) -> None:
-    """Store the day on a tokenizer, whose attributes are part of the key under which `datasets` caches tokenized rows."""
+    """Store the day as an attribute of the tokenizer: `datasets` caches tokenized rows under a key of these attributes."""
     if writes_date(tokenizer) or getattr(run.settings.training, "chat_template_path", None) is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
 
 
 def day_note(run: Run, tokenizer: Any) -> str | None:
-    """Return a note with the day if the chat template can write it into the rows; else None."""
     from trl import is_conversational
 
     rows = run.data[run.settings.script.dataset_train_split]

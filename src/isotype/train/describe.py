@@ -1,4 +1,4 @@
-"""Descriptions of a run, for the terminal at its start and for the run report at its end."""
+"""Describes a run: in the terminal at its start, and in the run report at its end."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "
 def policy_rows(
     policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (role, dtype, reason) for each row of the policy, for the optimizer state of `--optim`, and for `choice`."""
+    """Return (role, dtype, reason) for the rows of the policy, the optimizer state of `--optim`, and `choice`."""
     name = str(getattr(optimizer, "value", optimizer))
     rows, state = {row[0]: row for row in policy.rows()}, state_of(name)
     if state is not None:
         role = "optimizer state"
         rows[role] = (role, f"{state[0].format(dtype_name(policy.master))} ({name})", state[1])
-    return (*rows.values(), *(() if choice is None else (choice.row(),)))
+    return (*rows.values(), *(() if choice is None else (("checkpointing", choice.words, choice.reason),)))
 
 
 _SHORT_ROLES = {
@@ -77,7 +77,7 @@ def show_policy(
     extra: IsotypeArguments | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """Print the policy and its warnings: in three lines with `--quiet`, with unabridged reasons with `--verbose`."""
+    """Print the policy and its warnings; with `--quiet` in three lines, with `--verbose` with whole reasons."""
     rows = policy_rows(policy, optimizer, choice)
     if extra is not None and extra.quiet:
         third = -(-len(rows) // 3)
@@ -109,7 +109,6 @@ def show_policy(
 
 
 def show_model(console: Console, model: Any) -> None:
-    """Print the number of parameters, the number of trainable ones, and the bytes of the weights by dtype."""
     total, trainable = parameter_counts(model)
     stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
     console.print(
@@ -152,7 +151,6 @@ def _form(dtype: Any) -> str:
 
 
 def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
-    """Print a summary of the fused layers, and the layers that are not fused; with `--verbose`, print the whole report."""
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
@@ -163,13 +161,13 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """Return the numbers of all and of trainable parameters; a packed 4-bit weight counts its unpacked values."""
+    """Return the numbers of all parameters and of trainable parameters; a packed weight counts its unpacked values."""
     total = sum(stored.elements for stored in stored_parameters(model))
     return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
-    """Return (storage dtype, bytes) of the weights with their quantization constants, most bytes first."""
+    """Return the bytes of the weights and their quantization constants by storage dtype, most bytes first."""
     sizes: Counter[str] = Counter()
     for parameter in stored_parameters(model):
         sizes[_form(parameter.dtype)] += parameter.bytes
@@ -177,12 +175,8 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return notes for the user on the model: experts that are not quantized, and `adapter_notes`."""
-    return (*unquantized_experts(model), *getattr(model, "adapter_notes", ()))
-
-
-def unquantized_experts(model: Any) -> list[str]:
-    """Return a line on the stacked expert weights that a quantized model keeps in a float dtype, or an empty list."""
+    """Return notes for the user: stacked experts that a quantized model keeps in a float dtype, and `adapter_notes`."""
+    notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     named = {
         name: p
@@ -191,12 +185,13 @@ def unquantized_experts(model: Any) -> list[str]:
     }
     experts = list(named.values())
     if not formats or not experts:
-        return []
+        return notes
     size = sum(p.numel() * p.element_size() for p in experts)
-    return [
+    line = (
         f"{plural(len(experts), stacked(named))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: "
         f"{why_kept(((name, p.shape) for name, p in named.items()), formats[0])}"
-    ]
+    )
+    return (line, *notes)
 
 
 _PICTURED = 4
@@ -247,7 +242,6 @@ def record(
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
-    """Return the record of the run, with the steps that `recorder` has measured since `started`."""
     settings, policy, trainer = run.settings, run.policy, built.trainer
     total, trainable = parameter_counts(trainer.model)
     allocator = allocator_setting() if run.profile.kind == "cuda" else None
@@ -272,7 +266,7 @@ def record(
         settings=(
             *_hyperparameters(settings),
             *([] if allocator is None else [("allocator", allocator)]),
-            *_kernels(built.fusion),
+            *_kernel_rows(built.fusion),
             *head_rows(trainer),
         ),
         steps=tuple(recorder.steps),
@@ -303,8 +297,7 @@ def _words(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
-    """Return rows for the report: the fused functions, their kernels, and the layers that are not fused, with reasons."""
+def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
     if fusion is None or not (fusion.fused or fusion.left):
         return []
     rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
@@ -313,6 +306,6 @@ def _kernels(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the report's row on the language-model head if the run measured two heads to choose one; else no row."""
+    """Return the report's row on the language-model head if the run has measured two heads to choose one; else no row."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

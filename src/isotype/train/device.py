@@ -18,7 +18,7 @@ from isotype.train.command.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:
-    """Return the profile of `--device`; raise UsageError if it is not in this machine, or not the first of its kind."""
+    """Return the profile of `--device`; raise UsageError if the device is not in this machine, or not the first of its kind."""
     device = settings.extra.device
     profile = device_profile(device)
     if not profile.present:
@@ -37,15 +37,13 @@ def training_device(settings: Settings) -> DeviceProfile:
 
 
 def say_one_gpu(settings: Settings, console: Console) -> None:
-    """Print how to train on all GPUs if a run without a launcher uses only the first of several."""
     if unused := gpus_left(settings.training):
         command = f"torchrun --standalone --nproc_per_node {unused + 1} -m isotype {settings.method.name} …"
-        note = f"note: training on the first of {unused + 1} GPUs; {command} trains on all of them"
-        say(console, note)
+        say(console, f"note: training on the first of {unused + 1} GPUs; {command} trains on all of them")
 
 
 def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:
-    """Return the trainer's arguments for asynchronous copies from pinned memory, if the device is an NVIDIA or AMD GPU."""
+    """Return the trainer's arguments for copies of batches to the device: asynchronous on an NVIDIA or AMD GPU."""
     if not torch.cuda.is_available():
         return {"dataloader_pin_memory": False}  # torch warns about pinned memory without a GPU
     pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
@@ -54,5 +52,5 @@ def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, A
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Return a context that disables cuDNN's attention if its gradients may be NaN on this device (IST812)."""
+    """Return a context that disables cuDNN's attention if its gradients can be NaN on this device (IST812)."""
     return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()

@@ -1,4 +1,4 @@
-"""The initial adapter of a run: read from `--model_name_or_path`, or initialised by `--init_lora_weights`."""
+"""The adapter with which a run starts: read from `--model_name_or_path`, or initialised by `--init_lora_weights`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isotype.model.targets import task_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 
-MADE_BY = {
+FIELDS_OF_CONFIG = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
@@ -30,13 +30,13 @@ MADE_BY = {
 
 
 def start_of(settings: Settings) -> Settings:
-    """If `--model_name_or_path` names an adapter, return the settings with it and its base model; else return them unchanged.
+    """Return the settings; if `--model_name_or_path` names an adapter, with this adapter and its base model.
 
-    Storage and compute dtype are those in which the adapter was trained, unless arguments request others.
+    Storage and compute dtype are then those in which the adapter was trained, unless arguments request others.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.
-        UsageError: arguments that contradict the adapter, or an adapter for another task.
+        UsageError: arguments contradict the adapter, or the adapter is for another task.
     """
     name = str(settings.model.model_name_or_path)
     if not is_adapter(name):
@@ -46,9 +46,12 @@ def start_of(settings: Settings) -> Settings:
         path = adapter.directory / CONFIG_FILE
         expected, fix = "the base model of the adapter", "correct base_model_name_or_path in that file"
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
-    problems = [*_other_task(settings, adapter), *_other_adapter(settings, adapter)]
-    method = getattr(adapter.config, "init_lora_weights", None)
-    if problems := [*problems, *part_of_base_problems(settings, method, adapter.directory)]:
+    initialised_by = getattr(adapter.config, "init_lora_weights", None)
+    problems = [
+        *_contradictions(settings, adapter),
+        *part_of_base_problems(settings, initialised_by, adapter.directory),
+    ]
+    if problems:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
     base = {"model_name_or_path": adapter.base}
     if adapter.revision and "model_revision" not in settings.command:
@@ -71,23 +74,18 @@ def start_of(settings: Settings) -> Settings:
     return replace(settings.but(**base), precision=request, start=adapter)
 
 
-def _other_task(settings: Settings, adapter: Adapter) -> list[Problem]:
-    task = task_of(adapter.config)
-    wanted = settings.method.task_type
-    if task in (wanted, None):
-        return []
-    merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
-    expected = f"one for {wanted}, which isotype {settings.method.name} trains"
-    fix = f"merge it first ({merged}) and start from the merged model"
-    return [Problem(f"an adapter for {task}", expected, fix)]
-
-
-def _other_adapter(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
-    """Yield a problem for each given argument that contradicts the adapter's config."""
+def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
+    """Yield a problem if the method trains adapters for another task, and for each argument that contradicts the adapter."""
+    task, wanted = task_of(adapter.config), settings.method.task_type
+    if task not in (wanted, None):
+        merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
+        expected = f"one for {wanted}, which isotype {settings.method.name} trains"
+        fix = f"merge it first ({merged}) and start from the merged model"
+        yield Problem(f"an adapter for {task}", expected, fix)
     if settings.precision.trainable == "full":
         fix = "leave it out, or merge the adapter first"
         yield Problem("--use_peft False", "an adapter to be trained further", fix)
-    for name, key in MADE_BY.items():
+    for name, key in FIELDS_OF_CONFIG.items():
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
         has = sorted_names(getattr(adapter.config, key, None))
         if name in settings.command and sorted_names(asked) != has:
@@ -103,20 +101,20 @@ def sorted_names(value: Any) -> Any:
 
 
 DRAWN = ("gaussian", "orthogonal")
-"""Initialisations with random A and B whose product is zero, so the base model is unchanged."""
+"""Initialisations with a product of A and B that is zero, so that the adapted model computes what the base computes."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""Initialisations that need base weights in a float dtype (PEFT 0.21 draws `orthogonal` in their storage dtype)."""
+"""Initialisations that need base weights in a float dtype: PEFT (0.21) draws `orthogonal` in the weights' storage dtype."""
 
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-Whenever the adapter is attached, the rest of the base weight is computed again. The rest and the product of A and B are
-equal up to rounding, even if the decomposition chooses other signs.
+The rest of each base weight is not saved: it is computed again whenever the adapter is attached. It is equal up to
+rounding, even if the decomposition then chooses other signs.
 """
 
 LOFTQ = "loftq"
-"""Initialisation that compensates quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
+"""Initialisation that compensates a part of the quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
 
 _DATA = "it needs data before the adapter exists: save an adapter by PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
@@ -125,11 +123,10 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _DATA,
     "mica": "its B is not trained, which isotype's policies do not support",
 }
-"""For each other initialisation of PEFT, the reason why isotype refuses it."""
+"""Other initialisations of PEFT, each with the reason why isotype refuses it."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of `--init_lora_weights` that can be found before the model is read."""
     name, extra = settings.extra.init_lora_weights, settings.extra
     if name is None:
         return
@@ -148,7 +145,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
     if name == LOFTQ and settings.model.use_dora:
-        expected = "LoRA: DoRA takes its magnitudes from the quantized weights"
+        expected = "plain LoRA: the magnitudes of DoRA are those of the quantized weights"
         yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
     if name == LOFTQ and brings_tokens(settings.training):
         fix = "leave --init_lora_weights out"
@@ -162,15 +159,16 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def brings_tokens(training: Any) -> bool:
-    """Return True if `--chat_template_path` names another model, whose chat template and new tokens TRL then adds."""
+    """Return True if `--chat_template_path` names another model: TRL then takes its chat template and adds its new tokens."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Return a problem if the method needs a reference adapter: adding it would change the base weights a second time.
+    """Return a problem if the adapter was initialised from a part of the base weights, and the method needs a reference.
 
-    TRL makes the reference of a preference loss or a KL term by adding an adapter from the same config.
+    TRL adds a second adapter with the same config as the reference model of a preference loss or a KL term. Its
+    initialisation would change the base weights a second time.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
         return []
@@ -186,13 +184,12 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the model without its adapter can be the reference: the adapter is new and the base is unchanged."""
+    """Return True if the reference model is the model without its adapter: the adapter is new and changes no base weight."""
     new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
 
 def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if the adapter needs a part of the base's weights and the policy quantizes them."""
     name = settings.extra.init_lora_weights
     if name in OF_FLOATS and policy.quantized:
         raise PrecisionError("the adapter cannot be initialised", [_quantized(name, policy.storage)])
@@ -206,6 +203,10 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
 def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
     part = name in PART_OF_BASE
-    why = "the rest of each weight would be rounded again" if part else "PEFT draws A and B in its dtype"
+    why = (
+        "the rest of each weight would be rounded again"
+        if part
+        else "PEFT draws A and B in the dtype of the base"
+    )
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

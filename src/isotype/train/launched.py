@@ -1,4 +1,4 @@
-"""A run in several processes: the launcher (torchrun, accelerate launch), sharding by `--fsdp`, and lost processes."""
+"""A run in several processes: its launcher (torchrun, accelerate launch), sharding by `--fsdp`, and lost processes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _GONE = re.compile(
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of a model over processes by FSDP2.
+    """Sharding of a model over processes by FSDP.
 
     Attributes:
-        reshard: True to free a block's gathered weights after its forward and gather them again for its backward.
-        offload: True if weights in CPU memory were requested, which is not supported.
+        reshard: True to free a block's gathered weights after its forward, and gather them again for its backward.
+        offload: True if weights in CPU memory are requested, which is not supported.
         source: name of the argument that sets `version`.
     """
 
@@ -44,10 +44,10 @@ class Sharding:
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
-    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None; unset the variable ACCELERATE_USE_FSDP.
+    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None; UsageError if it is not supported.
 
-    The model is sharded while it is loaded (`isotype.checkpoint.shard`). accelerate would first load the whole
-    model in every process, and does not shard on a CPU. Unsupported requests raise UsageError.
+    isotype shards the model while it is loaded (`isotype.checkpoint.shard`). accelerate, which loads the whole model in
+    every process and does not shard on a CPU, is prevented from sharding: the variable ACCELERATE_USE_FSDP is unset.
     """
     sharding = requested_sharding(training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -62,7 +62,7 @@ def processes() -> int:
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """Call `compute` in rank 0 and return its result in every process; an exception is raised in every process."""
+    """Call `compute` in rank 0, and return its result or raise its exception in every process."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return compute()
     box: list[Any] = [None]
@@ -80,26 +80,19 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def requested_sharding(training: Any) -> Sharding | None:
-    """Return the sharding that `--fsdp` or `accelerate launch` requests, without checking it; None without either."""
+    """Return the sharding that `--fsdp` or `accelerate launch` requests, even if it is not supported; None without a request."""
     if training.fsdp:
-        return _of_arguments(training)
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
-    return _of_launcher() if launched else None
-
-
-def _of_arguments(training: Any) -> Sharding:
-    config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
-    return Sharding(
-        reshard=_true(config.get("reshard_after_forward", True)),
-        checkpointing=_true(config.get("activation_checkpointing", False)),
-        version=int(config.get("version", 2)),
-        offload=_true(config.get("cpu_offload", config.get("offload_params", False))),
-    )
-
-
-def _of_launcher() -> Sharding:
-    """Return the sharding in the environment variables that accelerate's `prepare_multi_gpu_env` sets (utils/launch.py)."""
+        config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
+        return Sharding(
+            reshard=_true(config.get("reshard_after_forward", True)),
+            checkpointing=_true(config.get("activation_checkpointing", False)),
+            version=int(config.get("version", 2)),
+            offload=_true(config.get("cpu_offload", config.get("offload_params", False))),
+        )
     variable = os.environ.get
+    if variable("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
+        return None
+    # accelerate's `prepare_multi_gpu_env` sets these variables (utils/launch.py).
     return Sharding(
         reshard=_true(variable("FSDP_RESHARD_AFTER_FORWARD", "true")),
         checkpointing=_true(variable("FSDP_ACTIVATION_CHECKPOINTING", "false")),
@@ -133,13 +126,13 @@ def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Pro
 
 @contextmanager
 def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator[None]:
-    """Raise TrainingError, with the command to resume, if a collective failed because another process died."""
+    """If a collective operation fails because another process has ended, raise TrainingError with the command to resume."""
     try:
         yield
     except RuntimeError as error:
         if trainer.accelerator.num_processes == 1 or not _GONE.search(str(error)):
             raise
-        # The launcher sends SIGTERM to this process now, which must still print the reason.
+        # The launcher now sends SIGTERM to this process, but the process must still print the reason.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         process = f"process {trainer.args.process_index} of {trainer.args.world_size}"
         what = f"step {trainer.state.global_step + 1}: {process} waited for another process, which has ended"
@@ -156,8 +149,8 @@ def leave_group_at_exit() -> None:
     """Destroy the process group when this process exits; transformers and accelerate leave the group open.
 
     Threads of an open group sometimes abort Python's shutdown with SIGABRT, "terminate called without an active
-    exception": https://github.com/pytorch/pytorch/issues/190489. Call this function only after the training: a process
-    must not wait for another one that has died.
+    exception": https://github.com/pytorch/pytorch/issues/190489. Call this function only after a complete training,
+    because destroying a group may wait for a process that has died.
     """
     atexit.register(_leave_group)
 

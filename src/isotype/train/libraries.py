@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -27,14 +27,20 @@ LAST_TESTED = {
 
 
 def require_fitting_libraries() -> None:
-    """Raise UsageError if a library lacks a function that isotype calls or overrides; log libraries newer than tested."""
+    """Log libraries newer than tested; raise UsageError if one lacks a function that isotype calls or overrides."""
+    import trl.trainer.utils
+    from transformers import Trainer
+
     for line in newer_than_tested():
         logger.warning("%s", line)
-    _refuse(_incompatibilities())
+    of_trl = (*trl_head.incompatibilities(trl.trainer.utils), *trl_head.lacking_inside())
+    of_transformers = trainer_steps.incompatibilities(Trainer)
+    _refuse(
+        [*(("transformers", reason) for reason in of_transformers), *(("trl", reason) for reason in of_trl)]
+    )
 
 
 def require_names(method: Method) -> None:
-    """Raise UsageError if the installed TRL lacks the trainer class of a method or its config class."""
     config = f"{method.trainer.removesuffix('Trainer')}Config"
     _refuse(("trl", reason) for reason in trl_head.lacking((method.trainer, config)))
 
@@ -53,7 +59,6 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
 
 
 def newer_than_tested() -> list[str]:
-    """Return a line for each installed library that is newer than the last tested version."""
     lines = []
     for library, last in LAST_TESTED.items():
         try:
@@ -65,12 +70,3 @@ def newer_than_tested() -> list[str]:
                 f"{library} {installed} is newer than {last}, the last with which isotype {VERSION} was tested"
             )
     return lines
-
-
-def _incompatibilities() -> Iterator[tuple[str, str]]:
-    import trl.trainer.utils
-    from transformers import Trainer
-
-    yield from (("transformers", reason) for reason in trainer_steps.incompatibilities(Trainer))
-    yield from (("trl", reason) for reason in trl_head.incompatibilities(trl.trainer.utils))
-    yield from (("trl", reason) for reason in trl_head.lacking_inside())

@@ -1,4 +1,4 @@
-"""The model of a training command, with its policy and its adapter; its weights are loaded or on the meta device."""
+"""Builds the model of a training command with its policy and adapter: with loaded weights, or on the meta device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_refer
 from isotype.train.launched import Sharding
 from isotype.train.policy import moments_of_run
 
-# Arguments of `--model_init_kwargs` that the policy decides; `read_precision_request` has read them.
+# Keys of `--model_init_kwargs` about precision: `read_precision_request` reads them, and the policy decides.
 _DECIDED = (
     "dtype", "torch_dtype", "quantization_config", "load_in_4bit", "load_in_8bit", "trust_remote_code",
 )  # fmt: skip
@@ -48,9 +48,9 @@ _DECIDED = (
 def adapted_model(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint`, add the adapter to the parts `adapt`, and return (model, peft_config).
+    """Load `checkpoint`, add the adapter to the parts `adapt`, and return (model, None).
 
-    `peft_config` is None unless the chat template adds tokens: then the trainer has to add the adapter.
+    If the chat template adds tokens, return (model without the adapter, peft_config): the trainer then adds the adapter.
     """
     import transformers
 
@@ -114,11 +114,11 @@ def _adapted(
 
 
 _REFERENCE = "ref"
-"""TRL's name for a frozen copy of the adapter: the reference model of a preference loss or a KL term."""
+"""TRL's name for the frozen adapter of the reference model, which a preference loss or a KL term needs."""
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Return the model; add the reference adapter if the model is sharded and needs one, because TRL cannot do this."""
+    """Return the model; if it is sharded and the loss needs a reference, with the reference adapter, which TRL cannot add."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() stores the policy on the model"
@@ -128,24 +128,23 @@ def _with_reference(settings: Settings, model: Any) -> Any:
     return model
 
 
-def _add_adapter(model: Any, name: str, config: Any, *, there: bool) -> None:
-    """Call PEFT's `add_adapter` so that it accepts quantized experts; do nothing if the adapter is already `there`."""
-    if not there:
-        with seen_dense(model):
-            type(model).add_adapter(model, name, config)
-
-
 @contextmanager
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
     """While a trainer is built, let TRL add the reference adapter `ref`; delete `ref` afterwards if it is not needed.
 
-    A sharded model already has `ref`, and TRL only copies values into it. If the trained adapter is new, `ref` is
-    deleted: the model with its adapter switched off computes the same.
+    A sharded model already has `ref`, and TRL only copies values into it. If the trained adapter is new, `ref` is not
+    needed: the model with its adapter switched off computes the same.
     """
     adapters = getattr(model, "peft_config", None) or {}
     there = _REFERENCE in adapters
+
+    def add_adapter(name: str, config: Any) -> None:
+        if not there:
+            with seen_dense(model):  # else PEFT refuses quantized experts
+                type(model).add_adapter(model, name, config)
+
     if adapters:
-        model.add_adapter = partial(_add_adapter, model, there=there)
+        model.add_adapter = add_adapter
     try:
         yield
     finally:
@@ -165,13 +164,13 @@ def _sharded(
     model = load_sharded(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
     base = without_peft(model)
     mark_as_sharded(base)  # `generate` then continues until every process has finished
-    # With these attributes TRL would cast the master weights to bfloat16, which cannot be undone for sharded parameters.
+    # If one of these were True, TRL would cast the master weights to bfloat16; for sharded parameters this cannot be undone.
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
     return model
 
 
 def require_token_ids(config: Any, settings: Settings) -> None:
-    """Raise UsageError for a model whose input is not token ids, such as Whisper: TRL has no trainer for such models."""
+    """Raise UsageError for a model whose input is not token ids, such as Whisper: TRL has no trainer for it."""
     cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":
@@ -183,7 +182,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
 
 
 def check_module_names(model: Any, config: Any) -> None:
-    """Raise UsageError for names in `--lora_target_modules` and `--lora_modules_to_save` that no module has."""
+    """Raise UsageError for a rank that is too large, and for names of the adapter's config that no module has."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
@@ -207,7 +206,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the width (smaller side) of all adapted layers; add a note if it exceeds some."""
+    """Raise UsageError if the rank is above the width (smaller side) of all adapted layers; add a note if it is above some."""
     rank, targets = getattr(config, "r", None), config.target_modules
     widths = [
         min(module.in_features, module.out_features)
@@ -243,7 +242,7 @@ def _is_target(name: str, targets: Any) -> bool:
 def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
     """Return (local directory, tokenizer) of a directory, GGUF file, embedded model or downloaded hub id.
 
-    Return (model, None) if this machine has no tokenizer. The tokenizer in a GGUF file is first written into the cache.
+    Return (model, None) if this machine has no tokenizer. The tokenizer of a GGUF file is in a directory of the cache.
     """
     source = local_path(model) or local_snapshot(model, revision)
     if source is None:
@@ -283,10 +282,10 @@ def weightless_model(
     """Return the model that `isotype.load` and `isotype.add_lora` would make, with every tensor on the meta device.
 
     Args:
-        model_class: a transformers model class or auto class; default: the class that the config names.
+        model_class: a model class or auto class of transformers; None for the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        fold: True to fold equal layers (see `isotype.model.fold`). This is done before adapters are added, or
-            afterwards if the quantizer or the adapters' config selects layers by number.
+        fold: True to fold equal layers (see `isotype.model.fold`): before adapters are added, or afterwards if the
+            quantizer or the adapters' config selects layers by number.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
@@ -297,8 +296,11 @@ def weightless_model(
     model = skeleton(
         config, policy, model_class=model_class, attn_implementation=attn_implementation, **settings
     )
-    with _adapter_arguments():
-        lora = _lora_config(model, lora)
+    if isinstance(lora, Mapping):
+        from peft import LoraConfig
+
+        with _adapter_arguments():
+            lora = LoraConfig(**{"target_modules": "all-linear", "task_type": task_type_of(model), **lora})
     if early := fold and not _chosen_by_number(skipped_modules(config), lora):
         fold_layers(model)
     model = store(model, policy)
@@ -309,16 +311,7 @@ def weightless_model(
     return fold_layers(model) if fold and not early else model
 
 
-def _lora_config(model: Any, lora: Any) -> Any:
-    if not isinstance(lora, Mapping):
-        return lora
-    from peft import LoraConfig
-
-    return LoraConfig(**{"target_modules": "all-linear", "task_type": task_type_of(model), **lora})
-
-
 def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
-    """Return True if the quantizer or the adapter's config selects layers by number."""
     if lora is None:
         names: list[str] = []
     elif getattr(lora, "layers_to_transform", None) is not None:
@@ -332,7 +325,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
-    """Call `add_lora` and suppress its warnings: the command prints the same texts from the model's `adapter_notes`."""
+    """Call `add_lora` without its warnings: the command prints the same texts from the model's `adapter_notes`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, config, adapt=adapt)
@@ -340,7 +333,7 @@ def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None
 
 @contextmanager
 def _adapter_arguments() -> Iterator[None]:
-    """Raise UsageError for PEFT's errors about the adapter's arguments, such as a regular expression without a match."""
+    """Turn PEFT's errors about the adapter's arguments, such as a regular expression without a match, into UsageError."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -351,7 +344,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts to adapt: `--adapt`, or the language model if no row has a picture; None for all parts."""
+    """Return the parts that get adapters: those of `--adapt`; else only the language model if no row has a picture; None for all."""
     if settings.extra.adapt is not None:
         return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

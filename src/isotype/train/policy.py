@@ -1,4 +1,4 @@
-"""The policy of a run, with measured value ranges if it needs them, and its enforcement on a trainer."""
+"""Decides the policy of a run, with measured value ranges if it needs them, and enforces it on a trainer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy, and the value ranges by which it was decided (None if nothing was measured).
+    """Return the policy, and the value ranges by which it was decided (None without ranges).
 
-    `when="measure"` measures a local checkpoint without cached ranges; `when="known"` uses only cached ranges.
+    With `when="measure"`, the ranges of a local checkpoint are measured unless they are cached; with `when="known"`, only
+    cached ranges are used.
     """
     profile = device_profile(device)
     measure = partial(_measured, measure_ranges, checkpoint, profile) if when == "measure" else None
@@ -49,8 +50,8 @@ def policy_by_ranges(
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     """Raise PrecisionError for float16 if a norm or another parameter has values above 65504.
 
-    Linear layers and embeddings with such values run in float32. The results of a norm with such values fit into
-    float16 when they are measured, but an update of an adapter changes them by this value times the learning rate.
+    Linear layers and embeddings with larger values run in float32. The results of a norm with larger values may fit into
+    float16 when they are measured, but every update of an adapter changes them by this value times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -68,14 +69,14 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
 def policy_of_run(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return `policy_by_ranges` in all processes of a run; only the first process measures."""
+    """Return `policy_by_ranges` in all processes of a run; only rank 0 measures."""
     if processes() == 1:
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
     known = None if ranges is None else (lambda measured=ranges: measured)
     if request.quantization != MIXED:
         return resolve_request(checkpoint.facts, request, device, checkpoint, measure=known)
-    # The layers' formats are those of the first process: another process may have measured other damages.
+    # All processes take the layers' formats of rank 0: another process may have measured another damage.
     mine, ranges = resolve_request(
         checkpoint.facts, as_decided(request, policy), device, checkpoint, measure=known
     )
@@ -83,7 +84,7 @@ def policy_of_run(
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
-    """Return the second moments `[in]` of each linear layer's input; if they are not cached, rank 0 measures them."""
+    """Return the second moments `[in]` of each linear layer's input, which rank 0 measures unless they are cached."""
 
     def measured() -> dict[str, str]:
         local = downloaded(checkpoint)
@@ -91,12 +92,11 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
         damages = damages or _measured(measure_quality, local, device_profile(device))
         return {layer.module: layer.moments for layer in damages.layers}
 
-    written = measured() if processes() == 1 else from_first(measured)
-    return {name: read_moments(text) for name, text in written.items()}
+    return {name: read_moments(text) for name, text in from_first(measured).items()}
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU; if there is none, or its memory is too small, measure on the CPU."""
+    """Measure block by block on the training's GPU; on the CPU if there is no GPU, or if its memory is too small."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
@@ -111,16 +111,16 @@ def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: D
 
 
 def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, ...]:
-    """Bring a model or a trainer under `policy` in place and return the changes (an empty tuple if there are none).
+    """Bring a model or a trainer under `policy` in place, and return the changes.
 
     Args:
-        model: a model, or a transformers/TRL trainer before `train()`. A trainer also gets its GradScaler and autocast,
+        model: a model, or a trainer of transformers or TRL before `train()`. A trainer also gets GradScaler and autocast,
             which accelerate omits for float16 on a CPU.
-        policy: default: the model's (set by `isotype.load` and `isotype.add_lora`).
+        policy: by default the model's policy (set by `isotype.load` and `isotype.add_lora`).
 
     Raises:
-        PrecisionError: neither `policy` nor the model has a policy, a quantization state is lost, or the trainer was
-            built for another mixed precision.
+        PrecisionError: there is no policy, a quantization state is lost, or the trainer was built for another mixed
+            precision.
     """
     is_trainer = hasattr(model, "accelerator") and hasattr(model, "model")
     policy = policy or policy_of(model.model if is_trainer else model)
@@ -140,10 +140,8 @@ def enforce_trainer(
     `isotype.compat.liger`.
 
     Args:
-        trainer: a transformers or TRL trainer, before `train()`.
-        policy: from `isotype.resolve_precision`.
-        masters: values of the trainable parameters by name, from before the trainer was built. TRL casts the trainable
-            parameters of a quantized model to bfloat16; `masters` restores the lost digits.
+        masters: values of the trainable parameters by name, from before the trainer was built. They restore digits that
+            are lost because TRL casts the trainable parameters of a quantized model to bfloat16.
     """
     parameters = dict(trainer.model.named_parameters())
     for name, values in (masters or {}).items():
@@ -152,7 +150,7 @@ def enforce_trainer(
     changes = enforce_model(trainer.model, policy)
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        # The reference model gets the model's casts, so that both agree at the first step, but keeps its exact weights.
+        # The reference model gets the model's casts, so that both agree at the first step, but its weights are not cast.
         enforce_model(reference, replace(policy, keep_frozen=True))
     if getattr(trainer.args, "use_liger_kernel", False):
         trainer.args.use_liger_kernel = False
@@ -163,7 +161,7 @@ def enforce_trainer(
 
 
 def masters_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the data of the trainable parameters by name, for `enforce_trainer` (references, no copies)."""
+    """Return the data of the trainable parameters by name, without copying them, for `enforce_trainer`."""
     return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -202,6 +200,6 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
 
 
 def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
-    """Set the policy's loss scale on a GradScaler that still has torch's default scale."""
+    """Set the policy's loss scale on a GradScaler that has torch's default scale."""
     if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})

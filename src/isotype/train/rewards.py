@@ -1,4 +1,4 @@
-"""Reward functions of `isotype grpo` and `rloo`, found by the names that `trl grpo` accepts."""
+"""Reward functions of `isotype grpo` and `rloo`, by the names that `trl grpo` accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_IN = (
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
-    """Return the reward functions: TRL's by name, others by dotted path (`my_rewards.length`), a reward model by path."""
+    """Return the reward functions (TRL's by name, others by dotted path: `my_rewards.length`), and the reward model's path."""
     functions: list[Any] = [reward_model] if reward_model else []
     problems = []
     for name in names or ():

@@ -1,4 +1,4 @@
-"""A training run as two values: `Run`, decided before a weight is read, and `Built`, the objects made from it."""
+"""A training run as two values: `Run` has the decisions before a weight is read, `Built` the objects built after that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""Largest `every_n_layers`: fewer checkpointed layers would save less memory than the error of the estimate."""
+"""Largest `every_n_layers`: with fewer checkpointed layers, the saved memory is less than the error of its estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
@@ -50,15 +50,11 @@ class Choice:
         endings = {2: "2nd", 3: "3rd"}
         return "every layer" if number == 1 else f"every {endings.get(number, f'{number}th')} layer"
 
-    def row(self) -> tuple[str, str, str]:
-        """Row of the policy's table."""
-        return "checkpointing", self.words, self.reason
-
 
 def choose(foresee: Foresee, room: Room) -> Choice:
-    """Choose as few recomputed layers as the memory allows: none, every fourth to every second, or all.
+    """Choose as few recomputed layers as the memory allows: none, every fourth, third or second layer, or all.
 
-    `foresee` returns the step's peak in bytes for given arguments of `gradient_checkpointing_enable`.
+    `foresee` returns the step's peak memory in bytes, for given arguments of `gradient_checkpointing_enable`.
     """
     if room.size is None:
         return Choice(CHECKPOINTING, room.words)
@@ -67,7 +63,10 @@ def choose(foresee: Foresee, room: Room) -> Choice:
         if without <= room.size:
             return Choice(None, f"{format_bytes(without)} at the step's peak, within {room.words}")
         least = foresee(CHECKPOINTING)
-        for number in _sparser(without, least, room.size):
+        tries = least <= room.size and without > least
+        # To checkpoint every n-th layer saves nearly 1/n of what all layers save.
+        most = min(SPARSEST, int((without - least) / (without - room.size))) if tries else 1
+        for number in range(most, 1, -1):
             some = {**CHECKPOINTING, "every_n_layers": number}
             peak = foresee(some)
             if peak <= room.size:
@@ -78,14 +77,6 @@ def choose(foresee: Foresee, room: Room) -> Choice:
     fits = "" if least <= room.size else ", still more than the step may use"
     reason = f"{format_bytes(least)} at the step's peak, {format_bytes(without)} without: {room.words}{fits}"
     return Choice(CHECKPOINTING, reason)
-
-
-def _sparser(without: int, least: int, room: int) -> range:
-    """Return values of `every_n_layers` to try, largest first: n saves nearly 1/n of what recomputing all layers saves."""
-    if least > room or without <= least:
-        return range(0)
-    most = min(SPARSEST, int((without - least) / (without - room)))
-    return range(most, 1, -1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-No package that isotype can use contains a vision-language model. The tower (0.4 million parameters) and a projector are
-trained for half a minute on drawn pictures, until their outputs are near the embeddings of the matching words: "three",
-"red", "circles". SmolLM2 has not been trained on pictures. No part of the model has been trained on the questions of
-the fine-tuning.
+No package on which isotype can depend contains a vision-language model. So the tower (0.4 million parameters) and a
+projector are trained for half a minute on drawn pictures, until their outputs are near the embeddings of the matching
+words: "three", "red", "circles". SmolLM2's weights do not change, and no part is trained on the fine-tuning's questions.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for a picture's tokens: of every three tokens, one stands for the number, one for the colour, one for the form."""
+"""Words for a picture's tokens: of every three tokens, one means the number, one the colour, one the form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:

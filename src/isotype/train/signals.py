@@ -1,4 +1,4 @@
-"""Early ends of a run: a signal ends it after the current step; early stopping ends it after evaluations that do not improve."""
+"""Ends a run early: after the step in which a signal arrives, or after evaluations that do not improve (early stopping)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from isotype.core.names import plural
 from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
-"""Seconds after a signal in which a launcher may forward the signal that the terminal has already sent."""
+"""Seconds after a signal in which a launcher may send the same signal again."""
 
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """Finish the step and save a checkpoint at the first Ctrl-C, SIGTERM or SIGHUP; stop at once at the second.
+    """At the first Ctrl-C, SIGTERM or SIGHUP, end the training after the step and a checkpoint; at the second, at once.
 
     A second SIGHUP is ignored: a terminal that hangs up may send two (kernel and shell).
 
-    Yield the list of signals received so far; outside the main thread, where Python receives no signals, the list stays
-    empty. At the end the former handlers are restored. After a stop, the process of the `isotype` command ignores
-    signals, so that it can print how to resume.
+    Yield the list of signals received so far. Outside the main thread Python receives no signals, and the list stays
+    empty. At the end the former handlers are restored, but after a stop the `isotype` command ignores further signals,
+    so that it can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -42,13 +42,13 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # With several processes, each step counts the stop requests of all; signals are exchanged only if there are any.
+            # Every step counts the stop requests of all processes; only if there are any, the processes exchange signals.
             alone = trainer.accelerator.num_processes == 1
             if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # A signal during an evaluation stops the run without one more step.
+            # After a signal during an evaluation, the run makes no more step.
             if _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
@@ -58,7 +58,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     def ask_to_stop(signum: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            return  # a worker of the data loader, which gets Ctrl-C from the terminal, too, and ends with this process
+            return  # in a worker of the data loader: it gets the terminal's Ctrl-C, too, and ends with this process
         if stopped:
             if signum == HANGUP:
                 return
@@ -85,7 +85,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
 
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Return True in every process if one process was asked to stop: all stop after the same step."""
+    """Return True in every process if one process was asked to stop, so that all stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
         numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
@@ -93,21 +93,18 @@ def _agreed(trainer: Any, stopped: list[int]) -> bool:
     return bool(stopped)
 
 
-# ------------------------------------------------------------------------------------------------------ --early_stopping_patience
-
-
 class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that ends a training whose evaluation loss, or `--metric_for_best_model`, no longer improves."""
+    """Callback that ends a training once its evaluation loss, or `--metric_for_best_model`, no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the counter from the checkpoint. transformers would also restore the stop of the former run."""
+        """Restore only the counter from the checkpoint: transformers would also restore the stop of the former run."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
             self.early_stopping_patience_counter = int(saved["attributes"].get(counter, 0))
 
     def description(self, state: Any, metric: str) -> str | None:
-        """Describe the end of the training; None if this callback has not ended it."""
+        """Return a line if this callback has ended the training, else None."""
         counter, patience = self.early_stopping_patience_counter, self.early_stopping_patience
         if counter < patience or state.global_step >= state.max_steps:
             return None
@@ -119,7 +116,6 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:
-    """Return the callback for `--early_stopping_patience`; None without this argument."""
     patience = settings.extra.early_stopping_patience
     if patience is None:
         return None
@@ -127,7 +123,6 @@ def early_stopping(settings: Settings) -> EarlyStopping | None:
 
 
 def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if early stopping has only one of its two arguments, or no evaluation."""
     extra, training = settings.extra, settings.training
     if extra.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:
@@ -141,7 +136,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def balance(trainer: Any) -> str | None:
-    """Return a note on the load-balancing loss of the routers; None if the loss does not include it."""
+    """Return a note on the load-balancing loss of routers; None if the loss does not include it."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None

@@ -1,7 +1,4 @@
-"""A transformers or TRL trainer under a policy, with complete checkpoints and measured steps.
-
-`policy_trainer(SFTTrainer)` returns a subclass; the trainer's source is unchanged.
-"""
+"""Trainers of transformers or TRL under a policy, with complete checkpoints and measured steps."""
 
 from __future__ import annotations
 
@@ -38,21 +35,20 @@ class PolicyTrainer(WholeCheckpoints):
             # TRL deprecates label smoothing because it needs whole logits; isotype's loss does not.
             warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
             super().__init__(*args, **kwargs)
-        # This is set after `__init__`, where the Trainer would refuse a sharded model. The mixin `Sharded` saves the model.
+        # In `__init__` the Trainer would refuse a sharded model with this attribute. The mixin `Sharded` saves the model.
         self.is_distributed_loading_by_transformers = has_shards(self.model)
         use_own_head(self)
         self._free_inputs()
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Call the trainer's method, and prevent accelerate from compiling the whole model."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.compilation = take_compilation(self.accelerator)
 
     def _free_inputs(self: Any) -> None:
         """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
-        TRL sets `requires_grad` when the trainer is built, transformers (5.23) when the training begins. Frozen layers below
-        the first adapter would then get an autograd graph and a backward.
+        TRL sets `requires_grad` when the trainer is built, and transformers (5.23) when the training begins. With it,
+        autograd would also run the backward of frozen layers below the first adapter.
         """
         args = self.args
         if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
@@ -61,7 +57,7 @@ class PolicyTrainer(WholeCheckpoints):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, signals: Sequence[int] = (), **kwargs: Any
     ) -> Any:
-        """Call the trainer's `train` and measure every step; `signals` are the signals that asked this process to stop."""
+        """Call the trainer's `train` and measure every step; `signals` lists the signals that ask this process to stop."""
         self._flops_of_value = None
         with memory_meter(self.args.device) as memory:
             self.steps = StepMeter(self, together=True, memory=memory, signals=signals)
@@ -86,7 +82,7 @@ class PolicyTrainer(WholeCheckpoints):
         super().run_epoch(**kwargs)
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """Return the trainer's estimate, without counting the model's parameters again at every call."""
+        """Return the trainer's estimate; the parameters of the model are counted only at the first call."""
         name = getattr(self.model, "main_input_name", "input_ids")
         values: int = inputs[name].numel() if name in inputs else 0
         if not values:
@@ -96,7 +92,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's method; hooks of embeddings see the batch's rows joined, as TRL would have joined them."""
+        """Call the trainer's method; hooks of embeddings get the rows of the batch joined, as TRL joins them."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 

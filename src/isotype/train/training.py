@@ -1,4 +1,4 @@
-"""RUN: makes a trained adapter and a run report from parsed arguments."""
+"""Runs a training command: makes a trained adapter (or model) and a run report from parsed arguments."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class Outcome:
     Attributes:
         adapter: directory of the saved adapter (or model); None if nothing was saved.
         report: path of the HTML report.
-        checkpoint: the last complete checkpoint of this run, or the resumed one; None if there is none.
-        stopped_by: number of the signal that stopped the run; None if the run reached its end.
+        checkpoint: the last complete checkpoint of this run, or the resumed checkpoint; None if there is none.
+        stopped_by: number of the signal that stopped the run; None if no signal stopped it.
         pictures: True if the training data has pictures.
     """
 
@@ -107,12 +107,12 @@ class Outcome:
 
 
 def run(settings: Settings, console: Console) -> Outcome:
-    """Run one training command from its parsed arguments.
+    """Run one training command.
 
     Errors in the arguments, the data, the device and the checkpoint's headers are raised before any weights are read.
 
     Raises:
-        IsotypeError: bad arguments, data, checkpoint or precision; a full disk at save time.
+        IsotypeError: bad arguments, data, checkpoint or precision; a full disk when a file is saved.
     """
     require_fitting_libraries()
     with interrupts_kept():
@@ -140,7 +140,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`: the model is sharded while it is loaded."""
+    """Return the settings for this machine, without `--fsdp`: isotype shards the model while it is loaded."""
     values = loading_arguments(settings, profile)
     auto = settings.auto_checkpointing
     if sharding is not None:
@@ -152,7 +152,7 @@ def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceP
 
 
 def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]) -> Run:
-    """Read the data, decide the policy, and raise CheckpointError if the resumed checkpoint belongs to another run."""
+    """Read the data and decide the policy; raise CheckpointError if the resumed checkpoint belongs to another run."""
     resume = resume_point(settings)
     earlier = earlier_report(resume)
     notes: list[str] = []
@@ -186,7 +186,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
 
 @contextmanager
 def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
-    """Hold the lock of the output directory in the process that writes, so that a second run into it is refused."""
+    """Hold the lock of the output directory in the process that writes, so that a second run into this directory is refused."""
     if not settings.training.should_save:
         yield
         return
@@ -219,7 +219,7 @@ def _output_directory(settings: Settings) -> Iterator[None]:
 
 
 def _build(run: Run, console: Console) -> Built:
-    """Build the model and its trainer under the policy, and ask the sample questions before the training."""
+    """Build the model and its trainer under the policy, and print answers to the sample questions before the training."""
     from transformers import set_seed
 
     from isotype.checkpoint.load import tokenizer_source
@@ -299,7 +299,7 @@ def _build(run: Run, console: Console) -> Built:
 
 
 def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
-    """Compile the model's blocks, or fuse its layers and return the report; None if nothing is fused."""
+    """Compile the model's blocks, or fuse its layers; return the report of the fusion, or None if nothing is fused."""
     if trainer.compilation is not None:
         say(console, compile_blocks(trainer.model, trainer.compilation))
         return None
@@ -319,9 +319,8 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
         values |= checkpointing_arguments(choice.arguments)
     pictures = picture_columns(rows)
     if pictures or "input_ids" in next(iter(rows), {}):
-        values["assistant_only_loss"] = (
-            False  # TRL refuses it for rows with labels and for chat templates without markers
-        )
+        # TRL refuses this argument for rows with labels, and for chat templates without markers.
+        values["assistant_only_loss"] = False
     if pictures and run.settings.method.loss == "labels":
         values["remove_unused_columns"] = False  # TRL would remove the column `tools`, for example
     return run.settings.but(**values).training
@@ -329,7 +328,7 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
 
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
-    """If TRL or PEFT raises an error while a trainer is built, raise UsageError about the user's arguments instead."""
+    """While a trainer is built, turn errors of TRL and PEFT into a UsageError about the user's arguments."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -342,7 +341,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterator[None]:
-    """If the chat template refuses a row that was not sampled, find the row and raise DataError with its number."""
+    """If the chat template refuses a row, render all rows to find it, and raise DataError with its number."""
     try:
         yield
     except (TemplateError, *ERRORS):
@@ -355,8 +354,8 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
     """While the trainer is built, set the model's name to the path of its weights.
 
-    If every weight is trained, TRL loads the reference model by this name. TRL would ignore the revision of a hub id,
-    and it cannot read a GGUF file.
+    If every weight is trained, TRL loads the reference model by the model's name. With a hub id as the name, TRL would
+    load the newest revision instead of the requested one. With a GGUF file as the name, TRL would fail.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)
@@ -453,7 +452,6 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
 
 def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
-    """Add isotype's callbacks, and remove transformers' callbacks that print the progress."""
     for printing in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printing)
     for callback in filter(None, callbacks):
@@ -463,7 +461,7 @@ def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
 def _train_and_save(
     trainer: Any, root: Path, resume: Path | None, hooks: Hooks, console: Console
 ) -> int | None:
-    """Train and save the model into `root`; return the signal that stopped the training, or None at its end."""
+    """Train, and save the model into `root`; return the signal that stopped the training, or None if none did."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
             trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)

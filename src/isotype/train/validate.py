@@ -1,4 +1,4 @@
-"""Checks of a training command before a weight is read; all problems are reported at once."""
+"""Checks a training command before a weight is read. All problems of its arguments are reported at once."""
 
 from __future__ import annotations
 
@@ -44,14 +44,12 @@ from isotype.train.rows.data import check_pictures
 from isotype.train.signals import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-_REPORTERS = {
-    name: name for name in ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
-}
+_REPORTERS = ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
 _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the arguments, then the files and services that they name; raise UsageError with all problems."""
+    """Check the arguments, then the optimizer and the hub, then files that the trainer reads; raise UsageError."""
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems += compiler_problems(settings.training, settings.extra.device)
     if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
@@ -59,7 +57,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
-    """Return the problems of the arguments that are the same on every machine."""
+    """Return the problems of the arguments that do not depend on the machine."""
     read = partial(_read, settings)
     return [
         *number_problems(read),
@@ -80,7 +78,7 @@ def _read(settings: Settings, name: str) -> Any:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--lora_task_type` belongs to another method: PEFT decides by it which head it trains."""
+    """Yield a problem if `--lora_task_type`, by which PEFT chooses the trained head, belongs to another method."""
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
@@ -115,7 +113,7 @@ _CHECKPOINT = sorted(
     {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
     - {"function", "args", "kwargs", "context_fn"}
 )
-"""Keywords of `torch.utils.checkpoint.checkpoint` and of transformers whose values can be written in JSON."""
+"""Valid keys of `--gradient_checkpointing_kwargs`: keywords of torch and transformers whose values JSON can express."""
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
@@ -164,7 +162,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
     if training.deepspeed:
         wanted.append((f"--deepspeed {training.deepspeed}", "deepspeed"))
     reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
-    wanted += [(f"--report_to {name}", _REPORTERS[name]) for name in reporters if name in _REPORTERS]
+    wanted += [(f"--report_to {name}", name) for name in reporters if name in _REPORTERS]
     init = training.model_init_kwargs or {}
     attention = settings.model.attn_implementation or init.get("attn_implementation")
     if attention in _ATTENTION:
@@ -179,7 +177,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
-    """Build the optimizer and its schedule for one parameter; yield a problem if their arguments do not allow it."""
+    """Build the optimizer and its schedule for one parameter, and yield a problem if this fails."""
     from transformers import Trainer, get_scheduler
 
     training = settings.training
@@ -214,7 +212,7 @@ def _schedule_cure(kind: Any) -> str:
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if the result cannot be uploaded to the hub, so that the user knows before hours of training."""
+    """Yield a problem if the result cannot be uploaded to the hub after the training."""
     training = settings.training
     if not training.push_to_hub or not training.should_save:
         return
@@ -246,7 +244,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
 
 
 def _read_later(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--chat_template_path` or `--reward_model_name_or_path`, which the trainer reads, does not exist."""
+    """Yield a problem if `--chat_template_path` or `--reward_model_name_or_path`, which the trainer will read, does not exist."""
     from transformers import AutoConfig, AutoTokenizer
 
     scorer = "a directory or hub id with a model that scores texts"
@@ -289,7 +287,7 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if `--bf16 False`, `--fp16 False` or `--init_lora_weights` excludes the decided policy."""
+    """Raise PrecisionError if `--bf16 False`, `--fp16 False` or `--init_lora_weights` contradicts the decided policy."""
     check_initial(settings, policy)
     name = str(policy.compute).removeprefix("torch.")
     if name not in settings.refused:
@@ -304,8 +302,10 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     """Check that the tokenizer fits the data, the arguments and the model's vocabulary.
 
     Raises:
-        UsageError: conversations without a chat template, or a special token that is not in the vocabulary.
+        UsageError: conversations without a chat template, a special token that is not in the vocabulary, or no
+            completions for `--completion_only_loss True`.
         CheckpointError: the tokenizer has token ids for which the model has no embedding.
+        DataError: rows have such token ids, or pictures that the model does not take.
     """
     from transformers import AutoConfig
 
@@ -317,7 +317,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     with asking(source):
         config = pretrained(AutoConfig, source, revision=settings.model.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
-    # An unused added token may be beyond the embedding (Gemma 3 1B has one for images); special tokens are used.
+    # Only special tokens must have an embedding: Gemma 3 1B has an unused added token for images without one.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])
     if size is not None and largest >= size:
@@ -348,7 +348,6 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
-    """Raise UsageError if the data has no completions for `--completion_only_loss True`."""
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     if getattr(settings.training, "completion_only_loss", None) is not True:
         return
@@ -360,7 +359,6 @@ def _check_completions(settings: Settings, data: Any) -> None:
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
-    """Raise DataError if rows of token ids have an id for which the model has no embedding."""
     name = settings.script.dataset_name or "datasets"
     problems = [
         replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
@@ -373,7 +371,7 @@ def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
-    """Return a hint if prompts are plain text and the model's chat template is not applied to them; else return ()."""
+    """Return a hint if prompts are plain text, which the model's chat template does not render; else return ()."""
     row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")

@@ -1,6 +1,6 @@
-"""The arguments that isotype adds to those of TRL and transformers, and facts about all these arguments.
+"""isotype's arguments of a training command, and facts about these arguments and those of TRL and transformers.
 
-Torch is not imported, so that `isotype sft --help` is fast.
+Importing this module does not import torch, so that `isotype sft --help` is fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isotype.core.formats import ASKED, MIXED
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
-"""Function that returns the value of an argument by its name; None if the method has no such argument."""
+"""Function from an argument's name to its value, or to None if the method lacks the argument."""
 
 
 def _argument(default: Any, text: str, **metadata: list[str]) -> Any:
@@ -127,7 +127,7 @@ class IsotypeArguments:
 
 @dataclass(frozen=True)
 class Limit:
-    """Range of an argument's numbers: from `least` (excluded if `above`) to `most` (excluded if `below`)."""
+    """The valid numbers of an argument: from `least` (excluded if `above`) to `most` (excluded if `below`)."""
 
     least: float
     most: float = math.inf
@@ -142,7 +142,6 @@ class Limit:
         return math.isfinite(value) and low and high
 
     def words(self) -> str:
-        """Return the range in words."""
         low = f"more than {self.least:g}" if self.above else f"at least {self.least:g}"
         if self.most == math.inf:
             return low
@@ -169,11 +168,10 @@ class Argument:
     """Facts about an argument that TRL's dataclasses lack.
 
     Attributes:
-        group: heading above the argument in the short help; "" if the short help leaves it out.
-        example: a value, for the short help.
-        text: a description in a few words, for the short help.
+        group: heading above the argument in the short help; "" if the short help leaves the argument out.
+        example, text: a value and a short description, for the short help.
         losses: `Method.loss` of the methods whose short help lists the argument; empty for all methods.
-        choices: returns the valid names, if another library looks them up long after the model is loaded.
+        choices: function that returns the valid names, if another library checks a name only after the model is loaded.
         json: an example of a JSON object, if the argument takes one.
     """
 
@@ -291,11 +289,11 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("liger_kernel_config", json='{"rope": false}'),
     Argument("transformers_continuous_batching_config", json='{"max_batch_tokens": 4096}'),
 )
-"""Facts about arguments, in the order in which their problems are reported."""
+"""Facts about arguments. Problems are reported in this order."""
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of counts, given by flag name; the parser reports values that are not whole numbers."""
+    """Return a problem for each flag whose count is out of range; the parser reports values that are not whole numbers."""
     return [
         Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
         for name, count in counts.items()
@@ -304,7 +302,7 @@ def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
 
 
 def number_problems(read: Read) -> Iterator[Problem]:
-    """Yield the problems of a training command's numbers, and of the length of the training."""
+    """Yield a problem for each number out of range, and for a training without an end."""
     adapters = read("use_peft") is not False
     for argument in ARGUMENTS:
         name, limit = argument.name, argument.limit
@@ -317,10 +315,6 @@ def number_problems(read: Read) -> Iterator[Problem]:
         value = _number(read(name))
         if value is not None and not limit.takes(value):
             yield Problem(f"--{name} {read(name)}", limit.words(), limit.fix)
-    yield from _length_problems(read)
-
-
-def _length_problems(read: Read) -> Iterator[Problem]:
     steps, epochs = _number(read("max_steps")), _number(read("num_train_epochs"))
     if steps is not None and steps < 1 and steps != -1:
         meant = f"--max_steps {-steps:g}, or " if steps < -1 else ""
@@ -340,7 +334,7 @@ def _number(value: Any) -> float | None:
 
 
 def name_problems(read: Read) -> Iterator[Problem]:
-    """Yield the problems of names that other libraries look up long after the model is loaded."""
+    """Yield a problem for each unknown name that another library would report only after the model is loaded."""
     for argument in ARGUMENTS:
         if argument.choices is None:
             continue
@@ -356,7 +350,6 @@ def _is_known(name: str, choices: list[str]) -> bool:
 
 
 def common_arguments(method: str) -> dict[str, list[Argument]]:
-    """Return the arguments of a method's short help, by group."""
     loss = METHODS[method].loss
     groups: dict[str, list[Argument]] = {}
     for argument in ARGUMENTS:
@@ -366,7 +359,7 @@ def common_arguments(method: str) -> dict[str, list[Argument]]:
 
 
 def short_help(method: str) -> str:
-    """Return one screen of help, 80 columns wide."""
+    """Return help that fits on one screen of 80 columns."""
     lines = [f"usage: isotype {method} --model_name_or_path MODEL --dataset_name DATA […]", ""]
     for group, arguments in common_arguments(method).items():
         lines.append(f"{group}:")

@@ -1,4 +1,4 @@
-"""A training command as a value: parsed once, changed by replacing values, written as a command line or as YAML."""
+"""A training command as a value: it is parsed once, changed by replacing values, and written as a command line or YAML."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
-from isotype.data.methods import METHODS, Method
+from isotype.data.methods import METHODS
 
 AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
-"""Arguments that accept `auto`: a plan for this machine then chooses the value."""
+"""Arguments that accept `auto`: `isotype plan` for this machine then chooses the value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""Gradient checkpointing and its newer name in transformers 5.23; `auto` decides by the step's estimated memory."""
+"""Gradient checkpointing and its newer name in transformers 5.23; with `auto`, the step's estimated memory decides."""
 
 Holder = Literal["script", "training", "model", "dataset", "isotype"]
 HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
-"""Dataclasses that hold the arguments, in the order of `Method.dataclass_types`."""
+"""The dataclasses of a training's arguments, in the order of `Method.dataclass_types`."""
 
 TABLE = Path(__file__).with_name("table.json")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
@@ -41,7 +41,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""For each kind: parser of a text, types accepted from YAML and Python, expected value and example for messages."""
+"""For each `Spec.kind`: parser of a text, types accepted from YAML and Python, and for messages the expected value and an example."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,10 @@ class Spec:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All spellings of its name on a command line."""
         return tuple(dict.fromkeys((f"--{self.name}", f"--{self.name.replace('_', '-')}", *self.aliases)))
 
     def read(self, raw: Any) -> tuple[Any, Problem | None]:
-        """Convert a text, or a value from YAML or Python, and return (value, None), or (None, problem) if it is invalid."""
+        """Convert a text, or a value from YAML or Python; return (value, None), or (None, problem) for an invalid value."""
         if self.many and isinstance(raw, (list, tuple, set, frozenset)):
             items = sorted(raw) if isinstance(raw, (set, frozenset)) else raw
             read = [self._read_one(item) for item in items]
@@ -121,7 +120,7 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""Arguments that `to_yaml` writes even if the given value is the default, which then has another effect."""
+"""Arguments that `to_yaml` writes even with their default value: isotype or TRL acts differently if they are given."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Value:
     Attributes:
         value: the converted value, or `auto`.
         texts: the words typed after the argument's name; None if `words` writes them from the value.
-        origin: `command line`, `keyword`, or the path and line of a file; "" if isotype chose the value.
+        origin: `command line`, `keyword`, or the path and line of a file; "" if isotype has chosen the value.
     """
 
     value: Any
@@ -139,7 +138,6 @@ class Value:
     origin: str = ""
 
     def words(self) -> tuple[str, ...]:
-        """The words after the argument's name on a command line."""
         if self.texts is not None:
             return self.texts
         values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
@@ -189,29 +187,23 @@ class Command:
         return None if spec is None else spec.default
 
     def given(self, name: str) -> Any:
-        """Return the value given for an argument; None if there is none."""
         return self.values[name].value if name in self.values else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Arguments of the method."""
         return specs(self.method)
 
     @property
     def rows(self) -> int:
-        """Rows in an optimizer step over all micro-batches and processes; `auto` counts as the default batch size."""
+        """Rows in an optimizer step, over all micro-batches and processes; `auto` counts as the default batch size."""
         rows = self["per_device_train_batch_size"]
         rows = self.specs["per_device_train_batch_size"].default if rows == AUTO else rows
         return int(rows) * int(self["gradient_accumulation_steps"]) * self.processes
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Arguments given as `auto`, whose value a plan for this machine chooses."""
+        """The arguments among `PLANNED` that are given as `auto`."""
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
-
-    def of(self) -> Method:
-        """Return the training method."""
-        return METHODS[self.method]
 
     def but(self, **values: Any) -> Command:
         """Return the command with other values; None restores the default."""
@@ -221,25 +213,20 @@ class Command:
                 result[name] = Value(value)
         return replace(self, values=result)
 
-    def with_processes(self, count: int) -> Command:
-        """Return the command for `count` processes on one machine."""
-        return replace(self, processes=count)
-
     def tokens(self) -> tuple[str, ...]:
-        """Return the words of the command line, with `torchrun` first if there are several processes."""
         command = ("isotype", self.method, *self.arguments())
         if self.processes > 1:
             command = ("torchrun", "--standalone", "--nproc_per_node", str(self.processes), "-m", *command)
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` if the file sets variables and the command line cannot name the file; else ()."""
+        """Return `env NAME=VALUE …` if the file sets variables and the command line cannot name this file; else ()."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and what differs from FILE."""
+        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and the values that differ from FILE."""
         config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
@@ -252,7 +239,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the default of each argument that only the file sets; None if a default cannot be written as a word."""
+        """Return the defaults of arguments that the command has dropped from the file; None if no word can write one of them."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -280,13 +267,12 @@ class Command:
         return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
     def same_settings(self, other: Command) -> bool:
-        """Return True if two commands have the same method and values, however they were written."""
         return (
             not self.difference(other) and self.method == other.method and self.processes == other.processes
         )
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
-        """Return (this command's value, the other command's value) by name for the arguments whose values differ."""
+        """Return (this command's value, the other command's value) for each argument whose values differ."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 
@@ -318,5 +304,5 @@ def with_storage(command: Command, storage: str | None, memory: int | None = Non
 
 
 def without_absent_device(command: Command, present: bool) -> Command:
-    """Return the command; if this machine does not have the checked device, leave `--device` out."""
+    """Return the command, without `--device` if this machine does not have the checked device."""
     return command if present or "device" not in command else command.but(device=None)

@@ -1,4 +1,4 @@
-"""Parse a training command from a command line, a file of `--config` or keywords; each value is checked once."""
+"""Parses a training command from a command line, a file of `--config` or keywords, and checks each value."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def parse_command(
     problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
-    """Return the command, and the caller's own arguments; a flag wins over a keyword, a keyword over the file.
+    """Return the command, and the caller's own arguments. A flag wins over a keyword, and a keyword over the file.
 
     Args:
         keywords: values by argument name; None counts as not given.
-        add_arguments: adds the caller's own arguments (of `check`, `plan`) to the parser, in place of training
+        add_arguments: adds the caller's own arguments (of `check`, `plan`) to the parser; they replace training
             arguments of the same name.
         model: a model that was named before all flags.
-        positional: True if a model may follow the flags without a flag of its own.
+        positional: True if the model may be named after the flags, without `--model_name_or_path`.
         problems_of: returns the problems of the caller's own arguments.
 
     Raises:
@@ -64,7 +64,7 @@ def parse_command(
             near = difflib.get_close_matches(model.lower(), METHODS, n=1)
             fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
             problems.append(Problem(f"{model} and --model_name_or_path", "one model", fix))
-        values.pop("model_name_or_path", None)  # it wins over the file, as a flag does
+        values.pop("model_name_or_path", None)  # `model` wins over the file, as a flag does
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
     for name, value in (keywords or {}).items():
         if value is not None and name not in mine:
@@ -90,7 +90,6 @@ def parse_command(
 
 
 def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
-    """Return an argument's value, its origin and the words typed after its name."""
     if words is _BARE:
         return True, "command line", ()
     if words is _NEGATED:
@@ -114,7 +113,7 @@ def _add(
 
 
 def _object(name: str, value: Any) -> Any:
-    """Parse the text of a JSON object; any other value is returned unchanged, for `_check_json` to refuse."""
+    """Parse the text of a JSON object; return any other value unchanged, so that `_check_json` refuses it."""
     if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -126,7 +125,7 @@ def _object(name: str, value: Any) -> Any:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return a parser that keeps training arguments as the texts typed, and the names of the caller's own arguments."""
+    """Return a parser that does not convert the texts of training arguments, and the names of the caller's own arguments."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)
@@ -147,11 +146,11 @@ def _parser(
 
 
 _cached_parser = functools.lru_cache(maxsize=32)(_parser)
-"""`_parser` with a cache: a command is parsed several times, and adding its hundreds of arguments takes milliseconds."""
+"""`_parser` with a cache: a command is parsed several times, and it takes milliseconds to add its hundreds of arguments."""
 
 
 def training_parser(method: str) -> Parser:
-    """Return the parser of a training command with its description and help texts, for `--help-all`."""
+    """Return the parser of a training command with description and help texts, for `--help-all`."""
     parser = _parser(method, f"isotype {method}", None)[0]
     parser.usage = f"isotype {method} --model_name_or_path MODEL --dataset_name DATA [flags]"
     title = METHODS[method].title
@@ -180,11 +179,8 @@ def _check_json(argument: Argument, value: Any) -> None:
     raise UsageError.of("an argument is not JSON", what, "a JSON object", f"write it like '{argument.json}'")
 
 
-# --config FILE
-
-
 def read_config(path: str, method: str) -> ConfigFile:
-    """Read a file of `name: value` lines for isotype or another trainer, and set the environment variables in its `env`."""
+    """Read a YAML file for isotype or another training program, and set the environment variables in its `env`."""
     content, lines = _mapping(path)
     content, problems = in_isotype_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
@@ -216,9 +212,8 @@ def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
         values = yaml.safe_load(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UsageError.of(
-            "unreadable config file", f"--config {path}: {error.strerror}", "a YAML file", "check the path"
-        ) from error
+        what = f"--config {path}: {error.strerror}"
+        raise UsageError.of("unreadable config file", what, "a YAML file", "check the path") from error
     except UnicodeDecodeError as error:
         what = f"--config {path}: not UTF-8 at byte {error.start}"
         raise UsageError.of("unreadable config file", what, "a YAML file", "convert it to UTF-8") from error
@@ -236,7 +231,6 @@ def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def unknown_name(name: str, known: Sequence[str]) -> Problem:
-    """Return the problem of an unknown argument, with the nearest name."""
     former = renamed(name, known)
     if former is not None:
         return former

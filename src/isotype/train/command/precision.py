@@ -1,4 +1,4 @@
-"""The precision that a training command's arguments request, without contradictions."""
+"""Reads the precision that the arguments of a training command request, and refuses contradictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_CAST = "leave it out: it would cast the master weights, too; evaluation runs
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
-    """Return the precision request of the arguments; raise PrecisionError with all contradictions."""
+    """Return the request; raise PrecisionError with all contradictions between the arguments."""
     kwargs = command.given("model_init_kwargs")
     init = kwargs if isinstance(kwargs, Mapping) else {}
     saved = _saved_quantization(init)

@@ -1,7 +1,4 @@
-"""TRL's dataclasses of a training command, and its precision request.
-
-The dataclasses are built from final values; none of their attributes is set once `Settings` holds them.
-"""
+"""TRL's dataclasses of a training command, and its precision request."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import torch
 from isotype.checkpoint.adapter import Adapter
 from isotype.compat.transformers import train_on_first_gpu
 from isotype.core.errors import Problem, UsageError, one_line
-from isotype.data.methods import Method
+from isotype.data.methods import METHODS, Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import device_profile
 from isotype.train.command.arguments import IsotypeArguments, number_problems
@@ -32,15 +29,15 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """A command and the dataclasses of its trainer. Immutable: `but` returns a changed copy.
+    """A command and the dataclasses of its trainer. Nothing changes them: `but` returns a changed copy.
 
     Attributes:
         refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
-        sharding: how the model is sharded over processes; None if it is not sharded.
+        sharding: sharding of the model over processes; None if it is not sharded.
         start: the adapter to train further; `model` then names its base model. None for a new adapter.
-        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing; until that
-            decision, it is switched on in `training`.
-        decided: by argument name, the values that the run has chosen instead of the command's values.
+        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing, which is on in
+            `training` until then.
+        decided: values that the run has decided, by argument name; they replace those of the command.
     """
 
     command: Command
@@ -58,10 +55,10 @@ class Settings:
 
     @property
     def method(self) -> Method:
-        return self.command.of()
+        return METHODS[self.command.method]
 
     def but(self, **values: Any) -> Settings:
-        """Return the settings with values that the run has decided; drop names that no dataclass of the method has."""
+        """Return the settings with values that the run has decided; names that no dataclass of the method has are dropped."""
         decided = {**self.decided, **values}
         parts = dict(zip(HOLDERS, _built(self.command, decided), strict=True))
         return replace(self, extra=parts.pop("isotype"), decided=decided, **parts)
@@ -82,12 +79,12 @@ def settings_of(command: Command) -> Settings:
     if problems := list(_incomplete(command)):
         hint = f"isotype {command.method} --help lists the arguments"
         raise UsageError("invalid arguments", problems, hint)
-    require_names(command.of())
+    require_names(METHODS[command.method])
     script, training, model, dataset, extra = _built(command, {})
     given = command.given
     refused = frozenset(name for flag, name in FLAGS if given(flag) is False)
     precision = read_precision_request(command)
-    # An argument that configures checkpointing or offloads activations decides, too.
+    # An argument that configures checkpointing or offloads activations switches `auto` off.
     configured = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
     auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
     return Settings(
@@ -105,13 +102,13 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by argument name: those given, those that the run decided, isotype's defaults, and what these imply."""
+    """Return the values by argument name: those of the command and of the run, isotype's defaults, and implied values."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
     values |= {name: value.value for name, value in command.values.items()}
     values |= decided
-    # The constructors of transformers and TRL would refuse bf16 on some machines, and 8 bits beside 4, with an error of their own;
+    # The constructors of transformers and TRL would refuse bf16 on some machines, and 8 bits beside 4.
     # `read_precision_request` checks all arguments about precision together.
     values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
     # On a machine without an accelerator, accelerate connects processes only with `use_cpu`.
@@ -141,14 +138,14 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
     implied: dict[str, Any] = {
         "output_dir": str(Path("runs") / f"{command.method}-{name}"),
-        # The filter makes the host wait for the loss of every micro-batch, to leave losses that are not finite out of the log;
-        # isotype ends a run before such a loss changes the weights.
+        # The filter leaves losses that are not finite out of the log: it makes the host wait for the loss of every
+        # micro-batch. isotype ends a run before such a loss changes the weights.
         "logging_nan_inf_filter": False,
     }
     init = values.get("model_init_kwargs")
     if isinstance(init, Mapping) and "revision" in init:
         implied["model_revision"] = init["revision"]
-    # The training's batch size instead of transformers' 8; for GRPO and RLOO rounded up to whole groups of completions.
+    # The default is the training's batch size instead of transformers' 8, for GRPO and RLOO in whole groups of completions.
     group = command["num_generations_eval"] or command["num_generations"] or 1
     rows = max(1, command["per_device_train_batch_size"])  # a number below 1 is reported elsewhere
     implied["per_device_eval_batch_size"] = -(-rows // group) * group
@@ -163,7 +160,7 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
     """Return TRL's dataclasses and isotype's, in the order of `HOLDERS`."""
-    kinds = (*command.of().dataclass_types(), IsotypeArguments)
+    kinds = (*METHODS[command.method].dataclass_types(), IsotypeArguments)
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
     if absent := [name for name in command.values if name not in names]:
         expected = (
@@ -198,7 +195,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes of transformers' TrainingArguments by the policy; the constructor would check that this machine has bf16."""
+"""Attributes of transformers' TrainingArguments that the policy decides; the constructor would refuse bf16 on some machines."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:
@@ -213,7 +210,6 @@ def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, A
 
 
 def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], name: str) -> bool:
-    """Return True if the dataclasses can be built once the argument `name` has its default."""
     try:
         _constructed(kinds, command.but(**{name: None}), decided)
     except (ValueError, TypeError, OSError, ImportError, OverflowError):
@@ -232,7 +228,7 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix: leave out each given argument that a library's `message` names, and change the others that it names."""
+    """Return a fix for the arguments that a library's `message` names: leave given arguments out, and change the others."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if that was given.

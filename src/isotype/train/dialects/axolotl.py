@@ -1,4 +1,4 @@
-"""Names of axolotl that need code besides tables.yaml: the method, the rows, and intervals of saving and evaluation."""
+"""Translates names of axolotl for which tables.yaml is not enough: the method, the rows, and how often to save and evaluate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Settle names whose translation needs arithmetic or the description of the rows."""
+    """Translate names that need arithmetic, and the names that describe the rows."""
     whole = reader.typed("batch_size", "a number above 0", None)
     micro = reader.typed("micro_batch_size", "a number above 0", 1)
     if whole and not reader.get("gradient_accumulation_steps"):
@@ -59,7 +59,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Convert the events per epoch in `name` to an interval, as a share of all steps; None if it is the whole training."""
+    """Convert the events per epoch in `name` to an interval, as a share of all steps; None if this is the whole training."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1

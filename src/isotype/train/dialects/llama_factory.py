@@ -1,4 +1,4 @@
-"""Names of LLaMA-Factory that need code besides tables.yaml: the stage, and the data sets of dataset_info.json."""
+"""Translates names of LLaMA-Factory for which tables.yaml is not enough: the stage, and data sets of dataset_info.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Settle names whose translation needs arithmetic or the description of the rows."""
+    """Translate names that need arithmetic, and the names that describe the rows."""
     for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
         if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
             reader.use(name, **{ours: [module.strip() for module in listed.split(",")]})
@@ -67,7 +67,10 @@ def _rows(reader: Reader) -> None:
 
 
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
-    """Find dataset_info.json below the working directory or the file's folder; return its content and folder, or None."""
+    """Return the content and folder of dataset_info.json, or (None, folder) if the file cannot be read.
+
+    A relative `dataset_dir` is searched in the working directory, then in the folder of the translated file.
+    """
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):
         return where, Path()
@@ -129,7 +132,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
 def _columns(
     reader: Reader, columns: dict[str, str], shared: bool, ranking: bool
 ) -> dict[str, list[str]] | None:
-    """Return the data set's columns by isotype's name; None if the method cannot train on such rows."""
+    """Return the data set's columns by isotype's name; None if the method cannot train on rows with these columns."""
 
     def of(*names: str) -> list[str]:
         return [columns[name] for name in names if columns.get(name)]

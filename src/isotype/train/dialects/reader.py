@@ -1,4 +1,4 @@
-"""Reader of another trainer's file: it translates each name by tables.yaml, notes it as unused, or refuses it."""
+"""Reads a file of another training program: each name is translated by tables.yaml, noted as left out, or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""Note on names whose value makes the other trainer do nothing."""
+"""Note on names whose value makes the other program do nothing."""
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -32,7 +32,6 @@ _REMOVE = "remove it from the file to train without it"
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return the content of tables.yaml: the meanings of other trainers' names."""
     text = resources.files("isotype.train.dialects").joinpath("tables.yaml").read_text(encoding="utf-8")
     content: dict[str, Any] = yaml.safe_load(text)
     return content
@@ -50,14 +49,15 @@ def _words(text: str) -> dict[str, str]:
 
 @dataclass
 class Reader:
-    """A file of another trainer, or a part of it, during translation.
+    """A file of another training program, or a part of such a file, during translation.
+
+    A name of the file is settled once it is translated, noted as left out, or refused.
 
     Attributes:
         given: the values of the file by name; a name in a group is `group.name`.
         values: the translated values by isotype's name.
-        used: for each translated name, the list of isotype's names; it is empty if isotype always does what the name
-            requests.
-        notes: for each effect, the names that have it and were not translated.
+        used: isotype's names for each translated name; an empty list if isotype always does what the name requests.
+        notes: the names that were left out, by the effect of leaving them out.
     """
 
     table: str
@@ -79,7 +79,7 @@ class Reader:
         return cls(table, method, folder, given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a name of the file; `default` if the name is missing or empty."""
+        """Return the value of a name; `default` if the file lacks the name or its value is empty."""
         value = self.given.get(name)
         return default if value is None or value in ("", [], {}) else number(value)
 
@@ -96,27 +96,27 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Settle `names` as translated into isotype's arguments `ours`: none if isotype always does what they request."""
+        """Settle `names` as translated into isotype's arguments `ours`; no arguments if isotype always does this."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Settle `names` as not translated, and note the effect."""
+        """Settle `names` as left out, and note the effect of leaving them out."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Add the problem of a name; `what` is the name, or the name, a colon and its fault."""
+        """Settle a name as refused; `what` is the name, or the name, a colon and the fault."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
         self._settled.add(name)
 
     def absorb(self, inner: Reader, prefix: str) -> None:
-        """Add the results of `inner`, a reader of a part of the file, with `prefix` before the names."""
+        """Add the results of `inner`, which has read a part of the file, with `prefix` before its names."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
@@ -143,7 +143,7 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Settle all other names by the table, and drop values that the method has no argument for."""
+        """Settle all remaining names by the table, and drop values for which the method has no argument."""
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
@@ -157,7 +157,7 @@ class Reader:
                     del self.used[name]
 
     def text(self) -> str:
-        """Return lines for the user: the number of translated names, and the notes on the others."""
+        """Return lines for the user: the number of translated names, and notes on the names that were left out."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
         return "\n".join([f"{title}'s file: {len(self.used)} of its names are used; of the others:", *lines])
@@ -223,7 +223,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _fate(table: str, name: str) -> tuple[str, str]:
-    """Return a name's kind (idle, differs, refused) and text, or ("", ""); an entry with the exact name wins over a pattern."""
+    """Return a name's kind (idle, differs, refused) and text in the table, or ("", ""); an exact entry wins over a pattern."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
@@ -254,12 +254,12 @@ _ALPACA = {name: list(sources) for name, sources in PRESETS["alpaca"].items()}
 
 @dataclass
 class Rows:
-    """A data set.
+    """A data set that the file names.
 
     Attributes:
         path: a file, a folder, or a hub id.
         kind: content of a row: `chat`, `turns` (a prompt and its answer, as text) or `text`.
-        columns: for each of the trainer's column names, the columns of the data set that are joined into it.
+        columns: for each of isotype's column names, the columns of the data set that are joined.
         name: configuration of the data set on the hub.
         split: the rows to train on, in the notation of `datasets` (`train[:10%]`).
         files: the files of `path` to read; None for all.
@@ -274,12 +274,11 @@ class Rows:
 
     @property
     def renamed(self) -> dict[str, list[str]]:
-        """Columns whose names isotype cannot infer."""
+        """The columns whose names isotype cannot infer."""
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
         return {} if renamed == _NATIVE else renamed
 
     def entry(self) -> dict[str, Any]:
-        """Return this data set as an entry of a `datasets` list."""
         columns = {ours: theirs[0] if len(theirs) == 1 else theirs for ours, theirs in self.renamed.items()}
         split = None if self.split == "train" else self.split
         more = {"name": self.name, "split": split, "data_files": self.files, "columns": columns}
@@ -287,7 +286,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Settle `names` as translated into the data sets `rows`; settle also the name `whole`, which requests loss on prompts."""
+    """Settle `names` as translated into the data sets `rows`, and the name `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
@@ -308,7 +307,7 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
 
 
 def _pairs(columns: Mapping[str, list[str]]) -> str | None:
-    """Return columns as the value of `--columns`; None if they cannot be written so."""
+    """Return columns as the value of `--columns`; None if this argument cannot express them."""
     if columns == _ALPACA:
         return "alpaca"
     if any(len(theirs) > 1 or re.search("[,=]", theirs[0]) for theirs in columns.values()):
@@ -317,7 +316,7 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def speaks(roles: Mapping[str, Any]) -> bool:
-    """Return True if isotype gives each of these names its role. `roles`: role -> names of that role in the rows."""
+    """Return True if isotype reads every name as its role; `roles` has the rows' names for each role."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

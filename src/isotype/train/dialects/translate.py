@@ -1,4 +1,4 @@
-"""Translation of axolotl's and LLaMA-Factory's YAML files into isotype's arguments, by tables.yaml."""
+"""Translates YAML files of axolotl and LLaMA-Factory into isotype's arguments, by tables.yaml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METHOD = ("stage", "rl", "reward_model")
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Return the trainer for which a file was written, by names that only this trainer has; None for a file of isotype."""
+    """Return the program for which a file was written, by names that only this program has; None for a file of isotype."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1
@@ -29,16 +29,20 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
 
 
 def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
-    """Translate an axolotl or LLaMA-Factory file into arguments of `isotype METHOD`; raise ValueError for other files.
+    """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`; raise ValueError for other files.
 
-    Relative paths are searched in the working directory, then in `folder`, which contains the file.
+    Relative paths are searched in the working directory, then in the file's `folder`.
     """
     dialect = dialect_of(values)
     if dialect is None:
         raise ValueError("not a file of axolotl or LLaMA-Factory")
     module = axolotl if dialect == "axolotl" else llama_factory
     reader = Reader.of(dialect, values, method, folder)
-    requested = None if _newer_form(reader) else module.method_of(reader)
+    newer = sorted(_NEWER & reader.given.keys())
+    for name in newer:
+        expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
+        reader.refuse(f"{name}: a name of its second form (v1)", expected, "write the file in the first form")
+    requested = None if newer else module.method_of(reader)
     if requested is None:
         refused = {problem.given.partition(":")[0] for problem in reader.problems}
         reader.notes["not read, because other names are refused"] = [
@@ -56,17 +60,8 @@ def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
     return reader
 
 
-def _newer_form(reader: Reader) -> bool:
-    """Refuse the names of LLaMA-Factory's second file format, and return True if there are any."""
-    newer = sorted(_NEWER & reader.given.keys())
-    for name in newer:
-        expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
-        reader.refuse(f"{name}: a name of its second form (v1)", expected, "write the file in the first form")
-    return bool(newer)
-
-
 def in_isotype_names(values: dict[str, Any], method: str, path: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a file's content by isotype's names, and the problems of names that are refused; log the unused names."""
+    """Return a file's content by isotype's names, and the problems of refused names; log the names that are not used."""
     if dialect_of(values) is None:
         return values, []
     reader = translated(values, method, Path(path).parent)

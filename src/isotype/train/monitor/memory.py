@@ -1,4 +1,4 @@
-"""Peak memory of an optimizer step, and the part of float16's range that each block uses."""
+"""Measures the peak memory of an optimizer step, and the part of float16's range that each block uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -17,31 +18,6 @@ from isotype.model.walk import blocks_in
 from isotype.report.run.headroom import Headroom, HeadroomSample
 
 SAMPLING_SECONDS = 0.02
-
-
-class MemoryMeter(Protocol):
-    """The peak memory in use since `restart`."""
-
-    def restart(self) -> None:
-        """Begin a new measurement with the memory in use now."""
-
-    def peak(self) -> int:
-        """Return the peak in bytes since `restart`."""
-
-
-@contextmanager
-def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
-    """Yield a meter of the memory of `device` during a run.
-
-    On CUDA, ROCm and XPU the meter reads torch's peak of allocated bytes. On other devices it samples the resident size
-    of this process every `SAMPLING_SECONDS`, at the start and at the end, and misses shorter peaks. (The kernel's
-    `ru_maxrss` cannot be reset, and includes the peak of loading.)
-    """
-    if device.type in ("cuda", "xpu"):
-        yield _Allocated(device)
-        return
-    with _Resident() as meter:
-        yield meter
 
 
 class _Allocated:
@@ -89,15 +65,31 @@ class _Resident:
         return int(self._process.memory_info().rss)
 
 
+MemoryMeter = _Allocated | _Resident
+"""Meter whose method `peak` returns the largest memory in use, in bytes, since the last call of `restart`."""
+
+
+@contextmanager
+def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
+    """Yield a meter of the memory of `device` during a run.
+
+    On CUDA, ROCm and XPU the meter reads torch's peak of allocated bytes. On other devices it samples the resident size
+    of this process every `SAMPLING_SECONDS`, and misses shorter peaks. (The kernel's `ru_maxrss` cannot be reset, and
+    includes the peak of loading.)
+    """
+    if device.type in ("cuda", "xpu"):
+        yield _Allocated(device)
+        return
+    with _Resident() as meter:
+        yield meter
+
+
 _EVERY = 50
 """Largest number of steps between two samples; short runs have about twenty samples."""
 
 
 class HeadroomMeter:
-    """Sampler of the largest magnitude of each block's output, in the first micro-batch of some steps.
-
-    Forward hooks are installed only for the sampled steps.
-    """
+    """Samples the largest magnitude of each block's output, in the first micro-batch of some steps."""
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         names = {id(module): name for name, module in model.named_modules()}
@@ -109,21 +101,21 @@ class HeadroomMeter:
         self._dtype = "float16"
 
     def begin_step(self, step: int) -> None:
-        """Begin step `step`, counted from 1; install hooks if it is sampled."""
+        """Begin step number `step`, counted from 1; install forward hooks if this step is sampled."""
         self._leave()
         if (step - 1) % self._every == 0:
             self._handles = {
-                name: block.register_forward_hook(self._looking(name)) for name, block in self._blocks.items()
+                name: block.register_forward_hook(partial(self._look, name))
+                for name, block in self._blocks.items()
             }
 
     def end_step(self, step: int) -> None:
-        """Read the sample of the step, if there is one; this synchronizes with the device."""
+        """Read the step's sample, if there is one; the host then waits for the device."""
         self._leave()
         if self._largest:
             self._blocks = {name: block for name, block in self._blocks.items() if name in self._largest}
             values = torch.stack([self._largest[name].float() for name in self._blocks]).tolist()
-            # NaN follows an overflow.
-            finite = (math.inf if math.isnan(value) else value for value in values)
+            finite = (math.inf if math.isnan(value) else value for value in values)  # NaN follows an overflow
             self._samples.append(HeadroomSample(step, tuple(finite)))
             self._largest.clear()
 
@@ -133,20 +125,17 @@ class HeadroomMeter:
             return None
         return Headroom(tuple(self._blocks), self._dtype, tuple(self._samples))
 
-    def _looking(self, name: str) -> Any:
-        def look(block: nn.Module, args: Any, result: Any) -> None:
-            if block is not self._blocks.get(name):
-                return  # a block of the copy that the preflight traces
-            handle = self._handles.pop(name, None)
-            if handle is None or not block.training:
-                return
-            handle.remove()
-            value = result[0] if isinstance(result, (tuple, list)) else result
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self._dtype = dtype_name(value.dtype)
-                self._largest[name] = torch.linalg.vector_norm(value.detach(), torch.inf)
-
-        return look
+    def _look(self, name: str, block: nn.Module, args: Any, result: Any) -> None:
+        if block is not self._blocks.get(name):
+            return  # a block of the copy that the preflight traces
+        handle = self._handles.pop(name, None)
+        if handle is None or not block.training:
+            return
+        handle.remove()
+        value = result[0] if isinstance(result, (tuple, list)) else result
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            self._dtype = dtype_name(value.dtype)
+            self._largest[name] = torch.linalg.vector_norm(value.detach(), torch.inf)
 
     def _leave(self) -> None:
         for handle in self._handles.values():

@@ -1,4 +1,4 @@
-"""Measures and checks a trainer's current optimizer step, and runs the step again if a value is not finite."""
+"""Measures and checks the optimizer steps of a trainer; a step with a value that is not finite is run again."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, or why it is unknown ("" if all were finite)."""
+"""Result of a repeated step: the first value that is not finite, or the reason why none is known ("": all were finite)."""
 
 
 @dataclass
 class StepMeter:
-    """Measures a trainer's optimizer steps between `attach` and `detach`: transformers gives callbacks no batch or loss.
+    """Measures a trainer's optimizer steps between `attach` and `detach`, because callbacks get no batch and no loss.
 
     Args:
         together: True if all processes read every step in a collective operation. If False (in a script), tokens are
-            not counted, and the processes combine their losses only if their common gradient norm is not finite. So all
-            decide alike, and no other step synchronizes.
+            not counted. The processes then combine their losses only if their common gradient norm is not finite, so
+            that all make the same decision and other steps need no synchronization.
         memory: measures the memory of a step; None if it is not measured.
         signals: the signals received so far that ask this process to stop.
 
@@ -56,19 +56,16 @@ class StepMeter:
         self._methods = steps_seen(self.trainer, self._around_step, self._around_loss, self._around_norm)
 
     def detach(self) -> None:
-        """Restore the trainer's methods."""
         if self._methods is not None:
             self._methods.put_back()
         self._methods = None
 
     def begin(self, number: int, learning_rate: float = 0.0) -> None:
-        """Begin an optimizer step."""
         self.now = Step(number, learning_rate)
         if self.memory is not None:
             self.memory.restart()
 
     def end(self) -> Step:
-        """End the step: record its duration, its memory, and whether its update was skipped."""
         step = self.now
         step.seconds = time.perf_counter() - step.began
         step.memory_bytes = 0 if self.memory is None else self.memory.peak()
@@ -76,14 +73,14 @@ class StepMeter:
         return step
 
     def launch(self) -> Step:
-        """Collect the step's values on the device, after its backward, without synchronization."""
+        """Collect the step's values on the device after its backward, without waiting for the device."""
         accelerator = self.trainer.accelerator
         self.now.scale = loss_scale(getattr(accelerator, "scaler", None))
         self.now.launch(self.trainer.args.device, accelerator if self.together else None, bool(self.signals))
         return self.now
 
     def read(self) -> Step:
-        """Read the values of the step, once, and return it; the only synchronization with the device in a step."""
+        """Return the step with its values as numbers; the host waits for the device only here, once per step."""
         step, accelerator = self.now, self.trainer.accelerator
         if step.is_read:
             return step
@@ -95,11 +92,11 @@ class StepMeter:
         return step
 
     def ends(self, step: Step) -> str | None:
-        """Return the reason why a step ends the training, see `Verdict`; None if the training may continue."""
+        """Return the reason why a step ends the training (see `Verdict`); None if the training continues."""
         return self._verdict.of(step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale)
 
     def replay(self, step: Step) -> Replay:
-        """Run a step again, each micro-batch with its random states, and return the first result that is not finite."""
+        """Run a step again, each micro-batch with its random states; return the first result that is not finite."""
         trainer = self.trainer
         if not step.batches:
             return "its batch was not seen"
@@ -156,10 +153,10 @@ def not_finite(
     """Return the error that ends a run whose loss, gradients or weights are not finite.
 
     Args:
-        measured: the measurements of the step, by name.
-        checkpoint: the complete checkpoint to resume; None if there is none.
+        measured: measurements of the step, by name.
+        checkpoint: the last complete checkpoint; None if there is none.
         replay: result of running the step again; None if it was not run again.
-        script: True if the trainer belongs to a user's script, with arguments in Python.
+        script: True in a user's script: the error then names arguments as in Python.
         pictures: True if the training data has pictures.
     """
     figures = ", ".join(f"{name} {value}" for name, value in measured.items())
@@ -185,7 +182,7 @@ def stopped(
     script: bool = False,
     pictures: bool = False,
 ) -> TrainingError:
-    """Return the error of `not_finite` for a step that stops before its update, because `what` is not finite."""
+    """Return the error that ends a run before the update of `step`, because `what` is not finite."""
     parts = {
         "loss": step.loss,
         "learning rate": step.learning_rate,

@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar in a terminal, else plain lines."""
+"""Shows the progress of a run: a live bar in a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, made narrower than the console: a terminal echoes ^C, which must not wrap a live line."""
+    """`inner`, narrower than the console by the width of ^C: a terminal prints ^C behind the live line, which must not wrap."""
 
     inner: RenderableType
 
@@ -45,11 +45,9 @@ class _Bar(Progress):
 
 
 class ProgressView:
-    """Context manager that shows each step: loss, learning rate, gradient norm, tokens per second, remaining time.
+    """Context manager that shows steps: loss, learning rate, gradient norm, tokens per second, remaining time.
 
-    Args:
-        console: if it is a terminal, a live bar is shown; else a line is printed every `every` steps.
-        every: steps between two lines (`--logging_steps`).
+    If `console` is a terminal, a live bar shows every step; else a line is printed every `every` steps.
     """
 
     def __init__(self, console: Console, every: int = 1) -> None:
@@ -96,7 +94,7 @@ class ProgressView:
             handler.setStream(sys.stderr)
 
     def update(self, step: int, total: int, record: StepRecord | None) -> None:
-        """Show that `step` of `total` steps are done; `record` is that of the last step, None before the first."""
+        """Show that `step` of `total` steps are done; `record` is the last step's, or None before the first step."""
         if record is None:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return
@@ -109,21 +107,21 @@ class ProgressView:
             skipped = " (skipped: overflow)" if record.skipped else ""
             # The first step is slower: kernels and caches are built in it.
             pace = statistics.median(self._seconds[1:] or self._seconds)
-            left = f"  {_time_left(pace * (total - step))} left" if step < total else ""
+            seconds = pace * (total - step)
+            time_left = format_duration(seconds) if seconds >= 60 else f"{max(1, round(seconds))} s"
+            left = f"  {time_left} left" if step < total else ""
             self._say(
                 f"step {step}/{total}  loss {record.loss:.4f}{skipped}  lr {shown['rate']}  grad norm {shown['norm']}  "
                 f"{shown['speed']} tokens/s{left}"
             )
 
     def evaluated(self, evaluation: EvalRecord) -> None:
-        """Show the loss on the held-back rows after a step."""
         if self.console.is_terminal:
             self._bar.update(self._task, held=f"held-back {evaluation.loss:.4f}")
         else:
             self._say(f"step {evaluation.step}  held-back loss {evaluation.loss:.4f}")
 
     def logged(self, record: StepRecord) -> None:
-        """Show the rewards that were logged after a step, if any."""
         rewards = rewards_of(record)
         if rewards is None:
             return
@@ -137,11 +135,6 @@ class ProgressView:
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
-def _time_left(seconds: float) -> str:
-    """Format a duration, in whole seconds below a minute."""
-    return format_duration(seconds) if seconds >= 60 else f"{max(1, round(seconds))} s"
-
-
 def _shown(record: StepRecord) -> dict[str, Any]:
     return {
         "rate": f"{record.learning_rate:.2e}",
@@ -153,8 +146,8 @@ def _shown(record: StepRecord) -> dict[str, Any]:
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """Return the log handlers that write to `stream`.
 
-    While a live bar is shown, rich replaces `sys.stderr` by a stream that writes above the bar. A handler that has stored
-    the former `sys.stderr`, such as that of transformers, would write into the bar.
+    While a live bar is shown, rich replaces `sys.stderr` by a stream that writes above the bar. A log handler that still
+    uses the former `sys.stderr`, such as that of transformers, would write into the bar.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return [

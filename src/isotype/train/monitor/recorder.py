@@ -1,4 +1,4 @@
-"""The records of a run's steps, for the run report and the progress bar."""
+"""Records the steps of a run, for the run report and the progress bar."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ _ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_sto
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
-    Every process has the records, so that all processes end a run at the same step; only rank 0 shows the progress. If
-    the optimizer skips updates on the device (`isotype.train.monitor.step`), the recorder checks and records a step
-    while the next one runs, or earlier if the trainer saves, logs or evaluates.
+    All processes make the records, so that they end a run at the same step; only rank 0 shows the progress. If the
+    optimizer skips updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while the next
+    step runs, or earlier if the trainer saves, logs or evaluates.
 
     Args:
-        view: shows each step, each loss on held-back rows, and the metrics that the trainer logs; None to show nothing.
+        view: shows the progress; None to show nothing.
         earlier: report of the run up to the resumed checkpoint; None for a new run.
 
     Attributes:
-        steps: the records so far, those of `earlier` first.
-        evals: losses on the held-out rows so far, those of `earlier` first.
-        resumed_from: step of the resumed checkpoint; None if the run was not resumed.
+        steps, evals: records of the steps and of the losses on held-back rows, those of `earlier` first.
+        resumed_from: step of the resumed checkpoint; None for a new run.
     """
 
     def __init__(
@@ -55,11 +54,12 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.resumed_from: int | None = None
         self._headroom: HeadroomMeter | None = None
         self._skipping: Any = None  # the optimizer of this step, if it skips updates by itself
-        self._unread: Step | None = None  # the last step, if it has ended and its values are not read yet
+        self._unread: Step | None = None  # the last step, if its values are still on the device
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the step of the resumed checkpoint, which may be deleted before the end."""
-        self.resumed_from = state.global_step or None
+        self.resumed_from = (
+            state.global_step or None
+        )  # read now: the checkpoint may be deleted before the end
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
@@ -74,22 +74,20 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     @property
     def made_steps(self) -> bool:
-        """True if this command has made a step after those of `earlier`."""
+        """True if this command has made a step."""
         return len(self.steps) > self._steps_before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the last step."""
         self.settle()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock and record the learning rate of this step."""
         number = state.global_step + 1
         if self._headroom is not None:
             self._headroom.begin_step(number)
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise TrainingError, which names the operator, before an update with values that are not finite."""
+        """Before an update whose loss or gradient is not finite, raise TrainingError with the operator that is the cause."""
         self.settle()
         self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
         if self._skipping is None:
@@ -100,7 +98,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         step.send()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the flag by which the optimizer skips the update."""
         if self._skipping is not None:
             del self._skipping.found_inf
             self._skipping = None
@@ -147,7 +144,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         return ended
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the record of the step."""
         step = self._end(state.global_step)
         if not step.waits:
             self._record(self.trainer.steps.read())
@@ -161,7 +157,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._show(self.trainer.state, self.steps[-1])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the loss on the held-back rows."""
         self.settle()
         metrics = kwargs.get("metrics") or {}
         if "eval_loss" in metrics:
@@ -193,10 +188,9 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that calls `write` after some steps, so that writing takes at most one per cent of the time.
+    """Callback that calls `write` after some steps in rank 0, so that writing takes at most one per cent of the time.
 
-    `write` writes the report of the run so far. A SaveError is ignored: the last report, at the end of
-    the run, raises it again.
+    `write` writes the report of the run so far. A SaveError is ignored, because writing the last report raises it again.
     """
 
     _LEAST_SECONDS = 10.0
@@ -206,7 +200,6 @@ class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers shi
         self._next = time.perf_counter() + self._LEAST_SECONDS
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Call `write` in rank 0 if enough time has passed."""
         began = time.perf_counter()
         if began < self._next or not state.is_world_process_zero:
             return

@@ -1,9 +1,8 @@
 """An optimizer step of a trainer: its inputs, and its measurements, which are collected on the device and read once.
 
-A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA skip the
-update on the device (`found_inf`, which the GradScaler uses), so the host launches the update and reads the values
-one step later without waiting. On other devices and with other optimizers,
-the values are read before the update.
+A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA can skip
+the update on the device (`found_inf`, which the GradScaler uses). The host then launches the update, and reads the
+values one step later without waiting. On other devices and with other optimizers, it reads the values before the update.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from isotype.core.random_states import RandomStates
 from isotype.report.run.record import StepRecord
 
 DEFERRED_ON = ("cuda",)
-"""Device types that queue work and whose fused optimizers can skip an update; ROCm has the type `cuda`."""
+"""Types of devices whose fused optimizers can skip an update on the device; ROCm has the type `cuda`."""
 
 _LOSS, _NORM = 1, 3
 """Positions of loss and norm among the five values of a step."""
@@ -29,7 +28,7 @@ _LOSS, _NORM = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Inputs of one call of `compute_loss`, with references to tensors instead of copies."""
+    """Inputs of one call of `compute_loss`; tensors are not copied."""
 
     model: Any
     inputs: Any
@@ -71,11 +70,11 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """True if `launch` has collected the values and `read` has not read them yet."""
+        """True if the values are on the device: after `launch` and before `read`."""
         return self._values is not None and not self.is_read
 
     def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
-        """Collect the values in one tensor on the device, without synchronization.
+        """Collect the values in one tensor on the device, without waiting for the device.
 
         Args:
             accelerator: sums tokens, loss and stop requests over all processes, which must all call `launch`. If None,
@@ -108,7 +107,7 @@ class Step:
         return finite.logical_not().to(torch.float32)
 
     def send(self) -> None:
-        """Copy the launched values to the host, without waiting."""
+        """Begin to copy the launched values to the host, without waiting for the copy."""
         assert self._values is not None
         if self._values.device.type != "cpu":
             host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
@@ -118,7 +117,7 @@ class Step:
             self._values = host
 
     def read(self) -> None:
-        """Wait for the launched values and convert them to numbers."""
+        """Wait for the launched values, and convert them to numbers."""
         assert self._values is not None
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -129,7 +128,6 @@ class Step:
         self.is_read = True
 
     def record(self) -> StepRecord:
-        """Return the step's record for the report."""
         return StepRecord(
             step=self.number,
             loss=self.loss,
@@ -151,16 +149,16 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:
-            # The sum stays on the device: to read it would make every micro-batch wait for the GPU.
+            # The sum stays on the device: reading it would make every micro-batch wait for the GPU.
             total = total + (batch[ids].numel() if batch.get(mask) is None else batch[mask].sum())
     return total
 
 
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
-    """Return the optimizer inside accelerate's wrapper if it can skip an update by a flag on its device; else None.
+    """Return the optimizer inside accelerate's wrapper, if a flag on the device can make it skip an update; else None.
 
-    Return None if a GradScaler sets this flag itself, or if there are several processes: their stop requests must be
-    read before the update.
+    Return None, too, if a GradScaler sets this flag, or if there are several processes: their stop requests must be read
+    before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: their completeness, their sequence, and the random states of the data order."""
+"""The checkpoints in an output directory: whether they are complete, their order, and the random states of the data order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ _WEIGHTS = (
     "adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*", "sharded/*.safetensors",
 )  # fmt: skip
 
-# For each value of `PrecisionPolicy.trainable`, the files of a finished run.
 RESULT_FILES = {
     "lora": ("adapter_config.json", "adapter_model.*"),
     "full": (
@@ -41,10 +40,11 @@ RESULT_FILES = {
         "generation_config.json",
     ),
 }
+"""Files of a finished run, for each value of `PrecisionPolicy.trainable`."""
 
 
 def write_manifest(directory: Path) -> None:
-    """Write a new checkpoint's manifest: the time of saving (copies often lose file times), file sizes and checksums."""
+    """Write a new checkpoint's manifest: the time of saving (a copy may have other file times), file sizes and checksums."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -61,8 +61,8 @@ def write_manifest(directory: Path) -> None:
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     """Return what is missing or damaged in a checkpoint, as a clause; None if the checkpoint is complete.
 
-    A checkpoint without a manifest, saved by another program, must have weights and a readable trainer state, which is
-    written last. If `contents` is True, every file is compared with its checksum in the manifest.
+    A checkpoint of another program has no manifest. It must have weights and a readable trainer state, which is written
+    last. If `contents` is True, every file is compared with its checksum in the manifest.
     """
     if not checkpoint.is_dir():
         return "it is not a folder" if checkpoint.exists() else "it does not exist"
@@ -97,11 +97,11 @@ _KINDS: dict[str, dict[str, type]] = {
     "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
     "scaler.pt": {},
 }
-"""Files of the trainer's state, and the types of their entries."""
+"""Files of the trainer's state, with the types of entries that they must have."""
 
 
 def unreadable_state(checkpoint: Path) -> str | None:
-    """Return why the trainer state cannot be read, as a clause, or None. Only tensors and numbers are unpickled."""
+    """Return why the trainer's state cannot be read, as a clause, or None. Only tensors and numbers are unpickled."""
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
@@ -142,12 +142,11 @@ def all_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the complete checkpoints in `output_dir`, in the order of saving."""
     return [path for path in all_checkpoints(output_dir) if damage(path) is None]
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return the time of saving in seconds since the epoch, from the manifest or the time of the trainer state."""
+    """Return the time of saving in seconds since the epoch, from the manifest; without one, from the trainer state's file."""
     manifest = read_json(checkpoint / MANIFEST) or {}
     if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
@@ -156,14 +155,14 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """Return the key of `RESULT_FILES` whose files `root` contains; None if `root` has no result."""
+    """Return the key of `RESULT_FILES` for the result in `root`; None if there is no result."""
     policy = read_json(root / POLICY_FILE) or {}
     kind = policy.get("trainable")
     return kind if kind in RESULT_FILES else None
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete the result that an earlier run of the other kind left: programs would read the files of both runs together."""
+    """Delete the result of an earlier run of the other kind: programs would read the files of both runs together."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -189,24 +188,24 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 REFERENCE = "isotype_reference.safetensors"
-"""File of a checkpoint with the reference model of `--sync_ref_model`."""
+"""File in a checkpoint with the reference model, which changes with `--sync_ref_model`."""
 
 logger = logging.getLogger("isotype")
 
 
 @dataclass(frozen=True)
 class Order:
-    """An epoch's sampler, and the random states from which it draws the order: torch's, and its own generator's."""
+    """An epoch's sampler, and the random states (of torch and of its generator) from which it draws the order of rows."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states from which an epoch draws its order; None if seed and epoch determine it.
+    """Restore or record the random states from which an epoch draws the order of rows; None if seed and epoch determine it.
 
     Args:
-        checkpoint: checkpoint that is resumed in this epoch; None if the epoch begins at its start.
+        checkpoint: the checkpoint that is resumed in this epoch; None if the epoch begins at its start.
         skipped: number of batches of the epoch that were trained before the checkpoint.
     """
     part = loader
@@ -231,7 +230,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save this process's state in the middle of an epoch: random states, completions, and a reference model that changes."""
+    """Save what this process needs to continue in the middle of an epoch: random states, completions, a changed reference."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:
@@ -242,7 +241,6 @@ def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
 
 
 def _moves_reference(trainer: Any) -> bool:
-    """Return True if the reference model follows the trained one (`--sync_ref_model`)."""
     return (
         bool(getattr(trainer.args, "sync_ref_model", False))
         and getattr(trainer, "ref_model", None) is not None

@@ -1,4 +1,4 @@
-"""Resuming a run: its checkpoint, the comparison of its settings, a note on overwritten files, and the command."""
+"""Resuming a run: the checkpoint, the comparison of its settings, notes for the user, and the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isotype.report.run.record import JSON_NAME
 from isotype.report.text import say
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
-from isotype.train.initial_adapter import LOFTQ, MADE_BY, sorted_names
+from isotype.train.initial_adapter import FIELDS_OF_CONFIG, LOFTQ, sorted_names
 from isotype.train.launched import processes
 from isotype.train.output.checkpoints import (
     RESULT_FILES,
@@ -39,7 +39,7 @@ _NO_RESUME = (None, False, "False", "false")
 
 
 def resume_point(settings: Settings) -> Path | None:
-    """Return the complete checkpoint to resume, or None to start from the beginning."""
+    """Return the complete checkpoint that the run resumes; None for a run from the beginning."""
     requested = settings.training.resume_from_checkpoint
     if requested in _NO_RESUME:
         return None
@@ -70,8 +70,14 @@ def resume_point(settings: Settings) -> Path | None:
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
-    """Raise CheckpointError with all differences if the settings of the checkpoint's run differ from `identity`."""
-    if resume is not None and (problems := differences(resume, identity)):
+    """Raise CheckpointError with all differences between `identity` and the settings of the checkpoint's run.
+
+    Values that the checkpoint does not record are not compared. The numbers of steps and epochs may differ. The number
+    of processes may differ if a step has the same number of rows.
+    """
+    if resume is None:
+        return
+    if problems := [_problem(name, was, now, resume) for name, was, now in _different(resume, identity)]:
         raise CheckpointError(
             f"{resume} is of another run",
             problems,
@@ -108,10 +114,14 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
             say(console, f"note: {changed}")
 
 
-def _under_launcher(command: Command) -> tuple[str, ...]:
-    """Return the words of a command line that runs `command` with as many processes as now."""
+def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
+    """Return the command line that resumes `checkpoint` with as many processes as now."""
+    command = command.but(resume_from_checkpoint=None)
+    if "output_dir" not in command:
+        command = command.but(output_dir=output_dir)
+    command = command.but(resume_from_checkpoint=str(checkpoint))
     if processes() == 1:
-        return command.tokens()
+        return printed_command(command.tokens())
     if "FSDP_VERSION" in os.environ and command["fsdp"] in (None, ""):
         command = command.but(fsdp="full_shard")  # requested by the config of accelerate launch
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -120,15 +130,7 @@ def _under_launcher(command: Command) -> tuple[str, ...]:
     if machines > 1:
         where = ("--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500")
     launcher = (*command.environment(), "torchrun", *where, "--nproc_per_node", str(machine), "-m")
-    return (*launcher, "isotype", command.method, *command.arguments())
-
-
-def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
-    """Return the command line that resumes `checkpoint` and writes into `output_dir`."""
-    command = command.but(resume_from_checkpoint=None)
-    if "output_dir" not in command:
-        command = command.but(output_dir=output_dir)
-    return printed_command(_under_launcher(command.but(resume_from_checkpoint=str(checkpoint))))
+    return printed_command((*launcher, "isotype", command.method, *command.arguments()))
 
 
 # ------------------------------------------------------------------------------------------------------ the same run
@@ -138,23 +140,23 @@ RUN_FILE = "isotype_run.json"
 """File in a checkpoint with the settings of its run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""Names in `RUN_FILE` of values that a run decides once; a resumed run keeps them."""
+"""Names in `RUN_FILE` of values that a run decides once; they stay the same in a resumed run."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
-    """Return the content of `RUN_FILE` in the resumed checkpoint; empty without such a file or a checkpoint."""
+    """Return the content of `RUN_FILE` in the resumed checkpoint; an empty mapping without this file or a checkpoint."""
     return {} if resume is None else read_json(resume / RUN_FILE) or {}
 
 
 def template_date(resume: Path | None) -> date | None:
-    """Return the date that chat templates have written in a checkpoint's run; None if the checkpoint records none."""
+    """Return the date that chat templates write in a checkpoint's run; None if the checkpoint records none."""
     try:
         return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-# Arguments of transformers' trainer that change a run's numbers. So do all arguments that TRL adds, except `_INDECISIVE`.
+# Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, too, except `_INDECISIVE`.
 _DECISIVE = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
     "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
@@ -188,7 +190,7 @@ def identity_of(
 ) -> dict[str, Any]:
     """Return the settings that determine a run's numbers, by argument name, as plain JSON values.
 
-    Four names are no arguments: `method`, `weights` and `rows` (fingerprints of the model and the training rows, or
+    Names that are no arguments: `method`, `weights` and `rows` (fingerprints of the model and the training rows, or
     None), and `rows in an optimizer step` (of all processes). `settings` are those from before the trainer is built.
     """
     from transformers import TrainingArguments
@@ -223,15 +225,6 @@ def identity_of(
     return plain
 
 
-def differences(checkpoint: Path, identity: Mapping[str, Any]) -> list[Problem]:
-    """Return the differences between the settings of a checkpoint's run and `identity`.
-
-    Values that the checkpoint does not record are not compared. The numbers of steps and epochs may differ. The number
-    of processes may differ if a step has the same number of rows.
-    """
-    return [_problem(name, was, now, checkpoint) for name, was, now in _different(checkpoint, identity)]
-
-
 def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
     """Describe a changed number of steps or epochs if the learning rate schedule depends on it."""
     saved = read_json(checkpoint / RUN_FILE)
@@ -262,7 +255,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
             continue
         now = identity[name]
         if foreign and name in _OPEN_ENDED and (isinstance(was, str) or isinstance(now, str)):
-            continue  # PEFT has replaced the pattern by names of modules
+            continue  # PEFT's config has names of modules in place of a pattern
         if name == "model_name_or_path" and _same_model(str(was), str(now)):
             continue
         if was != now:
@@ -270,7 +263,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _from_other_files(checkpoint: Path) -> dict[str, Any]:
-    """Return the run's settings that PEFT's config and the policy file record, by the names of `identity_of`."""
+    """Return the settings that PEFT's config and the policy file of a checkpoint record, by the names of `identity_of`."""
     settings: dict[str, Any] = {}
     policy = read_json(checkpoint / POLICY_FILE)
     if policy is not None:
@@ -280,15 +273,20 @@ def _from_other_files(checkpoint: Path) -> dict[str, Any]:
     if adapter is not None:
         if adapter.get("base_model_name_or_path"):
             settings["model_name_or_path"] = str(adapter["base_model_name_or_path"])
-        settings |= {flag: sorted_names(adapter[key]) for flag, key in MADE_BY.items() if key in adapter}
+        settings |= {
+            flag: sorted_names(adapter[key]) for flag, key in FIELDS_OF_CONFIG.items() if key in adapter
+        }
     return settings
 
 
 def _lora(settings: Settings) -> dict[str, Any]:
     if settings.start is not None:
-        flags = {flag: getattr(settings.start.config, key, None) for flag, key in MADE_BY.items()}
+        flags = {flag: getattr(settings.start.config, key, None) for flag, key in FIELDS_OF_CONFIG.items()}
     else:
-        flags = {flag: getattr(settings.model, flag, getattr(settings.extra, flag, None)) for flag in MADE_BY}
+        flags = {
+            flag: getattr(settings.model, flag, getattr(settings.extra, flag, None))
+            for flag in FIELDS_OF_CONFIG
+        }
     if flags["init_lora_weights"] in (None, LOFTQ):
         flags["init_lora_weights"] = True  # as in PEFT's config of an adapter on an unchanged base
     flags["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
@@ -296,7 +294,6 @@ def _lora(settings: Settings) -> dict[str, Any]:
 
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
-    """Return the problem of a setting that differs: an argument, or another value of `identity_of`."""
     setting, expected = f"--{name} {_words(now)}", _words(was)
     fix = f"leave --{name} out" if was is None else f"--{name} {expected}"
     again, flag = "or start again in another --output_dir", _POLICY.get(name)

@@ -1,4 +1,4 @@
-"""The report of a run, in the run's folder and in every checkpoint; a resumed run continues the report."""
+"""The report of a run, in the run's folder and in every checkpoint. A resumed run continues the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
 def files_of_checkpoint(
     identity: Mapping[str, Any], record: Callable[[], RunRecord], checkpoint: Path
 ) -> None:
-    """Write the run's identity and its report so far into a checkpoint."""
     write_whole(checkpoint / RUN_FILE, json.dumps(identity, indent=2) + "\n")
     write_whole(checkpoint / JSON_NAME, to_json(record()))
 
@@ -49,7 +48,7 @@ def files_of_checkpoint(
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
     """Write the report into the run's folder `root` if `writes` is True (in rank 0); return the path of the HTML report.
 
-    A report with steps is not overwritten by a command without steps: it may belong to a finished run.
+    A report with steps, which may be that of a finished run, is not overwritten by a command that has made no step.
     """
     complete = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not complete and _has_steps(root / JSON_NAME)):
@@ -74,7 +73,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
-    """Write `run_report.html` and `run_report.json` atomically into a directory, and return their paths."""
+    """Write `run_report.html` and `run_report.json` into a directory, each by renaming a complete file; return their paths."""
     directory = Path(directory)
     html, data = to_html(record), to_json(record)
     try:

@@ -45,7 +45,7 @@ class Hooks:
 
     Attributes:
         before: raises an error if the current step must not be saved.
-        in_checkpoint: writes further files into the folder of a checkpoint.
+        in_checkpoint: writes more files into the folder of a checkpoint.
         card: returns the model card of the run; None for the trainer's model card.
         goes_on: returns the command that resumes a checkpoint; None in a script.
     """
@@ -68,7 +68,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Finish or undo what a killed run left in the output directory, then call the trainer's `train`."""
+        """Finish or undo the last save of a killed run in the output directory, then call the trainer's `train`."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
@@ -80,12 +80,12 @@ class WholeCheckpoints(Sharded):
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """Return the last complete checkpoint of this run, else the one that this run resumed, or None."""
+        """Return the last complete checkpoint of this run, else the checkpoint that was resumed, or None."""
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
-        """Call `Hooks.before`; raise TrainingError in every process if one process has weights that are not finite."""
+        """Call `Hooks.before`; raise TrainingError in every process if a process has weights that are not finite."""
         self.hooks.before()
         finite = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if finite else 1.0, device=self.args.device))
@@ -105,7 +105,6 @@ class WholeCheckpoints(Sharded):
         return str(super().folder_of_run(trial))
 
     def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """Build the checkpoint in a temporary folder, sync it to disk, then rename it."""
         self._check_trained()
         run_dir = Path(super().folder_of_run(trial))
         name = f"checkpoint-{self.state.global_step}"
@@ -132,7 +131,6 @@ class WholeCheckpoints(Sharded):
             self.push_checkpoint(str(final))
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the model card `hooks.card()` instead of the trainer's, if this hook is set."""
         if self.hooks.card is None:
             super().create_model_card(*args, **kwargs)  # type: ignore[misc]
         elif self.args.should_save:
@@ -144,7 +142,7 @@ class WholeCheckpoints(Sharded):
             super().push_checkpoint(checkpoint_folder)
 
     def _rotate(self: Any, run_dir: Path, newest: Path) -> None:
-        """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best one."""
+        """Delete the oldest checkpoints beyond `save_total_limit`, but never the newest or the best checkpoint."""
         limit = self.args.save_total_limit
         if limit is None or limit <= 0:
             return
@@ -179,7 +177,7 @@ class WholeCheckpoints(Sharded):
 
     @contextmanager
     def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
-        """Yield an empty folder for new files, and delete it at the end; raise SaveError about `what` if writing fails."""
+        """Yield an empty folder for new files, and delete it at the end; raise SaveError about `what` if a write fails."""
         staging = directory / STAGING
         try:
             if self.args.should_save:
@@ -204,19 +202,19 @@ class WholeCheckpoints(Sharded):
             failure = write_failure(error, directory)
             if failure is None:
                 raise
-            raise self._save_error(directory, what, *failure) from error
-
-    def _save_error(self: Any, directory: Path, what: str, number: int | None, reason: str) -> SaveError:
-        full, last = number in NO_ROOM, self.last_checkpoint()
-        hint = "no checkpoint has been saved yet: start again when there is space"
-        if last is not None:
-            command = self.hooks.goes_on and self.hooks.goes_on(last)
-            how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
-            hint = f"nothing else is lost; {last} is complete: resume {how}"
-        headline, expected = f"the {what} could not be saved", "a directory that accepts files of this size"
-        fix = "make it writable and lift limits on file sizes, or give another --output_dir"
-        if full:
-            headline = f"the disk is full: {headline}"
-            expected = "space for the adapter, and twice as much for the optimizer state"
-            fix = "free some space, or give --output_dir on another disk, or --save_total_limit 1"
-        return SaveError.of(headline, f"{directory}: {reason}", expected, fix, hint=hint)
+            number, reason = failure
+            hint = "no checkpoint has been saved yet: start again when there is space"
+            if last := self.last_checkpoint():
+                command = self.hooks.goes_on and self.hooks.goes_on(last)
+                how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
+                hint = f"nothing else is lost; {last} is complete: resume {how}"
+            headline, expected = (
+                f"the {what} could not be saved",
+                "a directory that accepts files of this size",
+            )
+            fix = "make it writable and lift limits on file sizes, or give another --output_dir"
+            if number in NO_ROOM:
+                headline = f"the disk is full: {headline}"
+                expected = "space for the adapter, and twice as much for the optimizer state"
+                fix = "free some space, or give --output_dir on another disk, or --save_total_limit 1"
+            raise SaveError.of(headline, f"{directory}: {reason}", expected, fix, hint=hint) from error

@@ -1,8 +1,7 @@
-"""A trainer of a sharded model that saves, and resumes with any number of processes.
+"""Saves the training of a sharded model, and resumes it with any number of processes.
 
-A checkpoint of a sharded run has the folder `sharded/`, which `torch.distributed.checkpoint` writes as safetensors:
-trained weights and optimizer states by parameter name. Each process writes its own rows of the tensors. The folder
-contains no pickle.
+A checkpoint of a sharded run has the folder `sharded/` with trained weights and optimizer states by parameter name.
+`torch.distributed.checkpoint` writes them as safetensors: each process writes its own rows of the tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the saved weights in a collective operation; return them by name in CPU memory, or {} if `keep` is False."""
-    # Without adapters the saved file is the whole model, with buffers and frozen weights.
-    named = _adapters(model) if hasattr(model, "peft_config") else model.state_dict()
+    """Gather the weights to save in a collective operation; return them by name in CPU memory, or {} if `keep` is False."""
+    named: Mapping[str, torch.Tensor] = model.state_dict()
+    if hasattr(model, "peft_config"):  # only the adapters are saved, with TRL's reference adapter `ref`
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}
     state = {}
     for name, tensor in named.items():
         whole = whole_tensor(tensor.detach())
@@ -47,7 +47,6 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor gathered from all processes, and any other tensor unchanged."""
     sharded: Any = tensor
     whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
     return whole
@@ -68,13 +67,11 @@ def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def load_weights(directory: Path, model: nn.Module) -> None:
-    """Read trained weights from `directory` into a model that may be sharded over any number of processes."""
-    state = {f"{_MODEL}{name}": p.detach() for name, p in _trained(model).items()}
-    _read(directory, state)
+    _read(directory, {f"{_MODEL}{name}": p.detach() for name, p in _trained(model).items()})
 
 
 def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Read optimizer states from `directory`, sharded as the parameters are now."""
+    """Read optimizer states from `directory`; each is sharded as its parameter is."""
     reader = HuggingFaceStorageReader(str(directory))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     fused = {
@@ -106,11 +103,6 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters and those of TRL's reference adapter, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}
-
-
 def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
     reader = HuggingFaceStorageReader(str(directory))
     saved = reader.read_metadata().state_dict_metadata
@@ -123,7 +115,7 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy this process's rows of whole tensors, which every process has read, into sharded parameters."""
+    """Copy whole tensors, which every process has read, into sharded parameters."""
     from torch.distributed.tensor import distribute_tensor
 
     for name, parameter in _trained(model).items():
@@ -134,7 +126,7 @@ def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Shard whole optimizer states, which every process has read, in the same way as their parameters."""
+    """Shard whole optimizer states, which every process has read, as their parameters are sharded."""
     from torch.distributed.tensor import distribute_tensor
 
     for parameter, state in optimizer.state.items():
@@ -152,12 +144,11 @@ class Sharded(TrainerSteps):
     """Mixin over `transformers.Trainer` that saves and resumes sharded models, and reads checkpoints of sharded runs."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; the weights of a sharded model are gathered first."""
         if not has_shards(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         writes = self.args.should_save
-        # A checkpoint without adapters has only the shards: to resume, no gathered weights are needed.
+        # A checkpoint without adapters has only the shards, which are enough to resume.
         adapter = hasattr(self.model, "peft_config")
         inside = output_dir is not None and Path(output_dir).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
         state = whole_state(self.model, keep=writes) if adapter or not inside else {}

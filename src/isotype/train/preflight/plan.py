@@ -1,4 +1,4 @@
-"""The step that `isotype check` checks, the options of the check, and the repaired command."""
+"""The options of `isotype check`, the step to be checked, and the repaired command."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Options:
         batch, length: number of rows in the step, and tokens per row; None if the training's arguments decide.
         fsdp: version of FSDP (0 for none); None if the training's arguments decide.
         devices: number of devices that train together; None if the launcher decides.
-        json, sarif, html: outputs; `-` for sarif is standard output.
-        fail_on: severity from which the exit status is 1.
-        image, images: size of each picture (width and height in pixels; None if the data decides), and pictures per
-            row.
+        sarif: path of the SARIF report; `-` for standard output.
+        fail_on: lowest severity of a finding for which the exit status is 1.
+        image: width and height of each picture in pixels; None if the data decides.
+        images: number of pictures per row.
     """
 
     bare: bool = False
@@ -57,36 +57,33 @@ class Options:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step to be checked.
+    """A step to be checked. Lengths are numbers of tokens.
 
     Attributes:
         device: name of a device or of a profile.
         rows: rows of a batch; pairs of rows for dpo and reward.
-        length: tokens per row; None for the default.
+        length: length of a row; None for the default.
         checkpointing: keywords of `gradient_checkpointing_enable`; None if it is off.
         auto: True if the memory of the step decides `checkpointing`.
-        longest: tokens of the longest possible row in the training; None if it has `length` tokens.
-        unforeseen: reason why the memory of the step cannot be known, as a clause; "" if a trace shows it.
+        longest: length of the longest possible row of the training; None if this is `length`.
+        unforeseen: reason why the memory of the step cannot be estimated, as a clause; "" if a trace shows the memory.
         lora: a `peft.LoraConfig` or its arguments; None if every weight is trained.
         fsdp: version of FSDP; 0 for none.
-        devices: number of devices that train together, one process per device.
         reshard: True if FSDP frees a block's gathered weights after its forward.
-        step_rows: rows of an optimizer step on one device; if more than `rows`, gradients are accumulated.
+        step_rows: rows of an optimizer step on one device; gradients are accumulated if this is more than `rows`.
         evaluation: rows of an evaluation batch; 0 if it has `rows` rows; None if the training has no evaluation.
-        evaluation_length: tokens of the longest evaluation row; None for the training's length.
-        evaluation_lengths: lengths of the evaluation rows; None if they were not counted.
-        prompt: tokens at the beginning of every row that have no loss.
-        completion: tokens of a completion (grpo, rloo).
+        evaluation_length: length of the longest evaluation row; None for the training's length.
+        prompt: length of the prompt at the beginning of every row, which has no loss.
+        completion: length of a completion (grpo, rloo).
         reference: True if every step runs the reference model.
-        copied: `weights` or `adapters` if the reference model has a frozen copy of them; else None.
+        copied: the part of the model that the reference model has as a frozen copy (`weights`, `adapters`); None for none.
         attention: attention implementation; None for transformers' choice.
         packed: True if rows have several documents, separated by their positions.
         ranges: `measure` or `known`, see `isotype.train.policy.policy_by_ranges`.
-        data: description of the rows' lengths and format; "" if no data set was opened.
-        fuse: True if the training fuses its layers.
+        data: description of the data set's rows; "" if no data set was opened.
         dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
         data_rows: number of rows of the training data; None for a stream, or if no data set was opened.
-        lengths: lengths of these rows; None if they were not counted.
+        lengths, evaluation_lengths: lengths of the training rows and evaluation rows; None if they were not counted.
         adapt: parts of the model that get adapters; None for all.
         pictures: the pictures of each row; None for the default of the model's config.
     """
@@ -145,7 +142,7 @@ class Repaired:
     command: Command | None = None
 
     def content(self) -> dict[str, Any]:
-        """Return the result for JSON; `scope` of a fix that changes only the model is `model`, for others see `SCOPES`."""
+        """Return the result for JSON; a fix has the field `scope`, see `isotype.records.finding.SCOPES`."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
         left = [
             {"code": finding.code, "cause": finding.cause, "reason": reason}
@@ -158,7 +155,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Return the findings; each fix that changes arguments gets a command: a check if `bare`, else the training."""
+    """Return the findings; each fix that changes arguments gets a command with them: a check if `bare`, else a training."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
@@ -182,7 +179,7 @@ def repaired_command(
     *,
     present: bool = True,
 ) -> Repaired:
-    """Return the training command changed by the fixes, with a text that also lists what no argument can change."""
+    """Apply the fixes to a training command; the text also lists what no argument can change."""
     repaired, by_hand = command, []
     for fix in fixes:
         for action in fix.actions:
@@ -198,7 +195,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""For each target or kind of a fix's action, the argument that makes this change."""
+"""The argument that makes the change of an action, by the action's kind, or its target if the kind is `setting`."""
 
 
 def _argument(action: Action) -> str | None:

@@ -1,4 +1,4 @@
-"""The step of a training command, from its arguments and from the rows of its data set."""
+"""Plans the step of a training command, from its arguments and from the rows of its data set."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the step of a command; it has the lengths of the rows if data and tokenizer are on this machine."""
+    """Return the step of a command, with the lengths of its rows if data and tokenizer are on this machine."""
     settings = start_of(settings_of(command))
     if problems := argument_problems(settings):
         raise UsageError("invalid arguments", problems)
@@ -46,7 +46,7 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
 
 
 def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Choose the layers that a training recomputes; rank 0 chooses for all processes."""
+    """Choose the layers that a training recomputes in the backward; rank 0 chooses for all processes."""
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as requested")
@@ -59,7 +59,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
-    """Return the step of a training that is about to begin; it has the length of the longest possible row."""
+    """Return the step of a training that is about to begin, with the length of the longest possible row."""
     rows = data[settings.script.dataset_train_split]
     plan = replace(
         _of_arguments(Options(), settings),
@@ -71,7 +71,7 @@ def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Length
 
 
 def _of_arguments(options: Options, settings: Settings) -> StepPlan:
-    """Return the step that the arguments determine, without looking at the data."""
+    """Return the step that the arguments determine, without reading the data."""
     from trl import get_peft_config
 
     training, model, method = settings.training, settings.model, settings.method
@@ -141,7 +141,6 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
 
 
 def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
-    """Return the plan with the lengths of the evaluation rows and the longest possible evaluation row."""
     split = settings.script.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
@@ -181,11 +180,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose pictures the processor encodes: rows with the most pixels, and rows with the most pictures."""
+"""Number of rows whose pictures are encoded: half of them have the most pixels, and half the most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the pictures of the sampled row whose pictures have the most pixel values; None if they are unknown."""
+    """Return the pictures of one row: the sampled row with the most encoded pixel values. None if they are unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):
@@ -202,7 +201,7 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 
 def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
-    """Return the plan with the lengths of the data's rows, if the data is on this machine."""
+    """Return the plan with the lengths of the training's rows, if the data is on this machine."""
     training, script = settings.training, settings.script
     notes: list[str] = []
     data = training_data_here(settings, notes.append)

@@ -1,4 +1,4 @@
-"""The check of a plan's step: its policy, its model on the meta device, a batch, the trace and the report."""
+"""Checks the step of a plan: decides the policy, builds the model on the meta device and a batch, traces and reports."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from isotype.train.run import Choice, NotForeseenError, choose
 MIXED = "each document is traced in a padded row of its own: in one packed row, documents would attend to each other"
 
 _TRIAL = 32
-"""Length in tokens of a test row with two documents; its trace shows whether the documents attend to each other."""
+"""Length in tokens of a row with two documents; its trace shows whether the documents attend to each other."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per value: 4 bits, and an 8-bit scale per 32 values (OCP MX specification 1.0, 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""Share of the allowed memory below which the report does not compare the step with and without recomputation."""
+"""Share of the allowed memory: the report compares recomputation with none only if the step may need more."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step of a plan, traced with different choices of recomputed layers.
+    """The step of a plan, which can be traced with several choices of recomputed layers.
 
     Attributes:
         ranges: the value ranges by which the policy was decided; None without a measurement.
@@ -72,11 +72,10 @@ class PlannedStep:
 
     @cached_property
     def room(self) -> Room:
-        """The memory that the step may take on its device."""
         return room_of(device_profile(self.plan.device))
 
     def choice(self) -> Choice:
-        """Choose the layers to recompute; a check and its training choose alike."""
+        """Choose the layers to recompute in the backward; a check and its training make the same choice."""
         if self.plan.unforeseen:
             return Choice(CHECKPOINTING, self.plan.unforeseen)
         try:
@@ -101,8 +100,7 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if documents of a packed row would attend to each other, so that the training puts them into separate rows.
 
-        A training runs its model to find this out. Here there are no weights, so a trace shows if masks depend on
-        documents.
+        A training runs its model to find this out. Without weights, a trace shows if masks depend on documents.
         """
         plan = self.plan
         if not plan.packed:
@@ -116,17 +114,13 @@ class PlannedStep:
         return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan for a batch of `rows` rows, and the length of a row in tokens.
-
-        If packed documents would attend to each other (`mixed`), each document gets a row of its own.
-        """
+        """Return the plan of a batch and its row length; if the step is `mixed`, each document gets a row."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
         return replace(self.plan, rows=rows, packed=False), tokens
 
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
-        """Return the request of a step with `rows` rows of `tokens` tokens."""
         plan, (model, _) = self.plan, self.model(arguments)
         return StepRequest(
             model,
@@ -150,7 +144,7 @@ class PlannedStep:
         )
 
     def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return a batch of the training's evaluation with its loss; None without evaluation."""
+        """Return a batch of the training's evaluation with its loss; None without an evaluation."""
         plan = self.plan
         if plan.evaluation is None:
             return None
@@ -164,12 +158,12 @@ class PlannedStep:
         return _inputs(*self._batch(rows, length, lengths or plan.lengths), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
-        """Return the report on the step; a trace that `choice` has made is used again."""
+        """Return the report on the step; if `choice` has traced the step, it is not traced again."""
         trace = self._traces.get((repr(arguments), rows, tokens))
         return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the step's cost with all layers recomputed instead of none, or the reverse; "" if it fits easily."""
+        """Describe the step's cost with the opposite choice (all layers recomputed, or none); "" if it fits easily."""
         room = self.room.size
         if room is None or self.plan.unforeseen:
             return ""
@@ -205,7 +199,6 @@ class PlannedStep:
 
 
 def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
-    """Check the step of a plan and return the report."""
     checkpoint = open_model(plan.source, plan.revision)  # raises CheckpointError if it is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
     config = config_of(checkpoint)
@@ -245,7 +238,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     method = METHODS[plan.method]
-    # If only some layers are checkpointed, they are selected by number, so layers must not be folded before that.
+    # If only some layers are checkpointed, their numbers select them, so layers must not be folded before.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,
@@ -274,24 +267,23 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
 
 
 def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
-    """Fuse the layers that the training would fuse, and return notes for the report."""
     if not plan.fuse:
         return ()
     profile = device_profile(plan.device)
-    # Only a CPU run on this machine keeps dense copies of quantized weights, if its memory suffices and FSDP is off.
+    # Only a training without FSDP on this machine's CPU may keep dense copies of quantized weights in memory.
     budget = None if profile.present and profile.kind == "cpu" and not plan.fsdp else 0
     report = fuse(model, budget=budget, device=profile)
     return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the number of tokens of a row: the requested or default length, but at most the model's positions."""
+    """Return the number of tokens of a row: the requested or the default length, at most the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         positions = None
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or default
-    # Every traced row gets pictures, also one that is short in the data.
+    # Every traced row gets pictures, even if the rows of the data are short.
     if plan.lengths is not None or plan.pictures is not None:
         wanted = max(wanted, least_length(config, plan.pictures))
     return wanted if positions is None else min(wanted, positions)
@@ -313,7 +305,7 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
 
 
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
-    """Return True if the training's attention uses the lengths of packed documents (a traced model has masks instead)."""
+    """Return True if the training's attention uses the lengths of packed documents; rows are then traced unpacked."""
     profile = device_profile(plan.device)
     base = without_peft(model)
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))

@@ -1,4 +1,4 @@
-"""Makes the step to check from the arguments of `isotype check`: those of a training command, and a few more."""
+"""Plans the step that the arguments of `isotype check` describe: those of a training command, and a few more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ traced to its end; 2 bad arguments"""
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
-    """Return the options of the check, and the training command."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         help_parser().print_help()
@@ -63,7 +62,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
-    """Return options, function and device of `isotype check package.module:function`; refuse training arguments."""
+    """Return the options, function and device of `isotype check package.module:function`; refuse training arguments."""
     function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
     _add_own(parser)
@@ -124,7 +123,7 @@ _USED_MOST: Mapping[str, str] = {
     "learning_rate": "learning rate of the optimizer",
     "optim": "transformers' name of the optimizer",
 }
-"""Help of the arguments of `isotype sft` that a check of a model uses most; to import TRL for all of them takes seconds."""
+"""Help texts of the most used arguments of `isotype sft`: for the texts of all, TRL would be imported, which takes seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:
@@ -149,7 +148,6 @@ def help_parser() -> argparse.ArgumentParser:
 
 
 def plan_of(options: Options, command: Command) -> StepPlan:
-    """Return the step that a command describes."""
     light = {"model_name_or_path", "per_device_train_batch_size", "max_length", *_USED_MOST}
     bare = options.bare and command.method == "sft" and command.file is None
     if bare and light.issuperset(command.values):
@@ -162,7 +160,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """Return the plan with the pictures of `--image`; raise UsageError if their number of tokens is unknown."""
+    """Return the plan, with the pictures of `--image` if it is given; raise UsageError if their number of tokens is unknown."""
     if options.image is None:
         return plan
     from isotype.checkpoint.opened import config_of, open_model

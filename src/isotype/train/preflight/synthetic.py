@@ -1,4 +1,4 @@
-"""Batches and losses of the training methods for a trace, without a data set: only shapes and dtypes matter."""
+"""Batches and losses of the training methods for a trace, without a data set. They have the training's shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPT_TOKENS = 512
 def synthetic_batch(
     model: Any, rows: int, length: int, pictures: Pictures | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a batch like those of TRL's collators, for the transformers model `model`.
+    """Return a batch as TRL's collators make it, for a model of transformers.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one picture if the config gives its number of tokens; picture tokens have no loss.
+    `pictures`; by default one picture, if the config gives its number of tokens. Picture tokens have no loss.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
@@ -66,7 +66,7 @@ TEXT_ALONE = (
 
 
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
-    """Return a note on the pictures of a synthetic batch, or that it has none; () for a model without pictures."""
+    """Return a note on the pictures of a synthetic batch; () for a model that takes no pictures."""
     if getattr(config, "vision_config", None) is None:
         return ()
     pictures = pictures or by_config(config)
@@ -89,9 +89,9 @@ def step_inputs(
 
     Args:
         method: a key of `METHODS`.
-        model: the model, with or without adapters. Except for a reward model, `isotype.lora.loss.trl_head.put_head` was
-            called on it.
-        rows: number of examples per step (of completions for grpo and rloo).
+        model: the model, with or without adapters, and (unless it is a reward model) with the forward of
+            `isotype.lora.loss.trl_head.put_head`.
+        rows: number of examples (for grpo and rloo: of completions) in the step.
         length: number of tokens of an example, prompt and completion together.
         prompt: number of tokens at the beginning of an example that have no loss.
         completion: number of tokens of the completion (grpo, rloo).
@@ -189,4 +189,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], tor
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""For each `Method.loss` except `labels`, its loss: a function of (model, batch, tokens of a completion, reference)."""
+"""The loss for each `Method.loss` except `labels`: a function of (model, batch, tokens of a completion, reference)."""

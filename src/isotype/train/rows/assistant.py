@@ -1,8 +1,8 @@
-"""Labels of conversations if TRL cannot find the targets: for `--assistant_only_loss`, and for excluded turns.
+"""Labels of conversations in which TRL cannot find the targets: for `--assistant_only_loss`, and for excluded turns.
 
-TRL finds the assistant's tokens by `{% generation %}` markers, and has marked templates for some models. For other
-templates, a conversation is rendered up to each turn of the assistant, without and with that turn: the tokens that only
-the longer text has are the targets. TRL gets token ids with labels, which it uses unchanged.
+TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template; for some models it has
+templates with markers. With other templates, isotype renders a conversation up to each turn of the assistant, without
+and with that turn. The targets are the tokens that only the longer text has. TRL uses the given labels unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def labelled_rows(
     TRL needs a template with markers, and it ignores marks by which a row excludes a turn from the loss.
 
     Args:
-        limit: number of rows of each split to convert; None for all rows.
+        limit: number of rows of each split to label; None for all rows.
         say: prints a line on the excluded turns.
 
     Raises:
@@ -84,7 +84,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` that rows exclude from the loss; of a stream, only the first 1000 rows count."""
+    """Count the turns in the columns `names` that rows exclude from the loss; of a stream, only in the first 1000 rows."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -106,7 +106,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template at `path`; None if TRL finds the targets with it, and adds its tokens itself."""
+    """Return the tokenizer with the template at `path`; None for another model's template with which TRL finds the targets."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)
@@ -133,7 +133,7 @@ def trl_finds_tokens(tokenizer: Any) -> bool:
     from trl import get_training_chat_template
     from trl.chat_template_utils import has_generation_markers
 
-    # A processor has the attribute, but not the method.
+    # A processor has the attribute `chat_template`, but not the method.
     read = getattr(tokenizer, "get_chat_template", lambda: tokenizer.chat_template)
     if has_generation_markers(str(read())):
         return True
@@ -146,7 +146,7 @@ def trl_finds_tokens(tokenizer: Any) -> bool:
 def labelled_row(
     row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool, only: bool = True, source: str = ""
 ) -> dict[str, list[int]]:
-    """Return token ids of one conversation, and labels that are -100 outside of the assistant's turns.
+    """Return token ids of one conversation, and labels that are -100 for tokens without loss.
 
     Args:
         row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as for TRL.
@@ -155,7 +155,8 @@ def labelled_row(
         source: name of the data set, for error messages.
 
     Raises:
-        DataError: the template refuses the conversation, or renders its beginning differently from the whole.
+        DataError: the template refuses the conversation or renders its beginning differently from the whole, or no token
+            has loss.
     """
     from trl import prepare_multimodal_messages
 

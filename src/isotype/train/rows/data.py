@@ -1,4 +1,4 @@
-"""The rows of a training command: read, split, and checked against the chat template and the processor."""
+"""Reads the rows of a training command, splits them, and checks them with the chat template and the processor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data, before rows are held back; `evaluates` requires a test split (default: if evaluation is on)."""
+    """Read the data, from which no rows are held back yet; `evaluates` requires a test split (default: if evaluation is on)."""
     evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -80,10 +80,10 @@ def hold_back(settings: Settings, data: Any) -> Any:
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits; if the chat template accepts only text, join the text parts of each message by line breaks."""
+    """Return the splits; if the chat template accepts only text, with the text parts of each message joined by line breaks."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
-    chats = {}  # the columns whose types allow contents in parts; for a stream without types, all columns of chats
+    chats = {}  # for each split, the columns whose type allows contents in parts; all columns of chats if types are unknown
     for name, rows in data.items():
         if (features := getattr(rows, "features", None)) is None:
             chats[name] = sorted(CHATS & next(iter(rows), {}).keys())
@@ -96,7 +96,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return the columns among `names` that are lists whose items are of unknown type or satisfy `wanted`."""
+    """Return the columns among `names` that are lists of items for which `wanted` is true, or whose type is unknown."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
@@ -138,7 +138,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if the model takes no pictures, or its processor refuses one of up to 64 rows of a split."""
+    """Raise DataError if rows have pictures and the model takes none, or if its processor refuses one of up to 64 rows."""
     problems = [
         problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
     ]
@@ -183,7 +183,7 @@ def uncut(settings: Settings, data: Any) -> dict[str, Any]:
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits as the tokenizer accepts them; leave out rows with pictures that are longer than `max_length`.
+    """Return the splits of `plain_contents`, without rows with pictures that are longer than `max_length`.
 
     Raises:
         DataError: rows with pictures are longer, and `--excess_length_strategy` is not `drop`.

@@ -1,4 +1,4 @@
-"""Summary of the training data, printed before the training: lengths, padding, and an example with its loss mask."""
+"""Summary of the training data, which is printed before the training: lengths, padding, and an example with its loss mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.report.text import format_share, say
 from isotype.train.rows.lengths import Lengths
 from isotype.train.rows.pictured import Pictured
 
-_LONGEST_TEXT = 600  # characters that are printed of one part of an example
+_LONGEST_TEXT = 600  # number of printed characters of one part of an example
 
 
 def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
@@ -48,7 +48,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the number of epochs that transformers will count; an epoch's last batch and last step may be smaller."""
+    """Return the number of epochs as transformers counts them: the last batch and the last step of an epoch can be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps
@@ -60,13 +60,12 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
 
 
 def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
-    """Return the 50th, 90th and 99th percentile of `tokens`."""
     half, most, longest = numpy.percentile(tokens, (50, 90, 99))
     return round(half), round(most), round(longest)
 
 
 def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:
-    """Return the share of padding in batches of `batch` random rows, cut to `limit` and padded to the longest row."""
+    """Return the share of padding in batches of `batch` random rows that are cut to `limit` and padded to the longest."""
     shown = [min(length, limit or length) for length in tokens]
     random.Random(0).shuffle(shown)
     batches = [shown[at : at + batch] for at in range(0, len(shown), batch)]
@@ -92,7 +91,6 @@ def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
 
 
 def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:
-    """Print the numbers of rows and tokens, the share of padding, and the example."""
     if summary is not None:
         say(console, "\n".join(_sentences(summary)))
     if example:

@@ -1,4 +1,4 @@
-"""Lengths of a data set's rows in tokens, before and after they are cut to `max_length` or packed."""
+"""Lengths in tokens of a data set's rows, as they are, cut to `max_length`, or packed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lengths:
         tokens: number of tokens of each tokenized row (of a pair, the prompt with the longer answer).
         rows: number of rows of the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
-        prompt: number of tokens of the shortest prompt, which the loss may exclude in every row.
+        prompt: number of tokens of the shortest prompt.
     """
 
     tokens: tuple[int, ...]
@@ -44,11 +44,10 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest row."""
         return max(self.tokens)
 
     def begun_twice(self) -> str | None:
-        """Return a note on rows that begin with the token which the tokenizer adds again; None if there are none."""
+        """Return a note on rows that begin with two beginning-of-text tokens; None if there are none."""
         if not self.doubled:
             return None
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
@@ -71,9 +70,9 @@ class Lengths:
 def lengths_of(
     method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
 ) -> Lengths | None:
-    """Return the lengths of a data set's rows as the method's trainer tokenizes them; it may add an end token.
+    """Return the lengths of a data set's rows as the method's trainer tokenizes them; None if they are unknown.
 
-    Return None for a stream, and for rows with pictures if there is no processor. `text_field` is SFT's column of text.
+    They are unknown for a stream, and for rows with pictures without a processor. `text_field` is SFT's column of text.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -105,7 +104,6 @@ def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = F
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
-    """Return the error for a chat template that cannot render the row `at`."""
     place = f"{source}, row {at + 1}" if source else f"row {at + 1}"
     row, expected = f"{place}: {one_line(error)}", "turns that the template can render"
     fix = "change the row, or give another template with --chat_template_path"
@@ -121,7 +119,7 @@ def longest_possible(
         limit: number of tokens to which rows are cut; None if they are not cut.
         packed: True if short rows are joined up to `limit`.
         completion: number of tokens of a completion after each row.
-        pictured: True if the rows have pictures: then no row is cut, and a sample's longest row counts as the limit.
+        pictured: True if the rows have pictures: no row is cut, and the longest row of the sample counts as the longest.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
@@ -131,7 +129,7 @@ def longest_possible(
 
 
 def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] | None:
-    """Return the documents' lengths in each packed row (TRL's best-fit decreasing), or None if some are unknown."""
+    """Return the documents' lengths in each row that TRL packs (best-fit decreasing); None if some lengths are unknown."""
     if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
         return None
     room: list[tuple[int, int]] = []  # (free tokens of a row, its number), ascending
@@ -148,9 +146,11 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (documents, tokens of the longest) of the largest batch if each document of `rows` packed rows gets a row."""
+    """Return (documents, tokens of the longest) of the largest batch, if each document of `rows` packed rows gets a row."""
     largest: tuple[int, int] = (0, 0)
-    fullest: list[int] = []  # document counts of the batch's other rows: their documents are no longer
+    fullest: list[
+        int
+    ] = []  # numbers of documents in the batch's other rows, all of which are not longer than this row's
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
         heappush(fullest, len(row))
@@ -166,7 +166,7 @@ def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bo
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
-    """Return the token ids of a row for SFT: a rendered conversation, a prompt with its completion, or a text."""
+    """Return the token ids of a row for SFT: of a conversation, of a prompt with its completion, or of a text."""
     if row.get("input_ids") is not None:
         return list(row["input_ids"])
     chat = row.get("messages")
@@ -190,7 +190,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
-    """Return the number of tokens of a row's prompt; 0 without a separate prompt, or if the model writes the answer."""
+    """Return the number of tokens of a row's prompt; 0 if the row has none, or if the model writes the answers."""
     if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
         return 0
     return len(_ids(tokenizer, row["prompt"], None, row.get("tools")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ _LENGTH = 128
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
     """Return a batch of about `tokens` tokens, int64 `[rows, tokens]`: rows spread over a data set, padded on the right.
 
-    Each row is cut to 128 tokens or the model's positions. The tokenizer and chat template are those of `model`.
+    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or fewer if the model has fewer positions.
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
@@ -72,13 +72,11 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield the numbers below `count` in an order whose first k numbers are spread over the range, for every k."""
+    """Yield the numbers below `count` in an order in which the first k numbers, for every k, are spread over the range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
 
-
-# ------------------------------------------------------------------------------------------------------ of a training
 
 _MOST = 64
 
@@ -86,7 +84,7 @@ _MOST = 64
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     """Return (held-back or training rows of an adapter's run, None), or (None, reason) if they cannot be read again.
 
-    Return (None, None) for an adapter without a run report. `adapter` is the adapter's folder or a checkpoint in it. Chat
+    `adapter` is the adapter's folder, or a checkpoint in the folder. Without a run report, return (None, None). Chat
     templates write the date of the run if a checkpoint records it.
     """
     folder = next((path for path in (adapter, adapter.parent) if (path / JSON_NAME).is_file()), None)
@@ -102,8 +100,10 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     if tokenizer is None or not len(rows):
         return None, None
     words = getattr(tokenizer, "tokenizer", tokenizer)
+    days = map(template_date, (adapter, *reversed(all_checkpoints(folder))))
+    day = next(filter(None, days), None)
     try:
-        with _day_held(adapter, folder):
+        with nullcontext() if day is None else day_held(day):
             texts = _texts(words, rows, getattr(settings.training, "dataset_text_field", "text"))
     except (TemplateError, KeyError, TypeError) as error:
         return None, f"the rows of the training were not tokenized again: {first_line(error)}"
@@ -117,14 +117,8 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     return Rows(tuple(texts), source), None
 
 
-def _day_held(adapter: Path, folder: Path) -> AbstractContextManager[None]:
-    days = map(template_date, (adapter, *reversed(all_checkpoints(folder))))
-    day = next(filter(None, days), None)
-    return nullcontext() if day is None else day_held(day)
-
-
 def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Return (ids, labels) of up to 64 rows that are spread over the data."""
+    """Return (ids, labels) of up to `_MOST` rows that are spread over the data."""
     texts = []
     for at in spread(len(rows)):
         ids, labels = _labelled(tokenizer, rows[at], text_field)
@@ -136,7 +130,7 @@ def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[in
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
-    """Return the settings of a report's command; a relative path of the data is searched where the command was run."""
+    """Return the settings of a report's command; relative paths of data are searched in the command's working directory."""
     words = shlex.split(record.command)
     begin = words.index(record.method)
     command, _ = parse_command(record.method, words[begin + 1 :])
@@ -150,7 +144,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return the name and rows of the test split, which may be held back from training rows; else of the training split."""
+    """Return the name and rows of the test split (also of rows that the training held back), else of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:

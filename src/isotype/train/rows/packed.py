@@ -1,7 +1,7 @@
-"""Layout of packed batches: one joined row if attention uses the documents' lengths, else the rows of the batch.
+"""Layout of packed batches.
 
-TRL (1.16) joins the rows of a batch into one, for attention that uses the documents' lengths. Attention with a mask
-would need memory for every pair of tokens of the batch.
+TRL (1.16) joins the rows of a batch into one row, for attention that uses the documents' lengths. Attention with a mask
+would then need memory for every pair of tokens of the batch, so isotype does not join its rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Rows:
     """Collator of packed examples that does not join the rows of the batch.
 
     Attributes:
-        packed: True if the documents of an example share a row, separated by their positions; else each document has a
-            row.
+        packed: True if the documents of an example share a row; False if each document has a row.
     """
 
     padded: Any
@@ -53,7 +52,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """If a trainer would join rows although its attention needs a mask, replace its collator and return a note; else None."""
+    """If a trainer joins rows although its attention needs a mask, replace its collator and return a note; else return None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None
@@ -73,7 +72,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which hooks of embeddings get one joined row, because NEFTune's noise depends on its length."""
+    """Return a context in which hooks of embeddings get the rows joined: NEFTune's noise depends on the length of a row."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])

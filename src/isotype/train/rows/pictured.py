@@ -1,8 +1,8 @@
 """Batches of rows with pictures for supervised training: the processor's outputs and the labels.
 
-TRL's collator computes the loss on picture tokens, too, and finds the assistant's tokens only in chat templates with
-markers. This collator takes the positions of pictures from the processor, and the assistant's positions from
-`isotype.train.rows.spans`. Rows are not cut, since a picture needs all of its tokens.
+TRL's collator computes the loss on picture tokens, too, and finds the assistant's tokens only if the chat template has
+markers. The collator of this module takes the positions of pictures from the processor, and those of the assistant's
+text from `isotype.train.rows.spans`. Rows are not cut, since a picture needs all of its tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Pictured:
         only: True if only the assistant's turns are targets (`--assistant_only_loss`).
         whole: True if prompts are targets, too (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
-        always: True if a batch without pictures gets one more row, which has a picture and no label: all processes of a
-            sharded model must gather the weights of its vision tower.
+        always: True if a batch without pictures gets one more row, with a picture and without labels. A sharded model
+            needs such rows: in every step, all processes must gather the weights of its vision tower.
     """
 
     processor: Any
@@ -72,7 +72,8 @@ class Pictured:
 
         Raises:
             TemplateError: the chat template refuses a row.
-            ValueError: the processor refuses a row, or the template renders the beginning of a conversation differently.
+            ValueError: the processor refuses a row, or the template renders the beginning of a conversation differently
+                from the whole.
         """
         written = [self.written(row) for row in rows]
         if self.always and not any(row.pictures for row in written):
@@ -82,7 +83,7 @@ class Pictured:
         return batch
 
     def written(self, row: Mapping[str, Any], answer: str = "completion") -> Written:
-        """Return a row as text, with messages rendered by the chat template; `answer` names the column of the answer."""
+        """Return a row as text; the chat template renders messages, and `answer` names the column of the answer."""
         pictures = pictures_in(row)
         prompt: Any = row.get("prompt")
         completion: Any = row.get(answer)
@@ -101,7 +102,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs, and int64 `[rows, tokens]`: `GIVEN`, `LEARNED`, or `PICTURE` + picture number."""
+        """Return the processor's outputs, and int64 `[rows, tokens]`: `GIVEN`, `LEARNED`, or `PICTURE` + number of the picture."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -150,14 +151,14 @@ class Pictured:
 
     @cached_property
     def _around(self) -> frozenset[int]:
-        """Ids of the special tokens that stand for a picture or enclose one."""
+        """Ids of special tokens that stand for a picture, or are written before and after a picture."""
         added = self.processor.tokenizer.added_tokens_decoder
         return frozenset(
             at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
         )
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Return (has loss, text) of the consecutive parts of a row; a picture is described by its size and tokens."""
+        """Return (has loss, text) of the consecutive parts of a row; size and number of tokens describe a picture."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -175,7 +176,7 @@ class Pictured:
         return parts
 
     def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the number of tokens of a row with its longest answer, and of its prompt; pictures are not decoded."""
+        """Return the number of tokens of a row with its longest answer, and of its prompt, without decoding pictures."""
         answers = answers_in(row)
         lengths = [len(self._ids(self.written(row, name))) for name in answers]
         prompt = 0
@@ -198,7 +199,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's placeholder for a picture of this size, and the text that the processor puts there."""
+        """Return the template's placeholder for a picture, and the text by which the processor replaces it for this size."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -215,7 +216,7 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
     """Replace the picture collator of TRL's SFT trainer by `Pictured`, with the arguments of `training`.
 
     Raises:
-        DataError: the model is sharded, and only some preference pairs have pictures.
+        DataError: the model is sharded, and only a part of the preference pairs have pictures.
     """
     from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -238,7 +239,7 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the columns with answers in a row; `completion` if there are none."""
+    """Return the names of a row's columns with answers; `completion` if there are none."""
     names = ("completion", "chosen", "rejected")
     return [name for name in names if row.get(name) is not None] or ["completion"]
 
@@ -267,5 +268,5 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`: True for a token with a character in `span`. `places`: start and end, `[tokens, 2]`."""
+    """Return bool `[tokens]`: True for a token with a character in `span`; `places` has their start and end, `[tokens, 2]`."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -1,4 +1,7 @@
-"""The assistant's spans in a rendered conversation; the template must render each beginning as it does in the whole."""
+"""Spans of turns in a rendered conversation.
+
+The chat template must render every beginning of the conversation as it renders this beginning in the whole.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Render = Callable[[Sequence[Message], bool], str]
 
 
 def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
-    """Return a function that renders messages by the chat template, with the tools and template arguments of a row."""
+    """Return a function that renders messages by the chat template, with the row's tools and template arguments."""
     tools = row.get("tools")
     arguments = {
         "tools": json.loads(tools) if isinstance(tools, str) else tools,
@@ -36,7 +39,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
     """Return the text of a conversation, and the spans [start, end) of the assistant's turns, in characters.
 
     A span begins after the template's prompt for an answer, and includes the template's end of the turn. Messages
-    before `first` and messages excluded from the loss have no span.
+    before number `first`, and messages that are excluded from the loss, have no span.
 
     Raises:
         ValueError: a beginning of the conversation is rendered differently from the whole.
@@ -47,7 +50,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and its spans from message `first` on that are not excluded from the loss."""
+    """Return the text of a conversation, and the spans from message `first` on that are not excluded from the loss."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -58,7 +61,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of message `at`, which begins after the previous message or, for the assistant, after its prompt."""
+    """Return the span of message `at`; the assistant's begins after the prompt for an answer, others after the previous message."""
     end = (
         len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
@@ -86,7 +89,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Find where the assistant's text begins in a first message, by the prompt that the template adds after a user's message."""
+    """Return where the assistant's text begins in the first message: after the prompt that the template adds for an answer."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
