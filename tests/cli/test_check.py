@@ -203,9 +203,9 @@ def test_a_function_that_makes_its_model_for_the_device_finds_it(capsys, script)
 
 
 def test_arguments_that_a_function_decides(capsys, script):
-    status, _, err = run(capsys, f"{script}:broken", "--batch", 3, "--quantization", "nf4")
+    status, _, err = run(capsys, f"{script}:broken", "--batch", 3, "--images", 2, "--quantization", "nf4")
     assert status == 2
-    assert "--quantization nf4 --batch" in err
+    assert "--quantization nf4 --batch --images" in err
 
 
 def test_sarif_and_html_are_written(capsys, config, tmp_path):

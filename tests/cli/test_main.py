@@ -10,10 +10,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 from isotype.cli import main as cli
 from isotype.cli.main import main, take_debug_flag
-from isotype.cli.output import quiet_libraries
+from isotype.cli.output import first_to_fail, quiet_libraries
 from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
@@ -241,6 +242,19 @@ def test_a_signal_ends_a_command_with_its_status(
         for each, handling in before.items():
             signal.signal(each, handling)
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_first_rank_that_fails_reports_as_often_as_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    # After "out of memory; this fits …", the same rank prints the error itself.
+    first_to_fail.cache_clear()
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert [first_to_fail(), first_to_fail()] == [True, True]
+    first_to_fail.cache_clear()  # as in another rank
+    assert not first_to_fail()
+    first_to_fail.cache_clear()
 
 
 def test_an_ascii_terminal_gets_the_nearest_ascii(monkeypatch: pytest.MonkeyPatch) -> None:

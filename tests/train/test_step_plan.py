@@ -143,6 +143,7 @@ def test_what_is_not_traced_as_asked_is_said():
     ("argv", "message"),
     [
         (["m", "--batch", "0"], "--batch 0"),
+        (["m", "--images", "2"], "--images 2 without --image"),
         (["m", "--batch", "x"], "--batch x\n    expected  a whole number"),
         (["m", "--fail-on", "note"], "one of error, warning"),
         (["m", "--quantization", "q4"], "one of nf4, fp4, int8"),

@@ -100,7 +100,7 @@ def _inspect_for(options: argparse.Namespace, console: Console) -> int:
     program, *models = options.program
     if program not in CONSUMERS or len(models) > 1:
         what = f"--for {' '.join(options.program)}"
-        expected = f"one of {', '.join(CONSUMERS)}, and at most one model behind it"
+        expected = f"one of {', '.join(CONSUMERS)}, and at most one model after it"
         raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
     fit = fit_of(options.path, program, *models)
     if options.json:

@@ -93,42 +93,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             return handler(rest, console)
         with code_refused(), importable(), libraries_shown():
             return handler(rest, console)
-    except IsotypeError as error:
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - any crash ends with one message and an exit status
         if debug:
             sys.stderr.write(shown(traceback.format_exc()))
-        print_error(console_of_failure(), str(error))
-        return error.exit_code
-    except KeyboardInterrupt as interrupt:
-        if debug:
-            sys.stderr.write(shown(traceback.format_exc()))
+        if not isinstance(error, KeyboardInterrupt):
+            return _report(error, command)
         if argv is None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending already
         console_of_failure().print("interrupted")
-        return exit_status(signal_of(interrupt))
-    except Exception as error:  # noqa: BLE001 - the last frame: any crash ends with one message and an exit status
-        if debug:
-            sys.stderr.write(shown(traceback.format_exc()))
-        if isinstance(error, OSError) and lost_output():
-            print_error(console_of_failure(), lost_output()[0])
-            return CRASHED
-        if isinstance(error, OSError) and error.filename is not None and command != "run":
-            what, expected = f"{error.filename}: {error.strerror}", "a file or folder that can be used"
-            failed = UsageError.of(
-                "a file cannot be used", what, expected, "name another file, or make this file usable"
-            )
-            print_error(console_of_failure(), str(failed))
-            return failed.exit_code
-        # A script of `isotype run` may import libraries that isotype does not use.
-        if isinstance(error, ModuleNotFoundError) and command != "run":
-            lacking = missing_libraries(command, error)
-            if lacking is not None:
-                print_error(console_of_failure(), str(lacking))
-                return lacking.exit_code
-        print_error(
-            console_of_failure(),
-            f"{type(error).__name__}: {error}\n  = unexpected error; --debug shows the traceback",
-        )
-        return CRASHED
+        return exit_status(signal_of(error))
+
+
+def _report(error: Exception, command: str) -> int:
+    """Print the message of an exception that has ended a command, and return the exit status."""
+    # A script of `isotype run` may open other files and import other libraries than isotype.
+    known = error if isinstance(error, IsotypeError) else None
+    text = f"{type(error).__name__}: {error}\n  = unexpected error; --debug shows the traceback"
+    if isinstance(error, OSError) and lost_output():
+        text = lost_output()[0]
+    elif isinstance(error, OSError) and error.filename is not None and command != "run":
+        what, expected = f"{error.filename}: {error.strerror}", "a file or folder that can be used"
+        fix = "name another file, or make this file usable"
+        known = UsageError.of("a file cannot be used", what, expected, fix)
+    elif isinstance(error, ModuleNotFoundError) and command != "run":
+        known = missing_libraries(command, error)
+    print_error(console_of_failure(), text if known is None else str(known))
+    return CRASHED if known is None else known.exit_code
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,12 @@ def _problems() -> Iterator[Problem]:
             )
 
 
+@cache
 def first_to_fail() -> bool:
     """Return True if this rank is the first to report a failure, because the other ranks fail soon after it.
 
     The ranks agree through the store of torchrun or accelerate, which outlives the ranks. Without a store, return True.
+    A rank that reports twice (how to save memory, then the error) is the first both times.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

@@ -92,7 +92,6 @@ class Outcome:
 
     Attributes:
         adapter: directory of the saved adapter (or model); None if nothing was saved.
-        report: path of the HTML report.
         checkpoint: the last complete checkpoint of this run, or the resumed checkpoint; None if there is none.
         stopped_by: number of the signal that stopped the run; None if no signal stopped it.
         pictures: True if the training data has pictures.

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.arguments import wrong_choice
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import (
     CheckpointError,
     DataError,
@@ -289,13 +290,11 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     """Raise PrecisionError if `--bf16 False`, `--fp16 False` or `--init_lora_weights` contradicts the decided policy."""
     check_initial(settings, policy)
-    name = str(policy.compute).removeprefix("torch.")
-    if name not in settings.refused:
-        return
-    flag, other = ("bf16", "float16") if name == "bfloat16" else ("fp16", "bfloat16")
-    what = f"--dtype auto, which is {name} in this run, and --{flag} False"
-    expected, fix = "a compute dtype that is not excluded", f"--dtype float32, or --dtype {other}"
-    raise PrecisionError.of("the arguments disagree about precision", what, expected, fix)
+    for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
+        if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
+            what = f"--dtype auto, which is {name} in this run, and --{flag} False"
+            expected, fix = "a compute dtype that is not excluded", f"--dtype float32, or --dtype {other}"
+            raise PrecisionError.of("the arguments disagree about precision", what, expected, fix)
 
 
 def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data: Any) -> None:

@@ -148,9 +148,9 @@ class Limit:
         return f"{low}, {'less than' if self.below else 'at most'} {self.most:.10g}"
 
 
-_COUNT = Limit(1, 10**7, fix="give a number within these")  # their products stay within 64 bits
+_COUNT = Limit(1, 10**7, fix="give a number in this range")  # their products stay within 64 bits
 _NOT_NEGATIVE = Limit(0, fix="give 0 or more")
-_SEED = Limit(0, 2**32 - 1, fix="give a number within these")
+_SEED = Limit(0, 2**32 - 1, fix="give a number in this range")
 _EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1")
 _GROUP = Limit(2, fix="give at least 2: a completion is compared with others of its prompt")
 _SCALE = Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing")
@@ -261,7 +261,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     *_limited(_SEED, "seed data_seed"),
     *_limited(_SHARE, "adam_beta1 adam_beta2 label_smoothing_factor"),
     Argument("label_smoothing", limit=Limit(0, 0.5, fix="the share of pairs whose order is wrong")),
-    Argument("temperature", limit=Limit(0, above=True, fix="1 is the method's own")),
+    Argument("temperature", limit=Limit(0, above=True, fix="1 is the default")),
     Argument("top_p", limit=Limit(0, 1, above=True, fix="1 keeps every token")),
     Argument(
         "attn_implementation",

@@ -22,7 +22,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.train.command.arguments import IsotypeArguments, number_problems
 from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command
 from isotype.train.command.parse import MODELS, parse_command
-from isotype.train.command.precision import FLAGS, read_precision_request
+from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import Sharding, processes
 from isotype.train.libraries import require_names
 
@@ -32,7 +32,6 @@ class Settings:
     """A command and the dataclasses of its trainer. Nothing changes them: `but` returns a changed copy.
 
     Attributes:
-        refused: dtypes excluded by `--bf16 False` and `--fp16 False`.
         sharding: sharding of the model over processes; None if it is not sharded.
         start: the adapter to train further; `model` then names its base model. None for a new adapter.
         auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing, which is on in
@@ -47,7 +46,6 @@ class Settings:
     dataset: Any
     extra: IsotypeArguments
     precision: PrecisionRequest
-    refused: frozenset[str] = frozenset()
     sharding: Sharding | None = None
     start: Adapter | None = None
     auto_checkpointing: bool = False
@@ -81,15 +79,11 @@ def settings_of(command: Command) -> Settings:
         raise UsageError("invalid arguments", problems, hint)
     require_names(METHODS[command.method])
     script, training, model, dataset, extra = _built(command, {})
-    given = command.given
-    refused = frozenset(name for flag, name in FLAGS if given(flag) is False)
-    precision = read_precision_request(command)
+    given, precision = command.given, read_precision_request(command)
     # An argument that configures checkpointing or offloads activations switches `auto` off.
     configured = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
     auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
-    return Settings(
-        command, script, training, model, dataset, extra, precision, refused, auto_checkpointing=auto
-    )
+    return Settings(command, script, training, model, dataset, extra, precision, auto_checkpointing=auto)
 
 
 def _incomplete(command: Command) -> Iterator[Problem]:

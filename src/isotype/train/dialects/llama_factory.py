@@ -60,7 +60,7 @@ def _rows(reader: Reader) -> None:
         whole = reader.get("finetuning_type") == "full"
         fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
         if whole or language or reader.get("lora_target", "all") == "all":
-            expected = "adapters or training on every part of a model with pictures alike"
+            expected = "adapters on all parts of a model with pictures, or a training of all its weights"
             what = f"freeze_vision_tower: {str(parts['vision_tower']).lower()}"
             reader.refuse(what, expected, fix if whole else _LANGUAGE)
     reader.use("freeze_vision_tower freeze_multi_modal_projector freeze_language_model")

@@ -182,7 +182,6 @@ _PARTS = {True: "language", False: "all"}
 """Values of `--quantized_parts`; the key is True if `PrecisionPolicy.dense` names modules."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
-_OPEN_ENDED = frozenset({"lora_target_modules"})
 
 
 def identity_of(
@@ -254,7 +253,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
         if name in skipped or name not in identity:
             continue
         now = identity[name]
-        if foreign and name in _OPEN_ENDED and (isinstance(was, str) or isinstance(now, str)):
+        if foreign and name == "lora_target_modules" and (isinstance(was, str) or isinstance(now, str)):
             continue  # PEFT's config has names of modules in place of a pattern
         if name == "model_name_or_path" and _same_model(str(was), str(now)):
             continue

@@ -58,7 +58,14 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
-    return count_problems({name: getattr(options, name) for name in ("batch", "length", "devices", "images")})
+    counts = ("batch", "length", "devices", "images")
+    problems = count_problems({name: getattr(options, name) for name in counts})
+    if options.image is None and options.images > 1:
+        what = f"--images {options.images} without --image"
+        problems.append(
+            Problem(what, "the size of the pictures", "add --image 1024x768, or leave --images out")
+        )
+    return problems
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
@@ -70,11 +77,9 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     parser.add_argument("--fsdp", choices=("0", "1", "2"), default=None)
     options, unknown = parser.parse_known_args(rest)
     parser.refuse(parser.problems)
-    flags = [
-        *unknown,
-        *(f"--{name}" for name in ("batch", "length", "image") if getattr(options, name) is not None),
-    ]
-    if flags:
+    defaults = {"batch": None, "length": None, "image": None, "images": 1}
+    flags = [f"--{name}" for name, default in defaults.items() if getattr(options, name) != default]
+    if flags := [*unknown, *flags]:
         headline = f"arguments that do not go with {function}"
         expected = "--device, --devices, --fsdp, --generate and the outputs"
         raise UsageError.of(headline, " ".join(flags), expected, "let the function decide it")

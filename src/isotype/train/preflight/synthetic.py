@@ -88,11 +88,9 @@ def step_inputs(
     """Return the inputs of one step of a method, and the function of the step's loss.
 
     Args:
-        method: a key of `METHODS`.
         model: the model, with or without adapters, and (unless it is a reward model) with the forward of
             `isotype.lora.loss.trl_head.put_head`.
         rows: number of examples (for grpo and rloo: of completions) in the step.
-        length: number of tokens of an example, prompt and completion together.
         prompt: number of tokens at the beginning of an example that have no loss.
         completion: number of tokens of the completion (grpo, rloo).
         reference: True if every step also runs the reference model.
