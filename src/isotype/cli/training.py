@@ -159,12 +159,9 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         else:
             put("\nstopped before the first checkpoint: there is nothing to resume")
     elif outcome.adapter is not None:
-        show_commands(console, _uses(outcome.adapter, settings, outcome.pictures))
-
-
-def _uses(trained: Path, settings: Settings, pictures: bool) -> dict[str, tuple[str, ...]]:
-    chat = chat_commands(trained, pictures=pictures) if settings.method.answers else {}
-    if not settings.model.use_peft:
-        return chat
-    merged = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))
-    return {**chat, "merge the adapter into its base model": merged}
+        trained = outcome.adapter
+        commands = chat_commands(trained, pictures=outcome.pictures) if settings.method.answers else {}
+        if settings.model.use_peft:
+            merge = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))
+            commands["merge the adapter into its base model"] = merge
+        show_commands(console, commands)

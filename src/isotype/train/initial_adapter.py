@@ -167,8 +167,8 @@ def brings_tokens(training: Any) -> bool:
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
     """Return a problem if the adapter was initialised from a part of the base weights, and the method needs a reference.
 
-    TRL adds a second adapter with the same config as the reference model of a preference loss or a KL term. Its
-    initialisation would change the base weights a second time.
+    For a preference loss or a KL term, TRL makes the reference model by a second adapter with the same config. The
+    initialisation of this adapter would change the base weights a second time.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
         return []

@@ -289,7 +289,7 @@ def weightless_model(
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
-        CheckpointError: transformers has no class for the config, or an incompatible one.
+        CheckpointError: transformers has no class for the config, or its class is incompatible.
         PrecisionError: adapters under a policy that trains every weight.
         UsageError: PEFT cannot add the adapter to this model.
     """

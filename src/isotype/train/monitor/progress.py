@@ -99,7 +99,11 @@ class ProgressView:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return
         self._seconds.append(record.seconds)
-        shown = _shown(record)
+        shown = {
+            "rate": f"{record.learning_rate:.2e}",
+            "norm": "…" if record.grad_norm is None else f"{record.grad_norm:.3g}",
+            "speed": f"{record.tokens / record.seconds if record.seconds else 0.0:,.0f}",
+        }
         if self.console.is_terminal:
             loss = f"{record.loss:.4f}{' (skipped)' if record.skipped else ''}{self._reward}"
             self._bar.update(self._task, completed=step, total=total, **{**shown, "loss": loss})
@@ -133,14 +137,6 @@ class ProgressView:
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
-
-
-def _shown(record: StepRecord) -> dict[str, Any]:
-    return {
-        "rate": f"{record.learning_rate:.2e}",
-        "norm": "…" if record.grad_norm is None else f"{record.grad_norm:.3g}",
-        "speed": f"{record.tokens / record.seconds if record.seconds else 0.0:,.0f}",
-    }
 
 
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:

@@ -57,9 +57,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._unread: Step | None = None  # the last step, if its values are still on the device
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.resumed_from = (
-            state.global_step or None
-        )  # read now: the checkpoint may be deleted before the end
+        # The checkpoint, which has this step in its name, may be deleted before the end.
+        self.resumed_from = state.global_step or None
         if getattr(args, "fp16", False):
             self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)

@@ -108,9 +108,8 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
     saved = reader.read_metadata().state_dict_metadata
     _require(directory, [name for name in state if name not in saved])
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "torch.distributed is disabled", UserWarning
-        )  # one process suffices
+        # A single process can read the files, too.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(state, storage_reader=reader, no_dist=not distributed.is_initialized())
 
 

@@ -97,8 +97,10 @@ def show_data(console: Console, summary: DataSummary | None, example: list[tuple
         table = Table(box=None, show_header=False, pad_edge=False, title="first example", title_justify="left", title_style="bold")  # fmt: skip
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
+        half = _LONGEST_TEXT // 2
         for learned, text in example:
-            shown = Text(_shortened(text), style="" if learned else "dim")
+            short = text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"
+            shown = Text(short.replace("\n", "↵\n").rstrip("\n"), style="" if learned else "dim")
             table.add_row("learned" if learned else "given", shown)
         console.print(table, highlight=False)
 
@@ -115,9 +117,3 @@ def _sentences(data: DataSummary) -> list[str]:
         padding = "" if share is None else f"; {format_share(share)} of a batch is padding"
         lines.append(f"tokens a row: {middle:,} (50 %), {long:,} (90 %), {longest:,} (99 %){padding}")
     return lines
-
-
-def _shortened(text: str) -> str:
-    half = _LONGEST_TEXT // 2
-    short = text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"
-    return short.replace("\n", "↵\n").rstrip("\n")

@@ -148,9 +148,7 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
     """Return (documents, tokens of the longest) of the largest batch, if each document of `rows` packed rows gets a row."""
     largest: tuple[int, int] = (0, 0)
-    fullest: list[
-        int
-    ] = []  # numbers of documents in the batch's other rows, all of which are not longer than this row's
+    fullest: list[int] = []  # numbers of documents in other rows of the batch, which have no longer documents
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
         heappush(fullest, len(row))
