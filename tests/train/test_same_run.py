@@ -174,10 +174,10 @@ def days(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         found.append({trainer.processing_class.decode(ids[0]) for ids in trainer.train_dataset["input_ids"]})
         return before(trainer)
 
-    def answers_after(trainer: Any, samples: Any, asked: Any, console: Console) -> Any:
+    def answers_after(trainer: Any, asked: Any, console: Console) -> Any:
         for _, prompt in asked:
             found[-1].add(trainer.processing_class.apply_chat_template(prompt, tokenize=False).split()[0])
-        return after(trainer, samples, asked, console)
+        return after(trainer, asked, console)
 
     monkeypatch.setattr(training, "keep_rows", keep_rows)
     monkeypatch.setattr(training, "answers_after", answers_after)
@@ -255,7 +255,7 @@ def test_a_date_in_the_rows_is_the_same_on_every_day(
     dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ):
     save_rows(dated / "train.jsonl", [{**row, "chat_template_kwargs": {"date": "w5"}} for row in rows("sft")])
-    monkeypatch.setattr(training, "answers_after", lambda trainer, samples, *_: samples)
+    monkeypatch.setattr(training, "answers_after", lambda trainer, asked, *_: [sample for sample, _ in asked])
     for day in (10, 11):
         on(day, monkeypatch)
         train(dated, "--output_dir", dated / f"out-{day}")

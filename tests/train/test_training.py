@@ -23,6 +23,7 @@ from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
+from isotype.report.run.record import Sample
 from isotype.train import describe, training
 from isotype.train.chat import encode
 from isotype.train.command.settings import parse_settings
@@ -363,6 +364,23 @@ def test_trained_weights_that_are_not_finite_are_not_saved(model, data, tmp_path
     assert main([str(a) for a in argv]) == 1
     assert "not finite" in capsys.readouterr().err
     assert not list(out.glob("**/*.safetensors"))
+
+
+def test_a_resumed_run_has_the_answers_before_training_of_its_report(tmp_path):
+    argv = ["--model_name_or_path", "m", "--dataset_name", "d", "--ask", "Why?"]
+    for method, answers in ((METHODS["sft"], ["So."]), (METHODS["reward"], [])):
+        run: Any = SimpleNamespace(
+            settings=parse_settings(method, argv),
+            data={},
+            resume=tmp_path,
+            earlier=SimpleNamespace(
+                samples=(Sample("Why?", "So.", None, None), Sample("How?", "Thus.", None, None))
+            ),
+        )
+        questions = training._first_answers(run, None, None, Console())
+        assert [sample.before for sample, _ in questions] == answers
+        run.earlier = None
+        assert all(sample.before is None for sample, _ in training._first_answers(run, None, None, Console()))
 
 
 def test_the_sample_is_asked_in_the_format_of_its_row(model):

@@ -24,7 +24,7 @@ from isotype.core.errors import CheckpointError, Problem, UsageError, first_line
 from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
 from isotype.ranges.measure import positions
-from isotype.report.run.record import RunRecord, Sample
+from isotype.report.run.record import Sample
 from isotype.report.text import say
 
 Message = dict[str, Any]
@@ -103,25 +103,12 @@ def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 6
     return str(words.decode(ids, skip_special_tokens=True)).strip()
 
 
-def as_asked_before(asked: Sequence[tuple[Sample, Prompt]], earlier: RunRecord | None) -> list[Sample]:
-    """Return the sample questions with the answers before training; a resumed run takes them from its report."""
-    samples = () if earlier is None else earlier.samples
-    answers = {(sample.question, sample.pictures): sample.before for sample in samples}
-    return [
-        replace(sample, before=sample.before or answers.get((sample.question, sample.pictures)))
-        for sample, _ in asked
-    ]
-
-
-def answers_after(
-    trainer: Any, samples: Sequence[Sample], asked: Sequence[tuple[Sample, Prompt]], console: Console
-) -> list[Sample]:
-    if not samples:
+def answers_after(trainer: Any, asked: Sequence[tuple[Sample, Prompt]], console: Console) -> list[Sample]:
+    if not asked:
         return []
+    model, tokenizer = trainer.model, trainer.processing_class
     with console.status("asking the model after training …"):
-        prompts = [prompt for _, prompt in asked]
-        texts = [answer(trainer.model, trainer.processing_class, prompt) for prompt in prompts]
-    return [replace(sample, after=text) for sample, text in zip(samples, texts, strict=True)]
+        return [replace(sample, after=answer(model, tokenizer, prompt)) for sample, prompt in asked]
 
 
 _RESET, _HELP, _EXIT, _IMAGE = "/reset", "/help", ("/exit", "/quit"), "/image"

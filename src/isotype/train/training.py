@@ -36,7 +36,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 from isotype.train import describe
-from isotype.train.chat import Prompt, answer, answers_after, as_asked_before
+from isotype.train.chat import Prompt, answer, answers_after
 from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
@@ -374,15 +374,21 @@ def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
 
 
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
-    if not run.settings.method.answers:
+    """Return the sample questions with the answers before the training, which a resumed run has in its report."""
+    questions = describe.sample_questions(run.settings, run.data) if run.settings.method.answers else []
+    if not questions:
         return []
-    questions = describe.sample_questions(run.settings, run.data)
-    if not questions or run.resume is not None:
-        return questions
-    with console.status("asking the model before training …"):
-        return [
-            (replace(sample, before=answer(model, tokenizer, prompt)), prompt) for sample, prompt in questions
-        ]
+    if run.resume is not None:
+        samples = () if run.earlier is None else run.earlier.samples
+        before = {(sample.question, sample.pictures): sample.before for sample in samples}
+        answers = [before.get((sample.question, sample.pictures)) for sample, _ in questions]
+    else:
+        with console.status("asking the model before training …"):
+            answers = [answer(model, tokenizer, prompt) for _, prompt in questions]
+    return [
+        (replace(sample, before=text), prompt)
+        for (sample, prompt), text in zip(questions, answers, strict=True)
+    ]
 
 
 def _train(run: Run, built: Built, console: Console) -> Outcome:
@@ -390,7 +396,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     from isotype.train.monitor.progress import ProgressView
 
     settings, root = run.settings, Path(run.settings.training.output_dir)
-    trainer, samples = built.trainer, as_asked_before(built.asked, run.earlier)
+    trainer, samples = built.trainer, [sample for sample, _ in built.asked]
     started = datetime.now(UTC)
     goes_on = partial(resume_command, settings.command, settings.training.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
@@ -442,7 +448,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         unread = recorder.record_unread()
         return ended(record_of(samples, "interrupted"), unread, by=stopped_by)
     try:
-        samples = answers_after(trainer, samples, built.asked, console)
+        samples = answers_after(trainer, built.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model was not asked after training; it is saved")
     if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":

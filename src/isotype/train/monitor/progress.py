@@ -99,7 +99,7 @@ class ProgressView:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return
         self._seconds.append(record.seconds)
-        shown = {
+        shown: dict[str, Any] = {
             "rate": f"{record.learning_rate:.2e}",
             "norm": "…" if record.grad_norm is None else f"{record.grad_norm:.3g}",
             "speed": f"{record.tokens / record.seconds if record.seconds else 0.0:,.0f}",
