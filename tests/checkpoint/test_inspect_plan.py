@@ -43,7 +43,14 @@ def test_the_command_prints_groups_and_reasons(tmp_path, capsys):
     title, *table = capsys.readouterr().out.splitlines()
     assert title.removeprefix(str(path)).split() == ["(GptOssForCausalLM)"]
     lines = [line.split() for line in table]
-    assert lines[0] == ["tensors", "count", "stored", "loaded", "conversion", "shape", "bytes"]
+    assert lines[0] == [
+        "tensors",
+        "count",
+        "stored",
+        "loaded",
+        "conversion",
+        "bytes",
+    ]  # the names leave no room for shapes
     rows = {" ".join(line[1:6]): line[0] for line in lines if "bfloat16" in line and len(line) > 6}
     assert rows["2 bfloat16 float32 (pinned) cast"].startswith("model.layers.*.")
     assert any(line[1:6] == ["2", "mxfp4", "bfloat16", "dequantized", "(of"] for line in lines)

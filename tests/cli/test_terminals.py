@@ -187,6 +187,28 @@ def test_a_dotted_name_is_broken_at_its_dots() -> None:
     ]
 
 
+def test_a_table_omits_columns_rather_than_break_a_name() -> None:
+    name = "model.layers.*.post_attention_layernorm.weight"
+
+    def heads(width: int) -> list[str]:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("tensors", no_wrap=True)
+        for column in ("conversion", "shape", "bytes"):
+            table.add_column(column, no_wrap=column != "conversion")
+        table.add_row(name, "renamed, dequantized", "576 × 576", "5.93 MiB")
+        file = io.StringIO()
+        console = Console(file=file, width=width)
+        console.print(fitting(table, console, dropped=("shape", "bytes")))
+        lines = file.getvalue().splitlines()
+        assert any(name in line for line in lines)
+        return lines[0].split()
+
+    assert heads(110) == heads(77) == ["tensors", "conversion", "shape", "bytes"]
+    assert heads(76) == ["tensors", "conversion", "bytes"]
+    assert heads(62) == ["tensors", "conversion"]
+    assert heads(59) == [name]  # a line for each cell
+
+
 def lines_of(text: str, width: int) -> list[str]:
     return wrapped(text, Console(width=width, force_terminal=True)).split("\n")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
+from pathlib import PurePath
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from isotype.core import VERSION
@@ -54,7 +55,7 @@ def text_of(record: Any, version: int, names: Names | None = None) -> str:
 
 
 def encoded(value: Any, names: Names) -> Any:
-    """Convert a value for JSON: records and mappings become objects, tuples become arrays, and dtypes become names."""
+    """Convert a value for JSON: records and mappings become objects, tuples arrays, and dtypes and paths strings."""
     if is_dataclass(value):
         content: dict[str, Any] = {}
         for key, attribute in keys_of(type(value), names).items():
@@ -70,6 +71,8 @@ def encoded(value: Any, names: Names) -> Any:
         return [encoded(item, names) for item in value]
     if type(value).__module__ == "torch":  # a dtype, whose class cannot be named here without importing torch
         return str(value).removeprefix("torch.")
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return next(word for word, number in _NUMBERS.items() if str(number) == str(value))
     return value

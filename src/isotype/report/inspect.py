@@ -13,31 +13,43 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isotype.checkpoint.inspect import Group, Inspection
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.inspect import Group, Inspection, PlanInspection
 from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
+from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
 from isotype.report.text import chat_commands, fitting, say, show_commands
 
 if TYPE_CHECKING:
     from isotype.checkpoint.consumers import Fit
-    from isotype.checkpoint.inspect import PlanGroup, PlanInspection
+    from isotype.checkpoint.inspect import PlanGroup
     from isotype.checkpoint.merge.report import LogitsDifference, MergeReport
 
 _NAMES_SHOWN = 4
+_PLAN_KEYS = {
+    PlanInspection: "path model file_bytes loaded_bytes groups tensors=plan.tensors tied=plan.match.tied "
+    "initialised=plan.match.initialised buffers=plan.match.buffers",
+    TensorHeader: "name dtype=dtype_name shape file begin bytes",
+}
+"""Keys of the JSON of a plan, see `isotype.core.json_records.Names`."""
+_DROPPED = ("shape", "bytes", "share", "count")
+"""Columns that a table of tensors omits, in this order, if the console is too narrow for the names."""
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
-    """Print the groups of tensors, the totals by dtype, and the tensors whose dtype differs from the rest of the group."""
+    """Print the groups of tensors, the totals by dtype, and the tensors whose dtype differs from that of their group."""
     head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
     console.print(Text(head, style="bold"), soft_wrap=True)
-    console.print(fitting(_group_table(inspection), console))
+    console.print(fitting(_group_table(inspection), console, dropped=_DROPPED))
     console.print()
     console.print(fitting(_total_table(inspection), console))
     console.print()
-    facts = {"quantization": inspection.quantization or "none", "config.json": inspection.config_dtype}
-    for name, text in facts.items():
+    for name, text in (
+        ("quantization", inspection.quantization or "none"),
+        ("config.json", inspection.config_dtype),
+    ):
         if text:
             console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
     for line in mismatch_lines(inspection):
@@ -72,13 +84,11 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def _table(first: str, *columns: str) -> Table:
-    """Return an empty table with these columns; columns of numbers are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(first, overflow="fold")
+    table.add_column(first, no_wrap=True)
     for name in columns:
         number = name in ("tensors", "count", "weights", "bytes", "share")
-        folds = {"overflow": "fold"} if name == "conversion" else {"no_wrap": number or name == "shape"}
-        table.add_column(name, justify="right" if number else "left", **folds)
+        table.add_column(name, justify="right" if number else "left", no_wrap=name != "conversion")
     return table
 
 
@@ -98,12 +108,8 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
     """Return the inspection as plain dicts, lists, strings and numbers; bytes are not rounded."""
-    return {
-        **asdict(inspection),
-        "bytes": inspection.bytes,
-        "tensors": inspection.tensors,
-        "values": inspection.values,
-    }
+    totals = {name: getattr(inspection, name) for name in ("bytes", "tensors", "values")}
+    return {**asdict(inspection), **totals}
 
 
 def _group_table(inspection: Inspection) -> Table:
@@ -148,27 +154,25 @@ def _share(part: int, whole: int) -> str:
 
 
 _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantized")
-_ROLES = ("storage", "compute", "pinned")
 
 
 def render_plan(inspection: PlanInspection, console: Console) -> None:
     """Print how each group of tensors would be loaded, the reasons of the policy, and tensors that are in no file."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
-    console.print(fitting(_plan_table(inspection), console))
+    console.print(fitting(_plan_table(inspection), console, dropped=_DROPPED))
     console.print()
     read, loaded = format_bytes(inspection.file_bytes), format_bytes(inspection.loaded_bytes)
-    facts = [("bytes", f"{read} in the files, {loaded} loaded")]
+    say(console, f"bytes    {read} in the files, {loaded} loaded")
     policy = inspection.policy
-    roles = _ROLES if policy.pinned else _ROLES[:-1]
-    facts += [(role, reason) for role in roles if (reason := policy.reasons.get(role, ""))]
-    for name, text in facts:
-        say(console, f"{name:<9}{text}")
+    for role in ("storage", "compute", "pinned") if policy.pinned else ("storage", "compute"):
+        if reason := policy.reasons.get(role, ""):
+            say(console, f"{role:<9}{reason}")
     for line in plan_lines(inspection):
         say(console, line, "yellow" if line.startswith(_REMARKABLE) else "dim")
 
 
 def plan_lines(inspection: PlanInspection) -> list[str]:
-    """Return lines about tied, initialised, unused and computed tensors, layers in another format than the policy's, and warnings."""
+    """Return lines about tensors that are not simply read and stored, and the policy's warnings."""
     plan = inspection.plan
     lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
     for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
@@ -209,41 +213,8 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
 
 def plan_json(inspection: PlanInspection) -> dict[str, Any]:
     """Return the plan of a load as plain values: groups, and every tensor with its places in the files."""
-    plan = inspection.plan
-    return {
-        "path": inspection.path,
-        "model": inspection.model,
-        "file_bytes": inspection.file_bytes,
-        "loaded_bytes": inspection.loaded_bytes,
-        "policy": inspection.policy.summary(),
-        "groups": [asdict(group) for group in inspection.groups],
-        "tensors": [
-            {
-                "name": tensor.name,
-                "shape": list(tensor.shape),
-                "stored": tensor.stored,
-                "storage": tensor.storage,
-                "conversion": list(tensor.conversion),
-                "pinned": tensor.pinned,
-                "sources": [
-                    {
-                        "name": source.name,
-                        "dtype": source.dtype_name,
-                        "shape": list(source.shape),
-                        "file": str(source.file),
-                        "begin": source.begin,
-                        "bytes": source.bytes,
-                    }
-                    for source in tensor.sources
-                ],
-            }
-            for tensor in plan.tensors
-        ],
-        "tied": dict(plan.match.tied),
-        "initialised": dict(plan.match.initialised),
-        "surplus": [tensor.weight.name for tensor in plan.match.surplus],
-        "buffers": list(plan.match.buffers),
-    }
+    surplus = [tensor.weight.name for tensor in inspection.plan.match.surplus]
+    return {**encoded(inspection, _PLAN_KEYS), "policy": inspection.policy.summary(), "surplus": surplus}
 
 
 def _plan_table(inspection: PlanInspection) -> Table:
@@ -270,7 +241,7 @@ def _how(group: PlanGroup) -> str:
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
     """Print a merge: its rounding error, the path of the model and the commands to run next.
 
-    `export` has the tokens of the command that writes a GGUF file for llama.cpp, without the tokens for the format.
+    `export` is the command that writes a GGUF file for llama.cpp, as tokens, without those that choose the format.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

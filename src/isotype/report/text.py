@@ -68,10 +68,20 @@ _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
-def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
-    """Return the indented table; on a console narrower than `NARROW`, return each row as lines of (header, cell)."""
-    if console.width >= NARROW:
-        return Padding(table, (0, 0, 0, indent))
+def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
+    """Return the indented table; on a console narrower than `NARROW`, return each row as lines of (header, cell).
+
+    If a table with columns of `dropped` is too wide, the gaps between its columns shrink; then columns of `dropped` are
+    omitted, in this order. If the other columns do not fit either, each row becomes lines.
+    """
+    if console.width >= NARROW and not dropped:
+        return Padding(table, (0, 0, 0, indent), expand=False)
+    for omitted in range(len(dropped) + 1) if console.width >= NARROW else ():
+        less = _without(table, dropped[:omitted])
+        if _least_width(less, console) > console.width - indent:
+            less.padding = (0, 1, 0, 0)
+        if _least_width(less, console) <= console.width - indent:
+            return Padding(less, (0, 0, 0, indent), expand=False)
     heads = [Text(str(column.header), style="dim") for column in table.columns]
     lines = Table.grid()
     lines.add_column(overflow="fold")
@@ -88,6 +98,29 @@ def fitting(table: Table, console: Console, indent: int = 0) -> RenderableType:
             inner.add_row(head, cell)
         lines.add_row(Padding(inner, (0, 0, 0, indent + 2)))
     return lines
+
+
+def _without(table: Table, dropped: Sequence[str]) -> Table:
+    columns = [column for column in table.columns if column.header not in dropped]
+    less = Table(box=None, pad_edge=False, padding=table.padding, header_style=table.header_style)
+    for column in columns:
+        less.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
+    for *cells, row in zip(*(column.cells for column in columns), table.rows, strict=True):
+        less.add_row(*cells, style=row.style)
+    return less
+
+
+def _least_width(table: Table, console: Console) -> int:
+    """Return the least width of a table without borders that breaks no word, and no cell of a `no_wrap` column."""
+    _, right, _, left = table.padding
+    widths = [
+        max(
+            console.measure(cell).maximum if column.no_wrap else console.measure(cell).minimum
+            for cell in (column.header, *column.cells)
+        )
+        for column in table.columns
+    ]
+    return sum(widths) + (left + right) * (len(widths) - 1)
 
 
 def width_of(console: Console) -> int | None:
