@@ -10,7 +10,7 @@ import pytest
 from isotype.planning.record import Device, Record, Time
 from isotype.planning.request import parse_request
 from isotype.planning.search import longest_of_batches, work_of
-from isotype.planning.text import lines_of
+from isotype.planning.text import facts_of
 from isotype.train.rows.lengths import Lengths
 from tests.planning.rows import row
 
@@ -47,10 +47,9 @@ def test_packed_rows_are_counted_as_rows_and_packs() -> None:
     assert (work.rows, work.packs, work.steps, work.seconds) == (100, 40, 14, 14 * 6.0)
     assert (work.tokens, work.cut, work.padding, work.packed_seconds) == (4000, 0.25, 0, None)
     device = Device("t4", "NVIDIA T4", None, "", "", (), replace(some, work=work))
-    lines = list(lines_of(Record("m", "sft", "", "balanced", (device,)), device))
-    assert lines[-1].startswith(
-        "data       100 rows in about 40 packs, 2 epochs: 14 steps, 1 min 24 s of steps; "
-    )
+    label, text = list(facts_of(Record("m", "sft", "", "balanced", (device,)), device))[-1]
+    assert label == "data"
+    assert text.startswith("100 rows in about 40 packs, 2 epochs: 14 steps, 1 min 24 s of steps; ")
 
 
 def test_rows_of_unknown_length_count_as_full() -> None:

@@ -20,7 +20,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
 from isotype.core.formats import ASKED, MIXED
 from isotype.core.json_records import Names, text_of
-from isotype.core.names import format_bytes
+from isotype.core.names import format_bytes, grouped
 from isotype.core.random_states import random_states_kept
 from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED, choose_targets
@@ -105,9 +105,8 @@ def plan(
             data set that cannot be read.
     """
     if goal not in GOALS:
-        raise UsageError.of(
-            "unknown goal", f"goal {goal!r}", f"one of {', '.join(GOALS)}", "give one of these"
-        )
+        expected = f"one of {', '.join(GOALS)}"
+        raise UsageError.of("unknown goal", f"goal {goal!r}", expected, "give one of these")
     names = [device] if isinstance(device, str) else list(device)
     tokens = [str(model), "--device", ",".join(names), "--goal", goal]
     tokens += ["--data", data] if data is not None else []
@@ -134,17 +133,14 @@ def plan_of_request(request: PlanRequest) -> Plan:
     require_complete_gguf(checkpoint)
     rated = {profile.name: with_rates(profile) for profile in profiles}
     length = _length(request, config)
-    groups: dict[tuple[object, ...], list[DeviceProfile]] = {}
-    for profile, _ in rated.values():
-        groups.setdefault(runs_alike(profile), []).append(profile)
+    groups = grouped((profile for profile, _ in rated.values()), runs_alike)
     rows: dict[str, list[Row]] = {profile.name: [] for profile in profiles}
     chosen: dict[str, Row | None] = {}
     searches = []
+    micro = _rows_per_device(request, length)
     for alike in groups.values():
-        step = replace(request, step=replace(request.step, device=alike[0].name))
-        search = Search(
-            step, config, checkpoint, tuple(alike), rooms, length, _rows_per_device(request, length)
-        )
+        of_device = replace(request, step=replace(request.step, device=alike[0].name))
+        search = Search(of_device, config, checkpoint, tuple(alike), rooms, length, micro)
         searches.append(search)
         for row in search.rows():
             rows[row.device].append(row)
@@ -154,9 +150,8 @@ def plan_of_request(request: PlanRequest) -> Plan:
         for given_up, less in lighter(request, config):
             answer = plan_of_request(replace(less, longest=False))
             if answer.chosen is not None:
-                return replace(
-                    answer, notes=(f"switched off, because nothing fits with it: {given_up}", *answer.notes)
-                )
+                note = f"switched off, because nothing fits with it: {given_up}"
+                return replace(answer, notes=(note, *answer.notes))
     devices = []
     for profile in profiles:
         device_rows = rows[profile.name]
@@ -242,7 +237,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the tokens of a row (requested, as in the longest row, or a default), at most the model's positions."""
+    """Return the tokens of a row: as requested, else of the longest row, else a default; at most the model's positions."""
     step = request.step
     wanted = request.length or step.length
     if request.length is None and step.lengths is not None and step.longest is not None:
@@ -251,12 +246,10 @@ def _length(request: PlanRequest, config: Any) -> int:
 
 
 def _rows_per_device(request: PlanRequest, length: int) -> int:
-    """Return the rows of a step on one device."""
+    rows = request.step_rows
     if request.step_tokens is not None:
         rows = max(1, round(request.step_tokens / length))
-    else:
-        assert request.step_rows is not None
-        rows = request.step_rows
+    assert rows is not None
     if request.step.data_rows:
         rows = min(rows, request.step.data_rows)
     return -(-rows // request.count)
@@ -294,7 +287,7 @@ def _lora_value(lora: Any, name: str) -> Any:
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
-    """Return the warnings of the rows' policies, and the reasons why compute dtypes are not native."""
+    """Return the warnings of the rows' policies, and for each compute dtype that is not native the reason."""
     warned = [warning for row in rows for warning in row.policy.warnings]
     emulated = [
         f"{dtype_name(row.policy.compute)}: {profile.reason(row.policy.compute)}"
@@ -350,10 +343,8 @@ def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanReque
         return
     for tokens in _SHORTER:
         shorter = command.but(max_length=tokens)
-        yield (
-            f"{given_up}, rows of more than {tokens} tokens",
-            replace(request, step=step, command=shorter, length=tokens),
-        )
+        less = replace(request, step=step, command=shorter, length=tokens)
+        yield f"{given_up}, rows of more than {tokens} tokens", less
 
 
 def _with_8_bits(request: PlanRequest) -> PlanRequest:
@@ -388,12 +379,11 @@ def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
         return []
     names = chosen.target_modules or ()
     if isinstance(names, str):
-        head = model.get_output_embeddings()
-        names = {
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not head
+        linear = {
+            module: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
         }
+        linear.pop(model.get_output_embeddings(), None)
+        names = linear.values()
     return sorted({name.rpartition(".")[2] for name in names})
 
 

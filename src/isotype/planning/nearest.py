@@ -45,35 +45,31 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
         return findings
     if METHODS[step.method].loss == "policy":
         return findings  # no argument of the step alone sets the length of a policy's rows, prompts and completions
-    rows = max(step.rows, step.step_rows) * step.devices
-    if (
-        "per_device_train_batch_size" not in command
-    ):  # the check of a bare model has fewer rows than a training
-        command = command.but(per_device_train_batch_size=step.rows)
-    request = PlanRequest(
-        step,
-        command,
-        (step.device,),
-        count=step.devices,
-        at_most=step.rows,
-        length=step.length,
-        step_rows=rows,
-    )
+    rows, count = step.rows, step.devices
+    if "per_device_train_batch_size" not in command:
+        # The check of a bare model has fewer rows than a training.
+        command = command.but(per_device_train_batch_size=rows)
+    step_rows = max(rows, step.step_rows) * count
     try:
-        row = nearest(request)
+        row = nearest(
+            PlanRequest(
+                step,
+                command,
+                (step.device,),
+                count=count,
+                at_most=rows,
+                length=step.length,
+                step_rows=step_rows,
+            )
+        )
     except IsotypeError:
         return findings  # the check has reported this error already
     if row is None:
         return findings
     words, other = _changes(command, row), row.command
     same = other.rows == command.rows * other.processes // command.processes and not words
-    fix = Fix(
-        f"this fits{words}",
-        "safe" if same else "unsafe",
-        verified=True,
-        outcome=f"{format_bytes(row.peak)} are used",
-        command=other.tokens(),
-    )
+    used = f"{format_bytes(row.peak)} are used"
+    fix = Fix(f"this fits{words}", "safe" if same else "unsafe", True, outcome=used, command=other.tokens())
     return tuple(
         replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
         for finding in findings

@@ -30,7 +30,7 @@ class _Load(NamedTuple):
 
 _CPU = _Load(copied=64 << 20, drawn=1 << 21, queued=1)
 _GPU = _Load(copied=256 << 20, drawn=1 << 25, queued=8)
-"""The largest last-level cache is an MI300X's, 256 MiB."""
+"""Copies on a GPU have the size of the largest last-level cache, the 256 MiB of an MI300X."""
 _TRIES = 5
 _PART = 0.9
 _ELEMENT = 4
@@ -88,9 +88,7 @@ def _measured(profile: DeviceProfile) -> DeviceProfile:
     rates = measure_all(profile.name, _SECONDS)
     return replace(
         profile,
-        peak_flops={
-            dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second is not None
-        },
+        peak_flops={dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second},
         memory_bandwidth=copy_rate(device),
         random_rate=draw_rate(device),
         page_rate=page_rate(device),

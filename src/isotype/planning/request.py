@@ -90,42 +90,24 @@ def parser() -> Parser:
 
 def _add_own(arguments: argparse.ArgumentParser) -> None:
     add = arguments.add_argument
-    add(
-        "--device",
-        action="append",
-        metavar="NAME[,NAME]",
-        help="devices to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; default: this machine",
-    )
-    add(
-        "--data",
-        metavar="DATA",
-        help="data set for the length of rows and the training time; same as --dataset_name",
-    )
+    devices = "devices to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; default: this machine"
+    add("--device", action="append", metavar="NAME[,NAME]", help=devices)
+    data = "data set for the length of rows and the training time; same as --dataset_name"
+    add("--data", metavar="DATA", help=data)
     add("--method", choices=tuple(METHODS), help="training method (default: sft)")
-    add(
-        "--goal",
-        choices=tuple(GOALS),
-        default="balanced",
-        help="criterion by which the settings are chosen (default: balanced)",
-    )
+    goal = "criterion by which the settings are chosen (default: balanced)"
+    add("--goal", choices=tuple(GOALS), default="balanced", help=goal)
     add("--devices", type=int, default=1, help="number of devices that train together (default: 1)")
     add("--max-memory", "--max_memory", metavar="SIZE", help="memory that a step may use, such as 20GiB")
     add("--rows", type=int, help="rows of a micro-batch (default: as memory allows)")
-    add(
-        "--length",
-        type=int,
-        help="tokens of a row (default: --max_length, or the longest row of the data, or 1024)",
-    )
+    length = "tokens of a row (default: --max_length, or the longest row of the data, or 1024)"
+    add("--length", type=int, help=length)
     add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
     add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
     add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
     add("--json", action="store_true", help="print JSON")
-    add(
-        "--html",
-        type=Path,
-        metavar="PATH",
-        help="write an HTML page with a chart of memory against tokens per second",
-    )
+    page = "write an HTML page with a chart of memory against tokens per second"
+    add("--html", type=Path, metavar="PATH", help=page)
 
 
 def parse_request(
@@ -181,16 +163,11 @@ def request_of(
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
-    options = Options(
-        bare="per_device_train_batch_size" not in command,
-        length=length,
-        devices=count,
-        image=image,
-        images=images,
-    )
+    bare = "per_device_train_batch_size" not in command
+    options = Options(bare=bare, length=length, devices=count, image=image, images=images)
     step = plan_of(options, command.but(device=devices[0]))
     of_step = command.rows * count
-    if rows is not None and "per_device_train_batch_size" not in command:
+    if rows is not None and bare:
         of_step = max(of_step, rows * command["gradient_accumulation_steps"] * count)
     if length is None and ("max_length" in command or command["packing"]) and "max_length" not in auto:
         length = command["max_length"]
@@ -224,9 +201,7 @@ def command_of(
         command = with_storage(command, MIXED, row.base_memory)
     elif row.storage in ASKED and request.step.precision.quantization != row.storage:
         command = with_storage(command, row.storage)
-    command = command.but(
-        gradient_checkpointing={"off": False}.get(row.checkpointing, True), **_batch(request, row)
-    )
+    command = command.but(gradient_checkpointing=row.checkpointing != "off", **_batch(request, row))
     if _needs_length(request, row):
         command = command.but(max_length=row.length)
     number = (checkpointing or {}).get("every_n_layers", 1)

@@ -23,7 +23,6 @@ from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
-from isotype.records.memory import StepTime
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step import PlannedStep, row_length
@@ -155,7 +154,7 @@ class Search:
         return self._steps_by_key.setdefault(steps.key, steps)
 
     def _tries_some_layers(self, steps: Steps) -> bool:
-        """Return True if recomputing only some layers is tried: for a single storage, because traces take long."""
+        """Return True if recomputing only some layers is tried: only for a single storage, because traces take long."""
         every = steps.arguments is not None and self.request.step.auto
         return every and not steps.sharding and len(self._storages()) == 1
 
@@ -196,15 +195,9 @@ class Search:
                 continue
             for fsdp in shardings:
                 plan = replace(
-                    base,
-                    precision=precision,
-                    auto=False,
-                    fsdp=fsdp,
-                    devices=count,
-                    step_rows=self.micro,
-                    lora=copy.deepcopy(base.lora),
+                    base, precision=precision, auto=False, fsdp=fsdp, devices=count, step_rows=self.micro
                 )
-                step = PlannedStep(plan, self.config, policy, ranges)
+                step = PlannedStep(replace(plan, lora=copy.deepcopy(base.lora)), self.config, policy, ranges)
                 try:
                     self._model(step)
                 except (UsageError, CheckpointError) as refusal:
@@ -241,10 +234,8 @@ class Search:
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
-            mixed = self._fitted(
-                self._steps_by_key[row.storage, row.checkpointing, row.sharding], row, profile
-            )
-            if mixed is not None:
+            steps = self._steps_by_key[row.storage, row.checkpointing, row.sharding]
+            if (mixed := self._fitted(steps, row, profile)) is not None:
                 yield mixed
 
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
@@ -332,12 +323,11 @@ class Search:
         layers = self.request.layers
         if not policy.layers or layers is None:
             return None if policy.layers else self.request.damages.get(policy.storage)
-        return layers.estimate(
-            {layer.module: policy.storage_of(layer.module) for layer in layers.layers}, "nf4"
-        )
+        storages = {layer.module: policy.storage_of(layer.module) for layer in layers.layers}
+        return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the rows of a micro-batch for the fewest equal micro-batches per step, and True if one fits."""
+        """Return the rows of the largest micro-batch that fits and divides the step, and True; else 1 and False."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
@@ -389,16 +379,12 @@ class Search:
 
 
 def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | None:
-    time: StepTime | None = traced.times[profile.name]
+    time = traced.times[profile.name]
     if time is None:
         return None
-    return Time(
-        time.traced_seconds * accumulation,
-        time.seconds * accumulation,
-        time.bound,
-        time.launches * accumulation,
-        1.0 if profile.steps is None else profile.steps.spread,
-    )
+    spread = 1.0 if profile.steps is None else profile.steps.spread
+    seconds, least = time.traced_seconds * accumulation, time.seconds * accumulation
+    return Time(seconds, least, time.bound, time.launches * accumulation, spread)
 
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:

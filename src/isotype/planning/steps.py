@@ -50,7 +50,7 @@ class Steps:
 
     @property
     def checkpointing(self) -> str:
-        """Checkpointing in words."""
+        """Description of the recomputed layers: `off`, `every layer`, …"""
         return Choice(self.arguments, "").words
 
     @property
@@ -109,10 +109,9 @@ def largest(
 ) -> int | None:
     """Return the largest number in `low` … `high` whose measure in bytes is at most `room`, or None.
 
-    At each moment of a step, memory is linear in the rows and polynomial in their length, so the step's peak is convex.
-    Beyond two measured points the peak is at least as large as the line through both, their secant. The search ends if
-    the secant passes `room` at the next number: after three measurements if the peak is linear, after one if `high`
-        fits. `enough(low, high)` ends the search earlier.
+    At each moment of a step, memory is linear in the rows and polynomial in their length, so the step's peak is convex:
+    beyond two measured points it is not below the line through both, their secant. The search ends if the secant exceeds
+    `room` at the next number. `enough(low, high)` ends the search earlier.
     """
     measured: dict[int, int] = {}
 
@@ -141,8 +140,8 @@ def largest(
 def _next(measured: Mapping[int, int], best: int, limit: int, room: int) -> int:
     """Return the next number to measure, in `best` … `limit` - 1.
 
-    If two measured numbers fit, the memory is predicted by the line through them; else by the line through `best` and
-    `limit`, if `limit` was measured; else the next number is `limit` - 1.
+    The memory is predicted by the line through the two largest numbers that fit, else by the line through `best` and
+    `limit`. Without a second measured number, the next number is `limit` - 1.
     """
     if below := [number for number in measured if number < best]:
         before = max(below)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +17,6 @@ from isotype.precision.devices.profile import device_profile
 from isotype.report import html
 from isotype.report.html import escape, nice_ticks, package_file, percent, tick_labels, value_axis
 from isotype.report.text import (
-    NARROW,
     fitting,
     format_count,
     format_duration,
@@ -50,30 +49,26 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     say(console, f"   {plan.settings}")
     for device in plan.devices:
-        _print_answer(console, title_of(plan, device), device)
+        _print_answer(console, _title(device), device)
         if device.chosen is not None and (unlike := _unlike_asked(plan, device.chosen)):
             say(console, unlike, "yellow")
     say(console, "")
     if len(plan.devices) > 1:
-        rows = [({"device": device.name}, device.chosen) for device in plan.devices]
-        _print_table(console, "device", rows, None, whole)
+        _print_table(
+            console, [({"device": device.name}, device.chosen) for device in plan.devices], None, whole
+        )
     else:
-        chosen = plan.devices[0].chosen
-        rows = [({"": "→" if row == chosen else ""}, row) for row in plan.rows]
-        _print_table(console, "", rows, chosen, whole)
+        _print_table(console, [({}, row) for row in plan.rows], plan.devices[0].chosen, whole)
     if plan.chosen is not None:
         arrow = "→ " if len(plan.devices) == 1 else "by --goal"
         say(console, f"{arrow} {plan.goal}: {GOALS[plan.goal]}")
     say(console, "")
     for device in plan.devices:
         if len(plan.devices) > 1 and (whole or device.notes):
-            say(console, title_of(plan, device), "bold")
-        for line in lines_of(plan, device) if whole else _notes(device):
-            say(console, line)
-    for text in plan.refused:
-        say(console, f"refused    {text}")
-    for text in plan.notes:
-        say(console, f"note       {text}")
+            say(console, _title(device), "bold")
+        _print_facts(console, facts_of(plan, device) if whole else _notes(device))
+    _print_facts(console, (("refused", text) for text in plan.refused))
+    _print_facts(console, (("note", text) for text in plan.notes))
     if not whole:
         say(console, "-v         prints the parts of memory and time", "dim")
     if plan.chosen is not None and len(plan.devices) == 1:
@@ -82,26 +77,21 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
 
 def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
     """Print plans of several models as one table, after the command of the largest that fits on each device."""
-    say(
-        console,
-        f"isotype plan   {plans[0].method}, {plans[0].settings}; no model is named: the largest that fit",
-        "bold",
-    )
+    method, settings = plans[0].method, plans[0].settings
+    say(console, f"isotype plan   {method}, {settings}; no model is named: the largest that fit", "bold")
     rows: list[tuple[dict[str, str], Row | None]] = []
     for at, device in enumerate(plans[0].devices):
         several = {"device": device.name} if len(plans[0].devices) > 1 else {}
         fitting_plans = [plan for plan in plans if plan.devices[at].chosen is not None]
         largest = fitting_plans[0] if fitting_plans else plans[-1]
-        title = title_of(largest, device)
-        name = f"{largest.model} on {title}" if fitting_plans else title
-        _print_answer(console, name, largest.devices[at])
-        rows += [
-            ({**several, "model": plan.model.rpartition("/")[2]}, plan.devices[at].chosen) for plan in plans
-        ]
+        name = f"{largest.model} on " if fitting_plans else ""
+        _print_answer(console, f"{name}{_title(device)}", largest.devices[at])
+        for plan in plans:
+            rows.append(({**several, "model": plan.model.rpartition("/")[2]}, plan.devices[at].chosen))
     say(console, "")
-    _print_table(console, "device" if "device" in rows[0][0] else "model", rows, None, whole)
-    for note in dict.fromkeys(note for plan in plans for device in plan.devices for note in _notes(device)):
-        say(console, note)
+    _print_table(console, rows, None, whole)
+    notes = (note for plan in plans for device in plan.devices for note in _notes(device))
+    _print_facts(console, dict.fromkeys(notes))
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
@@ -125,11 +115,8 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
     per_device = " on each" if row.devices > 1 else ""
     speed = speed_of(row)
     how = f"{row.storage}{f' with {row.sharding}' if row.sharding else ''}"
-    say(
-        console,
-        f"{title}: {how} fits, {format_bytes(row.peak)}{room}{per_device}{f', {speed} tokens/s' if speed else ''}",
-        "bold green",
-    )
+    speed = f", {speed} tokens/s" if speed else ""
+    say(console, f"{title}: {how} fits, {format_bytes(row.peak)}{room}{per_device}{speed}", "bold green")
     if row.work is not None:
         say(console, f"   {_work(row, row.work)}")
     text = printed_command(row.command.tokens(), width_of(console), 0 if width_of(console) is None else 4)
@@ -142,74 +129,47 @@ def _check(row: Row) -> tuple[str, ...]:
     named = "device" in command or device_profile(row.device).present
     device = () if named else ("--device", row.device)
     devices = ("--devices", str(row.devices)) if row.devices > 1 else ()
-    return (
-        *command.environment(),
-        "isotype",
-        "check",
-        command.method,
-        *command.arguments(),
-        *device,
-        *devices,
-    )
+    head = (*command.environment(), "isotype", "check", command.method)
+    return (*head, *command.arguments(), *device, *devices)
 
 
 def _print_table(
-    console: Console,
-    first: str,
-    rows: Sequence[tuple[Mapping[str, str], Row | None]],
-    chosen: Row | None,
-    whole: bool,
+    console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table of (first cells by column, a plan's row or None if nothing fits), in as many columns as fit."""
-    fitting_rows = [row for _, row in rows if row is not None]
-    heads = [*dict.fromkeys(head for cells, _ in rows for head in cells), *heads_of(fitting_rows)[1:]]
-    heads.insert(heads.index("peak") + 1, "fits")
-    if not whole:
-        heads = [head for head in heads if head not in _DETAILS]
-    if all(row.damage is None for row in fitting_rows):
-        heads.remove("damage")
+    """Print a table of (first cells by column, a plan's row or None if nothing fits)."""
     lines = [
-        {**({"fits": "no"} if row is None else cells_of(row, chosen=False)), **cells} for cells, row in rows
+        {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
-    heads = [head for head in heads if any(line.get(head) for line in lines)]
-    for dropped in _DROPPED:
-        widths = [max(len(head), *(len(line.get(head, "")) for line in lines)) for head in heads]
-        gap = 2 if sum(widths) + 2 * len(widths) <= console.width else 1
-        if sum(widths) + gap * len(widths) <= console.width or console.width < NARROW:
-            break
-        heads = [head for head in heads if head != dropped]
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    heads = [head for head in _filled(lines) if whole or head not in _DETAILS]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
-        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=head != first)
+        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
     for line, (_, row) in zip(lines, rows, strict=True):
         style = "bold green" if row is not None and row == chosen else "" if row and row.fits else "dim"
         table.add_row(*(line.get(head, "") for head in heads), style=style)
-    console.print(fitting(table, console), highlight=False)
+    console.print(fitting(table, console, dropped=_DROPPED), highlight=False)
 
 
-def _notes(device: Device) -> Iterator[str]:
+def _print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
+    for label, text in facts:
+        say(console, f"{label:<9}  {text}")
+
+
+def _notes(device: Device) -> Iterator[tuple[str, str]]:
     for note in device.notes:
-        yield f"precision  {note}"
+        yield "precision", note
 
 
-def title_of(plan: Record, device: Device) -> str:
+def _title(device: Device) -> str:
     """Return the device's title, with the number of devices if there are several."""
     count = next((row.devices for row in device.rows), 1)
     return device.title if count == 1 else f"{count} × {device.title}"
 
 
-def heads_of(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the columns that are not empty for these rows."""
-    optional = {
-        "sharding": any(row.sharding for row in rows),
-        "training": any(row.work is not None and row.work.seconds is not None for row in rows),
-        "longest": any(row.longest is not None for row in rows),
-    }
-    heads = (
-        "", "storage", "checkpointing", "sharding", "rows", "peak", "spare", "s/step", "tokens/s", "bound by",
-        "longest", "training", "damage",
-    )  # fmt: skip
-    return [head for head in heads if optional.get(head, True)]
+def _filled(lines: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the columns in which some line has a value."""
+    heads = dict.fromkeys(head for line in sorted(lines, key=len, reverse=True) for head in line)
+    return [head for head in heads if any(line.get(head, "") not in ("", "unknown") for line in lines)]
 
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
@@ -272,35 +232,35 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.{3 if seconds < 1 else 2 if seconds < 10 else 1}f}"
 
 
-def lines_of(plan: Record, device: Device) -> Iterator[str]:
-    """Yield lines about a device and its chosen row, each with a label in front."""
+def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) pairs about a device and its chosen row."""
     yield from _notes(device)
-    yield f"room       a step may use {device.room}"
-    yield f"rates      {device.rates or 'unknown, and so is the time'}"
+    yield "room", f"a step may use {device.room}"
+    yield "rates", device.rates or "unknown, and so is the time"
     row = device.chosen
     if row is None:
         return
-    yield f"chosen     {plan.goal}: {GOALS[plan.goal]}"
+    yield "chosen", f"{plan.goal}: {GOALS[plan.goal]}"
     if unlike := _unlike_asked(plan, row):
-        yield f"length     {unlike}"
+        yield "length", unlike
     kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= row.peak / 200)
-    yield f"memory     peak in {row.phase}: {parts}"
+    yield "memory", f"peak in {row.phase}: {parts}"
     if row.time is not None:
         time = row.time
-        between = (
-            "" if time.spread == 1 else f", {_seconds(time.low)} to {_seconds(time.high)} by published runs"
+        ends, least = f"{_seconds(time.low)} to {_seconds(time.high)}", _seconds(time.least)
+        between = "" if time.spread == 1 else f", {ends} by published runs"
+        yield (
+            "time",
+            f"{_seconds(time.seconds)} s a step{between}; matmuls alone {least} s; bound by {time.bound}",
         )
-        least = _seconds(time.least)
-        yield f"time       {_seconds(time.seconds)} s a step{between}; matmuls alone {least} s; bound by {time.bound}"
     if row.work is not None:
-        yield f"data       {_work(row, row.work)}"
+        yield "data", _work(row, row.work)
 
 
 def _unlike_asked(plan: Record, row: Row) -> str:
-    others = {
-        other.length for other in plan.rows if other.device == row.device and other.command != row.command
-    }
+    same_device = (other for other in plan.rows if other.device == row.device)
+    others = {other.length for other in same_device if other.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
         return f"rows of {max(others):,} tokens do not fit; the plan uses the longest that fit"
     return ""
@@ -333,7 +293,7 @@ def to_html(plan: Record) -> str:
         "plan.html.j2",
         title=f"isotype plan: {plan.model}",
         style=package_file("style.css") + package_file("plan.css"),
-        script="",
+        script=package_file("copy.js"),
         model=plan.model,
         method=plan.method,
         settings=plan.settings,
@@ -345,44 +305,52 @@ def to_html(plan: Record) -> str:
 
 def _device(plan: Record, device: Device) -> dict[str, object]:
     rows, chosen = device.rows, device.chosen
-    heads = heads_of(rows)
+    lines = [cells_of(row, row == chosen) for row in rows]
+    heads = _filled(lines)
+    styles = ["chosen" if row == chosen else "" if row.fits else "short" for row in rows]
     return {
-        "title": title_of(plan, device),
+        "title": _title(device),
         "room": f"a step may use {device.room}",
         "picture": picture(rows, chosen),
+        "limited": _limit_shown(_drawn(rows)) > 0,
         "heads": heads,
-        "rows": [
-            {
-                "css": "chosen" if row == chosen else "" if row.fits else "short",
-                "cells": [cells_of(row, row == chosen)[head] for head in heads],
-            }
-            for row in rows
-        ],
-        "lines": list(lines_of(plan, device)),
-        "command": "" if chosen is None else chosen.command_line,
+        "rows": [(css, [line[head] for head in heads]) for css, line in zip(styles, lines, strict=True)],
+        "facts": list(facts_of(plan, device)),
+        "command": "" if chosen is None else printed_command(chosen.command.tokens(), WIDTH, 0),
     }
 
 
 def picture(rows: Sequence[Row], chosen: Row | None) -> str:
     """Return an SVG of memory (x) against tokens per second (y); "" if no fitting row has an estimated time."""
-    shown = [row for row in rows if row.fits and row.tokens_per_second]
+    shown = _drawn(rows)
     if not shown:
         return ""
-    room = max((row.room or 0 for row in shown), default=0)
+    room = _limit_shown(shown)
     wide = _MARGIN * max(room, *(row.peak for row in shown)) / _GIB
     high = _MARGIN * max(row.speed for row in shown)
     best = front(shown)
     line = "L".join(
         f"{1000 * row.peak / _GIB / wide:.1f} {1000 * (1 - row.speed / high):.1f}" for row in best
     )
+    at = percent(room / _GIB / wide)
+    limit = f'<line class="capacity" x1="{at}" x2="{at}" y1="0" y2="100%"/>' if room else ""
     return (
         '<svg role="img" aria-label="memory against tokens a second">'
-        f"{_axes(wide, high)}"
-        f'<line class="capacity" x1="{percent(room / _GIB / wide)}" x2="{percent(room / _GIB / wide)}" y1="0" y2="100%"/>'
+        f"{_axes(wide, high)}{limit}"
         '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">'
         f'<path class="front" d="M{line}"/></svg>'
         f"{''.join(_point(row, wide, high, row in best, row == chosen) for row in shown)}</svg>"
     )
+
+
+def _drawn(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.fits and row.tokens_per_second]
+
+
+def _limit_shown(rows: Sequence[Row]) -> int:
+    """Return the bytes that a step may use, or 0 if a line there would squeeze the points of `rows`."""
+    room = max((row.room or 0 for row in rows), default=0)
+    return room if room <= 2.5 * max((row.peak for row in rows), default=0) else 0
 
 
 def _axes(wide: float, high: float) -> str:
@@ -399,7 +367,9 @@ def _point(row: Row, wide: float, high: float, best: bool, chosen: bool) -> str:
     words += f": {format_bytes(row.peak)}, {speed_of(row)} tokens/s"
     x, y = percent(row.peak / _GIB / wide), percent(1 - row.speed / high)
     name = f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}"
+    # The names of other points are on the left, because such a point may be close to one of the front.
+    side = 'dx="6"' if best else 'dx="-6" text-anchor="end"'
     return (
         f'<circle class="{css}" cx="{x}" cy="{y}" r="5"><title>{escape(words)}</title></circle>'
-        f'<text x="{x}" y="{y}" dx="8" dy="0.32em">{escape(name)}</text>'
+        f'<text x="{x}" y="{y}" {side} dy="1.25em">{escape(name)}</text>'
     )
