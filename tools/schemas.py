@@ -94,12 +94,8 @@ class _Writer:
     def _attribute(self, record: Any, path: str) -> Schema:
         *outer, name = path.split(".")
         for each in outer:
-            record = get_type_hints(record)[each]
-        member = inspect.getattr_static(record, name, None)
-        if isinstance(member, property):
-            kind, about = get_type_hints(member.fget, include_extras=True)["return"], _paragraph(member)
-        else:
-            kind, about = get_type_hints(record, include_extras=True)[name], _attributes(record).get(name, "")
+            record, _ = _member(record, each)
+        kind, about = _member(record, name)
         return _described(self.type_of(kind), about)
 
     def type_of(self, kind: Any, limits: Mapping[str, Any] | None = None) -> Schema:
@@ -134,6 +130,14 @@ class _Writer:
             return {"$ref": f"#/$defs/{name}", **(limits or {})}
         plain = {str: "string", int: "integer", bool: "boolean"}[kind]
         return {"type": plain, **(limits or ({"minimum": 0} if kind is int else {}))}
+
+
+def _member(record: Any, name: str) -> tuple[Any, str]:
+    """The annotation and the description of a field or a property."""
+    member = inspect.getattr_static(record, name, None)
+    if isinstance(member, property):
+        return get_type_hints(member.fget, include_extras=True)["return"], _paragraph(member)
+    return get_type_hints(record, include_extras=True)[name], _attributes(record).get(name, "")
 
 
 def _object(about: str = "") -> Schema:

@@ -153,9 +153,9 @@ def test_capacity_is_a_line_where_it_is_near_and_words_where_it_is_far() -> None
     near, far = Page(to_html(too_large())), Page(to_html(clean()))
     assert len(near.all("capacity")) == len(too_large().memory.phases)
     assert far.all("capacity") == []
-    assert "38 % of 12.5 GiB" in far.text
+    assert "38 % of the 12.5 GiB that a step may use" in far.text
 
 
 def test_report_without_weights_still_is_a_page() -> None:
     empty = Trace(setup(), (), (), {}, Memory({}))
-    assert "No weight and no product was seen" in Page(to_html(replace(clean(), trace=empty))).text
+    assert "The trace has no weight and no product" in Page(to_html(replace(clean(), trace=empty))).text

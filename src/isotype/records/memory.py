@@ -53,12 +53,12 @@ class Memory:
 
     @property
     def peak_phase(self) -> Phase | None:
-        """The phase of the overall peak; None for an empty record."""
+        """Phase of the overall peak; None if not measured."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()), default=None)
 
     @property
     def peak(self) -> int:
-        """Bytes at the overall peak."""
+        """Bytes at the peak of any step or evaluation; 0 if not measured."""
         return max((sum(kinds.values()) for kinds in self.phases.values()), default=0)
 
 

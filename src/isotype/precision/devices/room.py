@@ -19,7 +19,12 @@ SHARE_OF_CPU = 0.5
 
 @dataclass(frozen=True)
 class Room:
-    """The memory available to a step: bytes, or None if unknown; and in words the share and the device, or why it is unknown."""
+    """The memory that a step may use.
+
+    Attributes:
+        size: bytes of the device's memory that a step may use; None if unknown.
+        words: share of the memory and the device, or the reason why `size` is unknown.
+    """
 
     size: int | None
     words: str

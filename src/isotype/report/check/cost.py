@@ -26,29 +26,28 @@ def sharding_words(setup: Setup) -> str:
 
 
 def setup_words(setup: Setup, whole: bool = True) -> str:
-    """Describe the set-up of the step; without `whole`, one line names only the first input and no adapted layers."""
-    if not whole:
-        name, shape = next(iter(setup.batch.items()), ("", ()))
-        batch = f"{name} {list(shape)}" if name else ""
-        if name == "input_ids" and len(shape) == 2:
-            batch = f"{plural(shape[0], 'row')} of {shape[1]:,} tokens"
+    """Describe the set-up of the step; if `whole` is False, only with the first input, and without the adapted layers."""
+    autocast = f"autocast {dtype_name(setup.autocast)}" if setup.autocast else ""
+    scaler = "GradScaler" if setup.scaler else ""
+    if whole:
+        rate = "" if setup.learning_rate is None else f" lr {setup.learning_rate:g}"
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items())
+        optimizer, sharding = f"{setup.optimizer}{rate}", sharding_words(setup)
         words = [
-            batch,
-            f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "",
-            "GradScaler" if setup.scaler else "",
-            *(detail.partition(" on ")[0] for detail in setup.details),
-            sharding_words(setup),
+            autocast or "no autocast",
+            scaler or "no GradScaler",
+            optimizer,
+            sharding,
+            *setup.details,
+            shapes,
         ]
-        return ", ".join(word for word in words if word)
-    words = [
-        f"autocast {dtype_name(setup.autocast)}" if setup.autocast else "no autocast",
-        "GradScaler" if setup.scaler else "no GradScaler",
-        setup.optimizer + (f" lr {setup.learning_rate:g}" if setup.learning_rate is not None else ""),
-        sharding_words(setup),
-        *setup.details,
-        ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items()),
-    ]
-    return "   ".join(word for word in words if word)
+        return "   ".join(filter(None, words))
+    name, shape = next(iter(setup.batch.items()), ("", ()))
+    batch = f"{name} {list(shape)}" if name else ""
+    if name == "input_ids" and len(shape) == 2:
+        batch = f"{plural(shape[0], 'row')} of {shape[1]:,} tokens"
+    details = (detail.partition(" on ")[0] for detail in setup.details)
+    return ", ".join(filter(None, (batch, autocast, scaler, *details, sharding_words(setup))))
 
 
 def step_words(report: Record) -> str:
@@ -77,11 +76,10 @@ def parts_words(report: Record) -> str:
 
 def memory_words(report: Record) -> str:
     """Describe the peak, the memory limit, the phase of the peak and the kinds of memory in it."""
-    memory, limit = report.memory, report.trace.setup.limit
+    memory, limit, devices = report.memory, report.trace.setup.limit, report.trace.setup.devices
     if memory.peak_phase is None:
         return "not measured"
     within = "" if limit.size is None else f", {'within' if report.fits else 'more than'} {limit}"
-    devices = report.trace.setup.devices
     on_each = f" on each of {devices} devices" if devices > 1 else ""
     return f"peak {format_bytes(memory.peak)} of any step{on_each}{within}, {parts_words(report)}"
 
@@ -102,15 +100,14 @@ def flops_words(report: Record) -> str:
 
 def seconds_words(report: Record) -> str:
     """Describe the step's least time by the data sheet, and the resource that bounds it; return "" without rates."""
-    time = report.time
+    time, setup = report.time, report.trace.setup
     if time is None:
         return ""
-    title = device_words(report.trace.setup)
-    apart = "; without communication" if report.trace.setup.devices > 1 else ""
+    apart = "; without communication" if setup.devices > 1 else ""
     rate = time.tokens_per_second
-    tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_on_each(report.trace.setup)})"
+    tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_on_each(setup)})"
     return (
-        f"at least {format_duration(time.seconds)} a step on {title}{tokens}: matmuls alone, at the data sheet's rates, which no "
+        f"at least {format_duration(time.seconds)} a step on {device_words(setup)}{tokens}: matmuls alone, at the data sheet's rates, which no "
         f"card reaches; {format_duration(time.traced_seconds)} if all traced operators run one after another, bound by "
         f"{time.bound}{apart}"
     )

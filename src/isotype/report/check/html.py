@@ -115,16 +115,19 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
     total = sum(report.flops.values())
     most = max(report.flops, key=lambda dtype: report.flops[dtype], default=None)
     share = "" if most is None else f"{format_share(report.flops[most] / total)} {dtype_name(most)}"
-    limit = report.trace.setup.limit
-    capacity = limit.words if limit.size is None else f"of {limit}"
-    if (devices := report.trace.setup.devices) > 1:
-        capacity += f", on each of {devices}"
+    setup = report.trace.setup
+    capacity = "" if setup.limit.size is None else f"of {format_bytes(setup.limit.size)}"
+    on_each = f"on each of {setup.devices}" if setup.devices > 1 else ""
     return [
         ("Findings", counts(report).split(",")[0] or "none", ", ".join(counts(report).split(", ")[1:])),
-        ("Peak memory", format_bytes(memory.peak) if memory.peak else "not measured", capacity),
+        (
+            "Peak memory",
+            format_bytes(memory.peak) if memory.peak else "not measured",
+            ", ".join(filter(None, (capacity, on_each))),
+        ),
         ("Work", format_flops(total), share),
-        ("Operators", f"{sum(call.repeats for call in report.trace.calls):,}", "a step"),
-        ("Checked in", _duration(report.seconds), "fake tensors"),
+        ("Operators", f"{report.operators:,}", "a step"),
+        ("Checked in", _duration(report.seconds), ""),
     ]
 
 
@@ -149,7 +152,7 @@ def _memory(report: Record) -> Content | None:
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
-    # A line for a capacity far above the peak would squeeze the bars; that capacity is only written.
+    # A line for a limit far above the peak would squeeze the bars: then the limit is only named.
     shown = capacity if capacity is not None and capacity <= 2.5 * memory.peak else None
     scale = 1.04 * max(memory.peak, shown or 0)
     peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
@@ -158,7 +161,7 @@ def _memory(report: Record) -> Content | None:
     return {
         "limit": _limit(memory.peak, capacity, shown),
         "rows": [
-            _memory_row(phase, kinds, scale, shown, phase == memory.peak_phase)
+            {**_memory_row(phase, kinds, scale, shown), "peak": phase == memory.peak_phase}
             for phase, kinds in memory.phases.items()
         ],
         "ticks": list(zip((percent(t * size / scale) for t in ticks), tick_labels(ticks), strict=True)),
@@ -173,34 +176,26 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
     if capacity is None:
         return "the size of this device's memory is not known"
     if shown is None:
-        return f"{format_share(peak / capacity)} of {format_bytes(capacity)}"
-    return f"the line marks the {format_bytes(capacity)} that a step may use"
+        return f"{format_share(peak / capacity)} of the {format_bytes(capacity)} that a step may use"
+    return f"the dashed line marks the {format_bytes(capacity)} that a step may use"
 
 
-def _memory_row(
-    phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None, peak: bool
-) -> Content:
+def _memory_row(phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None) -> Content:
     total, left, parts = sum(kinds.values()), 0, []
     for kind in MEMORY_KINDS:
-        amount = kinds.get(kind, 0)
-        if amount:
-            place = {"left": percent(left / scale), "width": percent(amount / scale)}
-            parts.append({"kind": kind, "title": f"{phase}: {kind} {format_bytes(amount)}", **place})
+        if amount := kinds.get(kind, 0):
+            parts.append((kind, format_bytes(amount), percent(left / scale), percent(amount / scale)))
             left += amount
-    over = " over" if capacity is not None and total > capacity else ""
-    words = "; ".join(f"{kind} {format_bytes(amount)}" for kind, amount in kinds.items())
     return {
-        "css": f"{'peak' if peak else ''}{over}",
         "phase": phase,
-        "words": f"{phase}: {words}",
         "parts": parts,
+        "over": capacity is not None and total > capacity,
         "capacity": "" if capacity is None else percent(capacity / scale),
         "total": format_bytes(total),
     }
 
 
 def _timeline(memory: Memory, capacity: int | None) -> str:
-    """Return an SVG chart of each kind of memory during the step, or "" if the memory over time was not recorded."""
     points = memory.timeline
     if len(points) < 2:
         return ""
@@ -213,7 +208,7 @@ def _timeline(memory: Memory, capacity: int | None) -> str:
     pairs = enumerate(pairwise(points), 1)
     starts = [0, *(at for at, (before, after) in pairs if before.phase != after.phase)]
     spans = [Span(points[at].phase, at) for at in starts]
-    return stacked_areas("memory by kind along the step", areas, spans, unit, capacity and capacity / size)
+    return stacked_areas("memory during the step, by kind", areas, spans, unit, capacity and capacity / size)
 
 
 def _work(report: Record) -> Content | None:
@@ -222,21 +217,19 @@ def _work(report: Record) -> Content | None:
         return None
     ranked, rates = sorted(report.flops.items(), key=lambda entry: -entry[1]), profile.peak_flops
     parts = [Part(dtype_name(dtype), amount, dtype_class(dtype_name(dtype))) for dtype, amount in ranked]
-    return {
-        "total": f"{format_flops(total)} a step",
-        "bar": stacked_bar("FLOPs of a step by dtype", parts, format_flops),
-        "rows": [
-            {
-                "dtype": dtype_name(dtype),
-                "share": format_share(amount / total),
-                "flops": format_flops(amount),
-                "at_best": f"{_duration(amount / rates[dtype])} at best" if dtype in rates else "",
-                "support": profile.supports(dtype),
-                "reason": profile.reason(dtype),
-            }
-            for dtype, amount in ranked
-        ],
-    }
+    rows = [
+        (
+            dtype_name(dtype),
+            format_share(amount / total),
+            format_flops(amount),
+            f"{_duration(amount / rates[dtype])} at best" if dtype in rates else "",
+            profile.supports(dtype),
+            profile.reason(dtype),
+        )
+        for dtype, amount in ranked
+    ]
+    bar = stacked_bar("FLOPs of a step by dtype", parts, format_flops)
+    return {"total": f"{format_flops(total)} a step", "bar": bar, "rows": rows}
 
 
 def _duration(seconds: float) -> str:
@@ -267,7 +260,6 @@ def _maker(operand: Operand) -> str:
 
 
 def _places(finding: Finding, report: Record) -> Content | None:
-    """Return the number and the names of a finding's places in the real model, or None if it has only one place."""
     folded = fold_places(finding.places, layer_counts(report.trace))
     total = sum(count for _, _, count in folded)
     if total < 2:
@@ -350,7 +342,7 @@ def reach_picture(reach: Reach | None) -> Content | None:
         "lines": [(line * SIDE, f"after {column}") for line, (column, _) in enumerate(matrix.reached)],
         "width": len(matrix.sequences) * SIDE,
         "height": len(matrix.reached) * SIDE,
-        "about": f"row {matrix.row} of the batch: {len(matrix.sequences)} tokens from left to right, a line for each prediction",
+        "about": f"row {matrix.row} of the batch: a column for each of {len(matrix.sequences)} tokens, a line for each prediction",
         "words": f"{len(squares)} squares; in {wrong} of them a token reaches a prediction that it must not reach",
         "wrong": wrong,
     }

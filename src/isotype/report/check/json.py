@@ -10,8 +10,6 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 from urllib.parse import quote
 
-import torch
-
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core import VERSION
 from isotype.core.dtypes import dtype_name
@@ -19,9 +17,9 @@ from isotype.core.json_records import Names, text_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.finding import Finding, Fix
-from isotype.records.memory import MemoryKind, Phase, Products, StepTime
+from isotype.records.memory import Products, StepTime
 from isotype.records.trace import Failure, Origin, Setup
-from isotype.report.check.record import Known, Outlook, Record, Status, repair_outlook
+from isotype.report.check.record import Outlook, Record, repair_outlook
 from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes, verdict
 from isotype.rules import Rule, all_rules
 
@@ -30,80 +28,62 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Check:
-    """A traced and judged training step, in the JSON form of `isotype check --json` and `Report.to_json()`.
+class Check(Record):
+    """A traced and judged training step, in the JSON form of `isotype check --json` and `Report.to_json()`."""
 
-    Numbers are not rounded.
+    @property
+    def isotype(self) -> str:
+        """Version of isotype that wrote the report."""
+        return VERSION
 
-    Attributes:
-        isotype: version of isotype that wrote the report.
-        model: name of the model; empty if the model has no name.
-        ok: true if no finding is an error, even if the trace ended early; see `complete`.
-        complete: true if the step was traced to its end.
-        fits: true if `peak_bytes` is at most `room_bytes`; null if `peak_bytes` was not measured or `room_bytes` is
-            unknown.
-        status: the worst known result.
-        ranges: source of the value ranges of a step with float16: measured, published for the model's family, or
-            unknown; null without float16.
-        headroom: 65504 divided by the largest measured float16 value of the forward; null if not measured.
-        measured_at: date and time at which the values were measured, ISO 8601 in UTC; null if they were not.
-        verdict: the status in a sentence.
-        seconds: wall-clock time of the check, in seconds.
-        setup: settings of the step.
-        findings: findings of the rules, errors first, then sorted by code.
-        resolved_by: number of errors and warnings by who can apply their first fix: `repair` is `isotype.repair`,
-            `unsafe` is `isotype.repair` with `unsafe=True`, and `caller` is the user; `untried` counts fixes that were
-            not verified, `left` findings without a known fix.
-        peak_bytes: bytes at the peak of any step and evaluation; 0 if not measured.
-        peak_phase: phase of the overall peak; null if not measured.
-        capacity_bytes: bytes of the device's memory; null if unknown.
-        room_bytes: bytes of the device's memory that a step may take; null if unknown.
-        room: description of `room_bytes`: its size, and how it was determined.
-        phases: bytes of the tensors alive at the peak of each phase, by kind.
-        flops: FLOPs of the matmul-like operators of one step, by compute dtype.
-        time: least time of the step; null if the device has no published rates or the step was not traced to its end.
-        operators: number of operators in a step of the real model.
-        assumed: operators whose operands a rule for their family refuses, without a measurement on the device.
-        contracts: source of the operands that the device accepts: a measured table, or its substitute.
-        doubts: reasons why that table may be wrong for the device.
-        not_traced: descriptions of what the trace does not contain.
-        failure: the error that ended the trace; null if the step was traced to its end.
-    """
+    @property
+    def headroom(self) -> float | None:
+        """65504 divided by the largest measured float16 value of the forward; null if not measured."""
+        return None if self.largest is None else self.largest.headroom
 
-    isotype: str
-    model: str
-    ok: bool
-    complete: bool
-    fits: bool | None
-    status: Status
-    ranges: Known | None
-    headroom: float | None
-    measured_at: str | None
-    verdict: str
-    seconds: float
-    setup: Setup
-    findings: tuple[Finding, ...]
-    resolved_by: Mapping[Outlook, int]
-    peak_bytes: int
-    peak_phase: Phase | None
-    capacity_bytes: int | None
-    room_bytes: int | None
-    room: str
-    phases: Mapping[Phase, Mapping[MemoryKind, int]]
-    flops: Mapping[torch.dtype, int]
-    time: StepTime | None
-    operators: int
-    assumed: tuple[str, ...]
-    contracts: str
-    doubts: tuple[str, ...]
-    not_traced: tuple[str, ...]
-    failure: Failure | None
+    @property
+    def measured_at(self) -> str | None:
+        """Date and time at which the values were measured, ISO 8601 in UTC; null if they were not."""
+        ranges = self.trace.setup.ranges
+        return None if ranges is None else ranges.when
+
+    @property
+    def verdict(self) -> str:
+        """The status in a sentence."""
+        return verdict(self)
+
+    @property
+    def resolved_by(self) -> Mapping[Outlook, int]:
+        """Number of errors and warnings by who can apply their first fix.
+
+        `repair` counts those that `isotype.repair` applies, `unsafe` those that `isotype.repair` with `unsafe=True` applies,
+        and `caller` those that the user applies. `untried` counts fixes that were not verified. `left` counts findings
+        without a known fix.
+        """
+        return {kind: len(findings) for kind, findings in repair_outlook(self).items()}
+
+    @property
+    def contracts(self) -> str:
+        """Source of the contracts by which the operators were judged: a measured table, or rules for families of operators."""
+        return judged_by(self.trace.setup.profile)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Reasons why that table may be wrong for the device."""
+        return tuple(doubts(self.trace.setup.profile))
+
+    @property
+    def not_traced(self) -> tuple[str, ...]:
+        """Descriptions of what the trace does not contain."""
+        return (*sharding_notes(self.trace.setup), *self.trace.notes)
 
 
 NAMES: Names = {
-    Check: "isotype model ok complete fits status ranges headroom measured_at verdict seconds setup findings resolved_by "
-    "memory.peak_bytes=peak_bytes memory.peak_phase=peak_phase memory.capacity_bytes=capacity_bytes memory.room_bytes=room_bytes memory.room=room memory.phases=phases "
-    "flops time operators assumed contracts doubts not_traced failure",
+    Check: "isotype model=trace.model ok complete fits status ranges headroom measured_at verdict seconds setup=trace.setup "
+    "findings resolved_by memory.peak_bytes=trace.memory.peak memory.peak_phase=trace.memory.peak_phase "
+    "memory.capacity_bytes=trace.setup.profile.memory_bytes memory.room_bytes=trace.setup.limit.size "
+    "memory.room=trace.setup.limit.words memory.phases=trace.memory.phases flops time operators assumed contracts doubts "
+    "not_traced failure=trace.failure",
     Setup: "device=profile autocast autocast_eval scaler optimizer learning_rate compute phases fsdp devices reshard batch details "
     "data policy",
     DeviceProfile: "name title memory_bytes",
@@ -121,39 +101,7 @@ NAMES: Names = {
 
 def to_json(report: Record) -> str:
     """Return a check as strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are not rounded."""
-    trace, memory = report.trace, report.memory
-    setup = trace.setup
-    check = Check(
-        isotype=VERSION,
-        model=trace.model,
-        ok=report.ok,
-        complete=report.complete,
-        fits=report.fits,
-        status=report.status,
-        ranges=report.ranges,
-        headroom=None if report.largest is None else report.largest.headroom,
-        measured_at=None if setup.ranges is None else setup.ranges.when,
-        verdict=verdict(report),
-        seconds=report.seconds,
-        setup=setup,
-        findings=report.findings,
-        resolved_by={kind: len(findings) for kind, findings in repair_outlook(report).items()},
-        peak_bytes=memory.peak,
-        peak_phase=memory.peak_phase,
-        capacity_bytes=setup.profile.memory_bytes,
-        room_bytes=setup.limit.size,
-        room=setup.limit.words,
-        phases=memory.phases,
-        flops=report.flops,
-        time=report.time,
-        operators=sum(call.repeats for call in trace.calls),
-        assumed=report.assumed,
-        contracts=judged_by(setup.profile),
-        doubts=tuple(doubts(setup.profile)),
-        not_traced=(*sharding_notes(setup), *trace.notes),
-        failure=trace.failure,
-    )
-    return text_of(check, SCHEMA_VERSION, NAMES)
+    return text_of(Check(report.trace, report.findings, report.seconds), SCHEMA_VERSION, NAMES)
 
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -87,10 +87,9 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
     """Return the rows in order of execution, then a row for each layer that has findings outside of its parts."""
     parts = _gather(trace)
-    host = _Hosts(parts)
     for call in trace.calls:
-        _add_call(parts, host, call)
-    marks = _marks(findings, host)
+        _add_call(parts, call)
+    marks = _marks(findings, parts)
     layers = layer_counts(trace)
     groups: dict[tuple[str, str], dict[int | None, list[str]]] = {}
     for name in sorted(parts, key=lambda name: parts[name].order):
@@ -105,8 +104,10 @@ def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
             row = _row(Row(part, stack, number, number, repeats), [parts[name] for name in names])
             positions = {position for name in names for position in marks.pop(name, ())}
             row = replace(row, findings=tuple(sorted(positions)))
-            if joined and _look(joined[-1]) == _look(row):
-                row = _join(joined.pop(), row)
+            if joined and _without_layers(joined[-1]) == _without_layers(row):
+                before = joined.pop()
+                layers_of_both, bytes_of_both = before.layers + row.layers, before.bytes + row.bytes
+                row = replace(row, first=before.first, layers=layers_of_both, bytes=bytes_of_both)
             joined.append(row)
         rows += joined
     return (*rows, *(Row(name, findings=tuple(positions)) for name, positions in marks.items()))
@@ -128,20 +129,12 @@ class _Part:
     bytes: int = 0
 
 
-class _Hosts:
-    """Lookup of the part that contains a module: the module itself, or its nearest ancestor that is a part."""
-
-    def __init__(self, parts: dict[str, _Part]) -> None:
-        self.parts = parts
-        self.hosts: dict[str, str | None] = {}
-
-    def __call__(self, module: str) -> str | None:
-        if module not in self.hosts:
-            name = plain_name(module)
-            while name and name not in self.parts:
-                name = name.rpartition(".")[0]
-            self.hosts[module] = name if name in self.parts else None
-        return self.hosts[module]
+def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
+    """Return the part that contains a module: the module itself, or its nearest ancestor that is a part."""
+    name = plain_name(module)
+    while name and name not in parts:
+        name = name.rpartition(".")[0]
+    return name if name in parts else None
 
 
 def _gather(trace: Trace) -> dict[str, _Part]:
@@ -159,24 +152,15 @@ def _gather(trace: Trace) -> dict[str, _Part]:
         _add_weight(parts[name], weight)
     for position, call in enumerate(trace.calls):
         name = plain_name(call.module)
-        if call.flops and name and name not in parts and not _under(name, parts):
+        if call.flops and name and not _host(name, parts):
             parts[name] = _Part((position, -1), repeats=call.repeats)
-    host = _Hosts(parts)
     for position, weight in enumerate(weight for weight in trace.weights if weight.adapter):
-        owner = host(weight.module)
+        owner = _host(weight.module, parts)
         if owner is None:
             owner = plain_name(weight.module)
             parts[owner] = _Part((first.get(owner, before), position), weight.module_class, weight.repeats)
-            host.hosts.clear()
         _add_weight(parts[owner], weight)
     return parts
-
-
-def _under(name: str, parts: Mapping[str, _Part]) -> bool:
-    while name := name.rpartition(".")[0]:
-        if name in parts:
-            return True
-    return False
 
 
 def _add_weight(part: _Part, weight: Weight) -> None:
@@ -188,9 +172,11 @@ def _add_weight(part: _Part, weight: Weight) -> None:
     part.pinned |= weight.pinned
 
 
-def _add_call(parts: dict[str, _Part], host: _Hosts, call: Call) -> None:
-    name = host(call.module)
-    if name is None or call.phase not in ("forward", "generate") or not call.results:
+def _add_call(parts: dict[str, _Part], call: Call) -> None:
+    if call.phase not in ("forward", "generate") or not call.results:
+        return
+    name = _host(call.module, parts)
+    if name is None:
         return
     part, (dtype, _) = parts[name], call.results[0]
     inside = plain_name(call.module) != name
@@ -200,20 +186,17 @@ def _add_call(parts: dict[str, _Part], host: _Hosts, call: Call) -> None:
         part.returns = dtype_name(dtype)
 
 
-def _marks(findings: Sequence[Finding], host: _Hosts) -> dict[str, list[int]]:
+def _marks(findings: Sequence[Finding], parts: Mapping[str, _Part]) -> dict[str, list[int]]:
     """Map each part to the indices of its findings; a finding that belongs to no part is listed under its layer."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):
-            layer = host(place) or _layer_of(plain_name(place))
+            layer = _host(place, parts) or None
+            if not layer and (split := split_layer(f"{plain_name(place)}.part")) is not None:
+                layer = f"{split[0]}.{split[1]}".strip(".")
             if layer is not None and position not in marks.setdefault(layer, []):
                 marks[layer].append(position)
     return marks
-
-
-def _layer_of(name: str) -> str | None:
-    split = split_layer(f"{name}.part")
-    return None if split is None else ".".join(filter(None, (split[0], str(split[1]))))
 
 
 def _row(place: Row, parts: Sequence[_Part]) -> Row:
@@ -238,9 +221,5 @@ def _ranked(counters: Iterable[Counter[str]]) -> Dtypes:
     return tuple(name for name, _ in sum(counters, Counter[str]()).most_common())
 
 
-def _look(row: Row) -> Row:
+def _without_layers(row: Row) -> Row:
     return replace(row, first=0, last=0, layers=0, bytes=0)
-
-
-def _join(row: Row, other: Row) -> Row:
-    return replace(row, last=other.last, layers=row.layers + other.layers, bytes=row.bytes + other.bytes)

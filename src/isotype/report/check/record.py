@@ -57,12 +57,12 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """True if there is no error finding. `ok` may be True although the trace ended early; see `complete`."""
+        """True if no finding is an error, even if the trace ended early; see `complete`."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end; else operators after the error `trace.failure` were not judged."""
+        """True if the step was traced to its end. Else no rule has seen the operators after the error that ended the trace."""
         return self.trace.failure is None
 
     @property
@@ -76,8 +76,13 @@ class Record:
         return self.trace.flops
 
     @property
+    def operators(self) -> int:
+        """Number of operators in a step of the real model."""
+        return sum(call.repeats for call in self.trace.calls)
+
+    @property
     def time(self) -> StepTime | None:
-        """Least time of the step by the device's data sheet, and its parts; None if no rates are published."""
+        """Least time of the step by the device's data sheet; None without published rates, or if the trace ended early."""
         return step_time(self.trace)
 
     @property
@@ -115,10 +120,7 @@ class Record:
 
     @property
     def ranges(self) -> Known | None:
-        """Source of the value ranges of a step with float16: measured, published for the model's family, or unknown.
-
-        None if the step does not compute in float16.
-        """
+        """Source of a float16 step's value ranges: measured, published for the model's family, or unknown; else None."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:

@@ -61,7 +61,7 @@ def counts(report: Record) -> str:
 
 
 def verdict(report: Record) -> str:
-    """Say in one line if the step runs on the device, and with which findings."""
+    """Return one sentence: the step runs on the device or not, and with which findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -87,10 +87,9 @@ def verdict(report: Record) -> str:
         case "partial":
             return f"The text of this step runs on {title}; {'; '.join([_unseen(report), *rest])}"
         case "clean":
-            operators = sum(call.repeats for call in report.trace.calls)
             largest = report.largest
             room = "" if largest is None else f", headroom of float16 {largest.headroom:.2g}"
-            checked = f"{plural(operators, 'operator')} checked{room}"
+            checked = f"{plural(report.operators, 'operator')} checked{room}"
             return f"This step runs clean on {title}: {'; '.join([checked, *rest])}"
 
 
