@@ -579,7 +579,7 @@ def test_everything_is_said() -> None:
         "Peak memory is the largest memory in use during a step. On a GPU this is the memory that torch had allocated; "
         "on a CPU the resident size of the process, sampled every 20 ms, so that shorter peaks can be missed. "
         "Loading, evaluation and saving are not included.",
-        "made by isotype",
+        "written by isotype",
     ]
     assert [part for part in parts if part not in said] == []
 

@@ -67,18 +67,16 @@ _TENSORS = ("parameter", "trainable", "gradient", "buffer")
 def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
     pattern = re.compile(re.escape(action.target).replace(r"\*", r"\d+"))
     for name, module in model.named_modules():
+        parameters = {key: tensor for key, tensor in own_parameters(module).items() if tensor is not None}
         if action.kind not in _TENSORS:
             # A pattern with layer numbers also matches layers without weights, which get no boundary.
-            if pattern.fullmatch(name) and (action.kind != "boundary" or any(_parameters(module))):
+            if pattern.fullmatch(name) and (action.kind != "boundary" or parameters):
                 yield module
             continue
-        for tensor_name in _buffers(module) if action.kind == "buffer" else _parameters(module):
-            if pattern.fullmatch(f"{name}.{tensor_name}" if name else tensor_name):
-                yield module, tensor_name
-
-
-def _parameters(module: nn.Module) -> list[str]:
-    return [name for name, tensor in own_parameters(module).items() if tensor is not None]
+        buffers = {key: (module, key) for key in _buffers(module)}
+        for key, target in (buffers if action.kind == "buffer" else parameters).items():
+            if pattern.fullmatch(f"{name}.{key}" if name else key):
+                yield target
 
 
 def _buffers(module: nn.Module) -> list[str]:
@@ -88,7 +86,7 @@ def _buffers(module: nn.Module) -> list[str]:
 
 
 def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return (container, key) of the tensor `name`, whose container may be an attribute of `module`."""
+    """Return the dictionary or list that contains the tensor `name` of `module`, and the tensor's key in it."""
     first, *rest = name.split(".")
     holder, key = _entry(module, first)
     for step in rest:
@@ -97,7 +95,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return (container, key) of the item `step`, in a container or in a module's dictionaries."""
+    """Return the dictionary or list that contains the item `step` of `holder`, and the item's key in it."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -106,28 +104,20 @@ def _entry(holder: Any, step: str) -> tuple[Any, Any]:
     return next(entries for entries in dicts if step in entries), step
 
 
-def _cast_parameter(target: Any, value: str) -> list[Undo]:
-    module, name = target
-    return _cast_in_place(own_parameters(module)[name], value)
-
-
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Cast a parameter by replacing only its data, because optimizers and other modules refer to the parameter object."""
+    """Cast a parameter's data; the object stays the same, because optimizers and other modules refer to it."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
     return [exchange(parameter, "data", parameter.data.to(dtype), dtype)]
 
 
-def _set_gradient(target: Any, value: str) -> list[Undo]:
-    module, name = target
+def _set_gradient(parameter: Any, value: str) -> list[Undo]:
     dtype = parse_dtype(value)
-    return [exchange(own_parameters(module)[name], "grad_dtype", dtype, dtype)]
+    return [exchange(parameter, "grad_dtype", dtype, dtype)]
 
 
-def _set_trainable(target: Any, value: str) -> list[Undo]:
-    module, name = target
-    parameter: Any = own_parameters(module)[name]
+def _set_trainable(parameter: Any, value: str) -> list[Undo]:
     before = parameter.requires_grad
     parameter.requires_grad_(True)
     return [partial(parameter.requires_grad_, before)]
@@ -153,32 +143,32 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     return [partial(holder.__setitem__, key, before)]
 
 
-class _Cast:
-    """Base of hooks that cast float tensors. The hooks are classes, so that the model can be pickled and copied."""
-
-    def __init__(self, value: str) -> None:
-        self.dtype = parse_dtype(value)
+# The hooks are no local functions, so that a model with hooks can be pickled.
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floats(output, dtype)
 
 
-class _CastOutput(_Cast):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floats(output, self.dtype)
+def _cast_input(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
-class _CastInput(_Cast):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+def _require_gradient(module: nn.Module, args: Any, output: Any) -> Any:
+    """Make a module's outputs require gradients, as transformers' `enable_input_require_grads` does."""
+
+    def requiring(leaf: Any) -> Any:
+        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.requires_grad_(True) if floats and not leaf.requires_grad else leaf
+
+    return tree_map(requiring, output)
 
 
-class _RequireGradient:
-    """Hook that makes a module's outputs require gradients, as transformers' `enable_input_require_grads` does."""
+def _set_output(module: nn.Module, value: str) -> list[Undo]:
+    return [module.register_forward_hook(partial(_cast_output, parse_dtype(value))).remove]
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        def requiring(leaf: Any) -> Any:
-            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            return leaf.requires_grad_(True) if floats and not leaf.requires_grad else leaf
 
-        return tree_map(requiring, output)
+def _set_input(module: nn.Module, value: str) -> list[Undo]:
+    hook = partial(_cast_input, parse_dtype(value))
+    return [module.register_forward_pre_hook(hook, with_kwargs=True).remove]
 
 
 def _set_state(layer: Any, value: str) -> list[Undo]:
@@ -208,7 +198,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Set the boundaries that `enforce_model` would set if the residual stream is float32, and for exceptions."""
+    """Set the boundaries that `enforce_model` sets for a float32 residual stream and for modules that are exceptions."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -249,15 +239,13 @@ def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleExc
 
 
 _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
-    "parameter": _cast_parameter,
+    "parameter": _cast_in_place,
     "trainable": _set_trainable,
-    "differentiable": lambda module, _: [module.register_forward_hook(_RequireGradient()).remove],
+    "differentiable": lambda module, _: [module.register_forward_hook(_require_gradient).remove],
     "gradient": _set_gradient,
     "buffer": _cast_buffer,
-    "output": lambda module, value: [module.register_forward_hook(_CastOutput(value)).remove],
-    "input": lambda module, value: [
-        module.register_forward_pre_hook(_CastInput(value), with_kwargs=True).remove
-    ],
+    "output": _set_output,
+    "input": _set_input,
     "state": _set_state,
     "compute": _set_compute,
     "boundary": _set_boundary,

@@ -9,7 +9,7 @@ import linecache
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -142,7 +142,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a request with changes; a new autocast also resets the scaler, and a new optimizer resets the learning rate."""
+    """Return a request with changes; a new autocast resets the scaler, and a new optimizer object the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
@@ -151,7 +151,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs; if the request has a loss function, it keeps this function for the new batch."""
+    """Return a request with other inputs; the loss function of a request stays, for the new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -166,9 +166,14 @@ def arguments_of_check() -> tuple[str, ...]:
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in options.keys() - {field.name for field in fields(StepRequest)}:
-        near = difflib.get_close_matches(name, arguments_of_check(), n=1)
-        hint = f": did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"check() got an unexpected keyword argument {name!r}{hint}")
+        hint = _meant(name)
+        raise TypeError(f"check() got an unexpected keyword argument {name!r}{hint and f': {hint}'}")
+
+
+def _meant(name: object) -> str:
+    """Return a question that names the argument of `check` with a similar name; "" if there is none."""
+    near = difflib.get_close_matches(str(name), arguments_of_check(), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of isotype.check"
@@ -211,11 +216,8 @@ def _module(text: str) -> Any:
         bare = f"{stem}:{text.partition(':')[2]}"
         is_file = name.endswith(".py") and Path(f"{stem}.py").is_file()
         fix = f"isotype check {bare}" if is_file else "check its name and the directory that you are in"
-        what, expected = (
-            f"{text}: no module {error.name}",
-            "a module that can be imported from here, without .py",
-        )
-        raise UsageError.of("no such module", what, expected, fix) from error
+        expected = "a module that can be imported from here, without .py"
+        raise UsageError.of("no such module", f"{text}: no module {error.name}", expected, fix) from error
     except Exception as error:
         raise _failed(text, "importing it", error) from error
     finally:
@@ -223,14 +225,14 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return the error to raise for user code that raised `error`; it has the message and the line of `error`."""
+    """Return the error to raise for user code that raised `error`, with the message and the line of `error`."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     fix = "correct it; --debug shows the whole traceback"
     return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line of the traceback that is outside of installed packages and isotype, for a message; else ""."""
+    """Return the innermost line of the traceback in the user's code, for a message; "" if there is none."""
     if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
@@ -256,7 +258,12 @@ def _arguments(text: str, result: Any) -> dict[str, Any]:
     if not (isinstance(result, Mapping) and {"model", "inputs"} <= set(result)):
         what = f"{text} returns {_words(result)}"
         raise UsageError.of("the function returns something else", what, _RETURNS, "return one of these")
-    unknown = list(_unknown(result))
+    known = arguments_of_check()
+    unknown = [
+        Problem(repr(name), f"one of {', '.join(known)}", _meant(name) or "leave it out")
+        for name in result
+        if name not in known
+    ]
     if unknown:
         raise UsageError(f"{text} returns arguments that isotype.check does not take", unknown)
     return dict(result)
@@ -266,12 +273,3 @@ def _words(result: Any) -> str:
     if isinstance(result, Mapping):
         return f"a dict of {', '.join(map(repr, result)) or 'nothing'}"
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-
-
-def _unknown(names: Iterable[str]) -> Iterable[Problem]:
-    arguments = arguments_of_check()
-    for name in names:
-        if name not in arguments:
-            near = difflib.get_close_matches(str(name), arguments, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else "leave it out"
-            yield Problem(repr(name), f"one of {', '.join(arguments)}", fix)

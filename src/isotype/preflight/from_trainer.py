@@ -72,7 +72,6 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _evaluation(trainer: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch of the trainer, or None if the trainer does not evaluate."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None

@@ -49,9 +49,9 @@ def run(
 ) -> Report:
     """Trace the requested step on fake tensors and return a report with findings and tried fixes.
 
-    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only if the
-    function `measured` has to measure a float16 step. If a part of the step cannot be traced, the report has the finding
-    IST199 and the findings of the part before.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only to
+    measure the values of a float16 step. If a part of the step cannot be traced, the report has the finding IST199 and
+    the findings of the part before.
 
     Args:
         request: the step.
@@ -151,7 +151,7 @@ class _Step:
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings, with advice and only those fixes that work; errors that another error causes become its notes."""
+        """Return the findings with advice and with the fixes that work, after `_roots` has joined errors of one cause."""
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
         return _roots(fixed, self.tried, _order(trace))
@@ -249,7 +249,7 @@ def _roots(
 
 
 def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
-    """Return place -> position in the step's order, for the places at which operators get dtypes that they do not accept."""
+    """Return place -> position in the step's order, for the places of broken contracts."""
     return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
 
 
@@ -284,12 +284,12 @@ def _outcome(after: Sequence[Finding], values_known: bool) -> str:
     remaining = sum(finding.severity != "note" for finding in after)
     if not remaining:
         return "the step then runs clean" if values_known else "nothing else is found"
-    return f"it is gone; {plural(remaining, 'other finding')} left"
+    return f"the finding is gone; {plural(remaining, 'other finding')} left"
 
 
 def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
     new = {finding.code for finding in after if finding.severity == "warning"} - {f.code for f in before}
-    return f"it is gone, at a cost of {', '.join(sorted(new))}"
+    return f"the finding is gone, at a cost of {', '.join(sorted(new))}"
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
@@ -356,7 +356,7 @@ _AGAIN = 4 / 3
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return the measured ranges or None, and notes: they say what the measurement leaves out, or why there is none."""
+    """Return the measured ranges, or None, and notes on what was not measured and why."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()
@@ -374,7 +374,6 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
 
 
 def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) -> bool:
-    """Return whether the step was traced and computes in float16, and weights and inputs have values."""
     if trace.failure is not None or not computes_float16(trace):
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
@@ -383,7 +382,6 @@ def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) ->
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values: it is not on the meta device, not fake, not sharded, and not empty."""
     without = tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
     return not without and tensor.numel() > 0
 

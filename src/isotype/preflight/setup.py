@@ -47,6 +47,8 @@ def setup_of(request: StepRequest) -> Setup:
     device = policy.device if request.device is None and policy is not None else request.device
     profile = device_profile("auto" if device is None else device)
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
+    phases = {*request.phases, *(["evaluate"] if request.evaluation is not None else [])}
+    dtype = getattr(config, "dtype", None)
     return Setup(
         profile=profile,
         autocast=autocast,
@@ -54,11 +56,7 @@ def setup_of(request: StepRequest) -> Setup:
         optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__,
         compute=decided or compute_dtype(request.model),
         learning_rate=_learning_rate(request),
-        phases=tuple(
-            phase
-            for phase in PHASES
-            if phase in request.phases or (phase == "evaluate" and request.evaluation is not None)
-        ),
+        phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
         fsdp=request.fsdp,
         devices=request.devices,
@@ -68,7 +66,7 @@ def setup_of(request: StepRequest) -> Setup:
         shard_integers=request.shard_integers,
         gradient_checkpointing={} if checkpointing is True else checkpointing or None,
         autocast_eval=request.autocast_eval,
-        checkpoint_dtype=_checkpoint_dtype(config),
+        checkpoint_dtype=dtype if isinstance(dtype, torch.dtype) else None,
         attention=attention_of(config),
         accumulates=2 if request.accumulates is True else int(request.accumulates),
         ahead=request.ahead,
@@ -97,9 +95,8 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
             "isotype.check(model, {'input_ids': …, 'labels': …})",
         )
     if not isinstance(request.devices, int) or request.devices < 1:
-        yield Problem(
-            f"devices={request.devices!r}", "a number of devices, at least 1", "give 1, or leave it out"
-        )
+        fix = "give 1, or leave it out"
+        yield Problem(f"devices={request.devices!r}", "a number of devices, at least 1", fix)
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
         phases = (phase for phase in PHASES if phase != "evaluate")  # which the argument `evaluation` adds
@@ -117,22 +114,14 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
-def _checkpoint_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype of the checkpoint by the model's config, or None if the config has none."""
-    dtype = getattr(config, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else None
-
-
 def _family_ranges(config: Any) -> str:
     family = known_families().get(str(getattr(config, "model_type", "")))
     return f"{family['reaches']} ({family['source']})" if family else ""
 
 
 def _checkpointing_words(request: StepRequest) -> str:
-    modules = request.model.modules()
-    on = request.gradient_checkpointing or any(
-        getattr(module, "gradient_checkpointing", False) is True for module in modules
-    )
+    enabled = (getattr(module, "gradient_checkpointing", False) is True for module in request.model.modules())
+    on = request.gradient_checkpointing or any(enabled)
     return "gradient checkpointing" if on else "no gradient checkpointing"
 
 

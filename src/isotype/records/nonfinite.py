@@ -31,8 +31,6 @@ class Value:
 
     Attributes:
         role: name of the operator's argument, or `"result"`.
-        dtype: dtype of the tensor.
-        shape: shape of the tensor.
         largest: largest magnitude of the finite elements; 0 if there are none.
         nan: number of NaN elements.
         infinite: number of infinite elements.
@@ -69,8 +67,6 @@ class NonFinite:
         phase: forward, backward, or unscale for the gradient norm.
         source: `file:line` of the call; "" if unknown.
         operands: float operands before the operator ran.
-        result: result of the operator.
-        cause: cause of the value.
         culprit: the operand that was already not finite; None if all operands were finite.
         exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64); None if
             this result is not finite either, or if the operator does not run in the wider dtype.

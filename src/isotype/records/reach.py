@@ -30,8 +30,7 @@ class Leak:
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
-        without: the input of the model that makes the leak possible: without this input there is no leak; "" if there
-            is none.
+        without: the input of the model without which there is no leak; "" if there is no such input.
     """
 
     source: Source
@@ -50,7 +49,6 @@ class NoReach:
     """An input or parameter that changes no prediction.
 
     Attributes:
-        kind: kind of the input or parameter.
         name: name of the input or of the parameters (with `*` for layer numbers).
         why: the reason in words; "" if unknown.
     """

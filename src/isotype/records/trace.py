@@ -21,16 +21,8 @@ from isotype.precision.versions import Incompatibility
 from isotype.records.memory import Memory, Phase
 from isotype.records.reach import Reach, Unreached
 
-FLOATS = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    }
-)
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16} | _FLOAT8)
 """Float dtypes that a step may have."""
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -63,7 +55,7 @@ SHARED = ("outside", "scratch")
 """Kinds of origins of tensors that a model shares with other code."""
 
 UNSAFE = "is unsafe to autocast"
-"""Part of the message of a breach if autocast forbids the function."""
+"""Part of the message of a `Breach` if autocast forbids the function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +63,7 @@ class Origin:
     """The origin of a value's dtype.
 
     Attributes:
-        kind: see `OriginKind`.
+        kind: kind of the value or operator that set the dtype.
         dtype: the dtype of the value.
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
@@ -98,7 +90,7 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin on the path that chose the dtype; if several did, the nearest of them.
+        """The nearest origin on the path that chose the dtype.
 
         A promotion has the cause of the operand whose dtype it chose. A cast to another tensor's dtype has the cause of
         that tensor. A cast to an explicit dtype, a parameter or an input is its own cause.
@@ -149,18 +141,15 @@ class Call:
 
     Attributes:
         op: `aten.mm.default`, or `GradScaler.unscale_` and similar calls that are no torch operators.
-        phase: phase of the step.
         module: fully qualified name of the module that runs the call; in the backward, the module of the forward call.
         source: `file:line` in the model's (or the user's) code.
         operands: tensor arguments of all dtypes, before any conversion.
         results: (dtype, shape) of each returned tensor.
         flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
         repeats: number of calls in the real step (more than 1 inside a folded layer).
-        breach: the broken contract, or None.
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
-        autocast: the active autocast dtype, or None.
-        off: error that rounding to 16 bits has caused in the argument of a sine or cosine, in radians; 0 if unknown.
-        rounded_at: `file:line` of the rounding that causes the error `off`, or the name of a 16-bit input.
+        off: error of the argument of a sine or cosine through rounding to 16 bits, in radians; 0 if unknown.
+        rounded_at: `file:line` of this rounding, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
         numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
     """
@@ -230,13 +219,9 @@ class Weight:
 
     Attributes:
         name: fully qualified name, without the parts that wrappers add.
-        dtype: current dtype.
         shape: stored shape (packed, for 4-bit weights).
-        buffer: whether the tensor is a buffer.
         trainable: whether the parameter requires a gradient.
         adapter: whether the parameter belongs to a PEFT adapter or to a trained copy of a module.
-        module: fully qualified name of the module.
-        module_class: class name of the module.
         kind: kind of the module, see `isotype.model.walk.Place.kind`.
         pinned: whether the model's author keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
@@ -246,7 +231,7 @@ class Weight:
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
         exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
             unknown.
-        was: dtype before the step if the step's code has cast the weight; else None.
+        was: dtype before the step's code cast the weight; None if the code casts no weight.
     """
 
     name: str
@@ -375,14 +360,13 @@ class Trace:
         weights: all parameters and buffers.
         modules: fully qualified name -> class name.
         memory: memory peaks of the phases.
-        failure: the error that ended the trace early, or None.
+        failure: the error that ended the trace early; None if the step was traced to its end.
         notes: the parts that were not traced and why, and other facts, such as the effect of a setting.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: float dtypes of the step's inputs.
-        by_ranges: name in the base model -> exponent, for modules that compute differently because of value ranges: a
-            layer with a nonzero exponent multiplies its values by 2^-exponent, and a module with exponent 0 computes in
-            float32.
+        by_ranges: name in the base model -> exponent, for modules whose values do not fit into plain float16. A layer
+            with a nonzero exponent multiplies its values by 2^-exponent; with exponent 0 it computes in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters without a gradient, because the forward uses them with gradients off.
         without_effect: inputs that no operator of the forward passes on to the loss.
@@ -422,7 +406,7 @@ class Trace:
         return {name: weight for weight in self.weights for name in (weight.name, *weight.tied)}
 
     def __str__(self) -> str:
-        """Return the step as text: its operators in order, under their modules."""
+        """Return the step as text: its phases, modules as a tree, and a line for each operator."""
         return "\n".join(_lines(self))
 
     def breaches(self) -> Iterator[Call]:
@@ -431,7 +415,6 @@ class Trace:
 
 
 def _lines(trace: Trace) -> Iterator[str]:
-    """Yield the lines of a trace: phases, modules as a tree, and one line per operator."""
     setup = trace.setup
     autocast = "off" if setup.autocast is None else dtype_name(setup.autocast)
     yield f"{trace.model or trace.modules.get('', 'a step')} on {setup.profile.title}   autocast {autocast}   scaler {'on' if setup.scaler else 'off'}"
@@ -455,15 +438,13 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def _words(call: Call) -> str:
-    """Return one line with an operator, its operands, results and remarks."""
     operands = ", ".join(f"{item.role}: {_tensor(item.dtype, item.shape)}" for item in call.operands)
     results = ", ".join(_tensor(*result) for result in call.results)
     remarks = [short(call.source)] if call.source else []
     if call.breach is not None:
-        converted = call.breach.converted
-        remarks.append(
-            f"refused{'' if converted is None else f', converted to {dtype_name(converted)}'}: {call.breach.message}"
-        )
+        dtype = call.breach.converted
+        converted = "" if dtype is None else f", converted to {dtype_name(dtype)}"
+        remarks.append(f"refused{converted}: {call.breach.message}")
     elif call.is_cast:
         remarks.append("cast" if call.autocast is None else f"cast, autocast to {dtype_name(call.autocast)}")
     elif len({operand.dtype for operand in call.operands} & FLOATS) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from isotype.core.names import format_bytes, grouped
 from isotype.lora import kernels
 from isotype.lora.loss.head_choice import TIMES, card_of, times_file
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
+from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
 from isotype.report.text import fitting
@@ -75,7 +75,7 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """Return a sentence if some calls of a dtype took much longer than others, else None; dtypes are then not compared."""
+    """Return a sentence if some calls of a dtype took much longer than others, else None."""
     rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
     if not rates:
         return None
@@ -88,7 +88,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """Say in one line if LoRA and QLoRA can be trained on the device, or what has to change first."""
+    """Return one sentence: LoRA and QLoRA can be trained on the device, or what has to change first."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -140,7 +140,7 @@ def _grid(rows: Sequence[tuple[Text | str, Text | str]]) -> Padding:
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in (label, value)))
-    return Padding(table, (0, 0, 0, 2))
+    return Padding(table, (0, 0, 0, 2), expand=False)
 
 
 _SUPPORT_STYLES = {"native": "green", "emulated": "yellow", "refused": "red"}
@@ -196,10 +196,10 @@ def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
 def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
     rows: list[tuple[Text | str, Text | str]] = []
     for group in by_change(report.incompatibilities).values():
-        severity = "error" if any(conflict.severity == "error" for conflict in group) else "warning"
-        label = Text(severity, style="bold red" if severity == "error" else "bold yellow")
-        for incompatibility in group:
-            rows.append((label, Text(incompatibility.fact)))
+        failing = any(conflict.severity == "error" for conflict in group)
+        label = Text("error", style="bold red") if failing else Text("warning", style="bold yellow")
+        for conflict in group:
+            rows.append((label, Text(conflict.fact)))
             label = Text()
     if report.missing:
         rows.append((Text("missing", style="bold yellow"), ", ".join(report.missing)))
@@ -225,8 +225,10 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     console.print()
     rows: list[tuple[Text | str, Text | str]] = [("bitsandbytes", _bitsandbytes_line(report.bitsandbytes))]
     rows += [("C++", report.compiler)] if report.compiler else []
-    rows += kernel_rows(profile)
     console.print(_grid(rows))
+    if kernels_used := kernel_rows(profile):
+        console.print(_heading("Kernels of operations between matmuls"))
+        console.print(_grid(kernels_used))
     problems = _problems(report)
     if problems:
         console.print(_heading("To change"))
@@ -257,26 +259,17 @@ def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
 
 def doctor_json(report: DoctorReport) -> dict[str, Any]:
     """Return the report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds are not rounded."""
+    names = {
+        DoctorReport: "rates python torch_build toolkits versions incompatibilities missing bitsandbytes",
+        MatmulRate: "flops_per_second repeats size message spread",
+    }
     return {
         "ok": report.ok,
         "verdict": verdict(report),
         "auto_dtype": auto_dtype(report.profile),
         "device": _profile_json(report.profile),
-        "rates": {
-            dtype_name(dtype): {key: value for key, value in asdict(rate).items() if key != "dtype"}
-            for dtype, rate in report.rates.items()
-        },
-        "python": report.python,
-        "torch_build": report.torch_build,
-        "toolkits": dict(report.toolkits),
-        "versions": dict(report.versions),
-        "incompatibilities": [
-            {**asdict(incompatibility), "packages": list(incompatibility.packages)}
-            for incompatibility in report.incompatibilities
-        ],
-        "missing": list(report.missing),
+        **encoded(report, names),
         "fix": pip_command(report.incompatibilities, report.missing),
-        "bitsandbytes": asdict(report.bitsandbytes),
         "compiler": report.compiler or None,
         "kernels": dict(kernel_rows(report.profile)),
     }

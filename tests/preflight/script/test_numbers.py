@@ -66,7 +66,7 @@ def test_a_poisoned_batch(capsys: pytest.CaptureFixture[str]):
             "step 3",
             (
                 "step 4 (loss inf",
-                "the loss that the script computes of it is not (its backward: scripts/diverges.py:LINE)",
+                "the loss that the script computes from them is not (backward at scripts/diverges.py:LINE)",
             ),
         ),
         (

@@ -44,7 +44,8 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
         report = run(request, verify=False, seconds=seconds, measure=False)
-        if report.findings and report.seconds < seconds and _trial_seconds(report) <= trial_seconds:
+        trials = {fix.actions for finding in report.findings for fix in finding.fixes if fix.actions}
+        if report.findings and report.seconds < seconds and report.seconds * len(trials) <= trial_seconds:
             report = run(request, measure=False)
     return report
 
@@ -122,11 +123,6 @@ def _unnoticed() -> Iterator[None]:
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _trial_seconds(report: Report) -> float:
-    trials = {fix.actions for finding in report.findings for fix in finding.fixes if fix.actions}
-    return report.seconds * len(trials)
 
 
 def _inputs(beginning: Beginning) -> Mapping[str, Any]:

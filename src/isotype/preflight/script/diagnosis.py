@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, plural
 from isotype.core.source import condition_at
 from isotype.model.loss import find_loss, loss_of
@@ -137,7 +138,7 @@ class Diagnosis:
             with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._say(f"the step could not be traced ahead: {type(error).__name__}: {_head(str(error))}")
+            self._say(f"the step could not be traced ahead: {type(error).__name__}: {first_line(error)}")
             return None
         self._say_ahead(report, time.perf_counter() - started)
         # `_say_ahead` has reported that the trace is incomplete.
@@ -282,12 +283,13 @@ class Diagnosis:
             return
         # The script has caught the errors of other operators, so these are no breaches.
         recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
-        self._diagnose(call, f"{name}: {_head(text)}")
+        first, _, _ = text.strip().partition("\n")
+        self._diagnose(call, f"{name}: {first}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
         """Explain a dtype error that no watched operator raised: it was raised later, or by code around the operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
-        headline = f"{type(error).__name__}: {_head(text)}"
+        headline = f"{type(error).__name__}: {first_line(error)}"
         assert model is not None
         assert self._request is not None
         if _UNSCALE_REFUSED in text:
@@ -324,10 +326,8 @@ class Diagnosis:
         if setup is None:
             self._print_call(call)
             return
-        condition = condition_at(call.source)
-        failure = Failure(
-            call.phase, call.module, call.source, headline, dtype_related=True, condition=condition
-        )
+        place = call.phase, call.module, call.source
+        failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
         trace = self.watch.trace(setup, failure)
         # Without the failure, whose finding would only repeat the traceback.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
@@ -358,7 +358,7 @@ class Diagnosis:
             with self._working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
-            self._say(f"the last known step could not be traced: {type(error).__name__}: {_head(str(error))}")
+            self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
 
     # ------------------------------------------------------------------------------------------------------ printing
@@ -382,17 +382,15 @@ class Diagnosis:
         for finding in findings:
             self._plain(f"{finding.severity}[{finding.code}]: {finding.message}")
             parts = (finding.module or "the model", finding.op, finding.phase, short_source(finding.source))
-            self._plain(f"  --> {'   '.join(part for part in parts if part)}")
+            self._plain(f"  --> {'   '.join(filter(None, parts))}")
             if finding.cause:
                 self._plain(f"   = cause  {finding.cause}")
             for fix in finding.fixes[:1]:
                 self._plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
 
     def _print_call(self, call: Call) -> None:
-        where = "   ".join(
-            part for part in (call.module, call.op, call.phase, short_source(call.source)) if part
-        )
-        self._plain(f"  --> {where}")
+        parts = (call.module, call.op, call.phase, short_source(call.source))
+        self._plain(f"  --> {'   '.join(filter(None, parts))}")
         for operand in call.operands:
             path = "; ".join(evidence(operand.origin))
             self._plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {path}")
@@ -443,16 +441,11 @@ def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Cal
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes."""
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _head(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")
 
 
 def _peak(memory: Memory) -> str:

@@ -130,7 +130,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Judge the losses if one is NaN; an infinite loss may only result from the loss scale, and then the step is skipped."""
+        """Judge the losses if one is NaN. An infinite loss may be an effect of the loss scale: GradScaler skips that step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 
@@ -216,9 +216,9 @@ class Numbers:
             self._say(f"the step, run again:\n  - {problem_of(first)}")
         elif outside:
             self._say(
-                f"the model's forward, run again, is finite; the loss that the script computes of it is not (its backward: {where})"
+                f"the model's outputs are finite; the loss that the script computes from them is not (backward at {where})"
             )
         else:
             self._say(
-                "the step, run again, is finite: the script makes the loss or the gradients non-finite afterwards"
+                "the step, run again, is finite: later code of the script makes the loss or the gradients non-finite"
             )

@@ -17,6 +17,7 @@ from rich.console import Console
 from isotype.compat.imports import when_imported
 from isotype.core import PACKAGE
 from isotype.core.console import TerminalConsole
+from isotype.core.errors import first_line
 from isotype.preflight.script.family import Family, Options, family
 from isotype.preflight.script.processes import Processes
 from isotype.report.text import say
@@ -105,21 +106,18 @@ class Session:
                 f"the script started {programs}, which isotype cannot look into; if the training runs there, "
                 "write `isotype run` in place of `python` in its command"
             )
-        started = (
-            f", nor in the processes that were started ({processes.watched})" if processes.watched else ""
-        )
+        started = f" in the processes that were started ({processes.watched})" if processes.watched else ""
         if self._diagnosis is None:
-            return f"the script never imported torch{', nor trained' + started[5:] if started else ''}"
-        return f"no module was called with parameters that require a gradient{started}"
+            return f"the script never imported torch{started and f', nor trained{started}'}"
+        return f"no module was called with parameters that require a gradient{started and f', nor{started}'}"
 
     def safely(self, act: Callable[[], T]) -> T | None:
         """Return the result of `act`, or print a line and return None if `act` raises."""
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - an error of the watch must not change how the script ends
-            text = next(iter(str(error).splitlines()), "")
             self._failed = True
-            self._say(f"the watch failed, the script did not: {type(error).__name__}: {text}")
+            self._say(f"the watch failed, the script did not: {type(error).__name__}: {first_line(error)}")
             return None
 
     def _say(self, text: str) -> None:
@@ -226,7 +224,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return the entry of `Module._call_impl`, with the line that calls a module if there are no hooks."""
+    """Return the entry of `Module._call_impl` as it is for a module without hooks: at another line."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

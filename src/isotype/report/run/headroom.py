@@ -1,6 +1,6 @@
 """The share of float16's range that the outputs of a model's blocks use during a run: samples, and a description.
 
-A single batch may contain an unusual row. So limits are quantiles over the samples, and changes are ratios of medians.
+Limits are quantiles over the samples and changes are ratios of medians, because a batch may contain an unusual row.
 """
 
 from __future__ import annotations
@@ -88,11 +88,8 @@ def in_words(headroom: Headroom) -> str:
     blocks = by_block(headroom)
     least = min(blocks, key=lambda block: block.headroom)
     sampled = f"{len(headroom.samples):,} sampled"
-    where = (
-        f"in nine of ten micro-batches ({sampled})"
-        if len(headroom.samples) > 1
-        else "in the one sampled micro-batch"
-    )
+    several = len(headroom.samples) > 1
+    where = f"in nine of ten micro-batches ({sampled})" if several else "in the one sampled micro-batch"
     if math.isinf(least.high):
         return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({sampled})."
     said = (

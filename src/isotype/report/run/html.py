@@ -76,7 +76,13 @@ def to_html(record: RunRecord) -> str:
         policy=[(row.role, row.dtype, row.reason) for row in record.policy],
         weights=_weights(record),
         headroom=_headroom(record),
-        settings=[*_places(record), *_data(record.data), *record.settings],
+        settings=[
+            ("model", record.model),
+            ("dataset", record.dataset),
+            ("output directory", record.output_dir),
+            *_data(record.data),
+            *record.settings,
+        ],
         notes=[*record.notes, *([] if summary.peak_memory_bytes is None else [_MEMORY])],
     )
 
@@ -91,7 +97,6 @@ def _script(curves: bool) -> str:
 
 
 def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str]]:
-    """Return (name, value, remark) for each number in the summary line."""
     skipped = f"{summary.skipped:,} skipped" if summary.skipped else ""
     final = "not measured" if summary.final_loss is None else format_loss(summary.final_loss)
     mean = f"mean of the last {summary.window}" if summary.window > 1 else ""
@@ -109,7 +114,6 @@ def _figures(record: RunRecord, summary: RunSummary) -> list[tuple[str, str, str
 
 
 def _weights(record: RunRecord) -> dict[str, object] | None:
-    """Return the template's data about the weights, by storage dtype; None if no weights were recorded."""
     if not record.weight_bytes:
         return None
     total = sum(amount for _, amount in record.weight_bytes)
@@ -127,7 +131,6 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
 
 
 def _headroom(record: RunRecord) -> dict[str, object] | None:
-    """Return the template's data about the used part of float16's range; None for a run in another dtype."""
     if record.headroom is None:
         return None
     return {
@@ -144,10 +147,6 @@ def _headroom(record: RunRecord) -> dict[str, object] | None:
             for block in by_block(record.headroom)
         ],
     }
-
-
-def _places(record: RunRecord) -> list[tuple[str, str]]:
-    return [("model", record.model), ("dataset", record.dataset), ("output directory", record.output_dir)]
 
 
 def _data(data: DataSummary | None) -> list[tuple[str, str]]:
@@ -257,7 +256,7 @@ def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
     if all(step.loss_scale is None for step in steps):
         return []
     skipped = tuple(step.step for step in steps if step.skipped)
-    remark = f"{len(skipped):,} {'step' if len(skipped) == 1 else 'steps'} skipped"
+    remark = f"{plural(len(skipped), 'step')} skipped"
     columns, labels = ("loss_scale_exponent",), ("loss scale",)
     return [
         Chart("loss-scale", "Loss scale", "loss scale", columns, labels, remark, stairs=True, format="power", marks=skipped)
