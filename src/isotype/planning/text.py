@@ -367,9 +367,9 @@ def _point(row: Row, wide: float, high: float, best: bool, chosen: bool) -> str:
     words += f": {format_bytes(row.peak)}, {speed_of(row)} tokens/s"
     x, y = percent(row.peak / _GIB / wide), percent(1 - row.speed / high)
     name = f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}"
-    # The names of other points are on the left, because such a point may be close to one of the front.
-    side = 'dx="6"' if best else 'dx="-6" text-anchor="end"'
+    # The front rises to the right: its names are above it, and the names of the other points below.
+    side = 'dx="-6" dy="-0.6em" text-anchor="end"' if best else 'dx="6" dy="1.25em"'
     return (
         f'<circle class="{css}" cx="{x}" cy="{y}" r="5"><title>{escape(words)}</title></circle>'
-        f'<text x="{x}" y="{y}" {side} dy="1.25em">{escape(name)}</text>'
+        f'<text x="{x}" y="{y}" {side}>{escape(name)}</text>'
     )
