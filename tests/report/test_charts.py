@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from isotype.report.html import (
     Area,
     Part,
-    Span,
     escape,
     format_number,
     nice_ticks,
@@ -92,7 +91,7 @@ def test_format_number(value: float, text: str) -> None:
 def test_any_text_is_escaped_and_fit_for_xml(text: str) -> None:
     assert not set('<>"') & set(escape(text))
     ElementTree.fromstring(stacked_bar(text, [Part(text, 1.0, text)]))
-    ElementTree.fromstring(stacked_areas(text, [Area(text, (1.0, 2.0), text)], [Span(text, 0)], text))
+    ElementTree.fromstring(stacked_areas(text, [Area(text, (1.0, 2.0), text)], [(text, 0)], text))
 
 
 def test_escape() -> None:
@@ -114,7 +113,7 @@ def test_stacked_bar() -> None:
 def test_stacked_areas_stand_on_each_other() -> None:
     areas = [Area("weights", (1.0, 1.0), "kind-weights"), Area("activations", (0.0, 3.0), "kind-activations")]
     svg = ElementTree.fromstring(
-        stacked_areas("memory", areas, [Span("forward", 0), Span("backward", 1)], "GiB", limit=8.0)
+        stacked_areas("memory", areas, [("forward", 0), ("backward", 1)], "GiB", limit=8.0)
     )
     lower, upper = (found.get("d", "") for found in svg.iter("path"))
     corners = [tuple(map(float, corner.split())) for corner in upper.strip("MZ").split("L")]
@@ -129,7 +128,7 @@ def test_stacked_areas_stand_on_each_other() -> None:
 
 
 def test_a_short_stretch_has_no_name() -> None:
-    spans = [Span("forward", 0), Span("unscale", 50), Span("optimizer", 51)]
+    spans = [("forward", 0), ("unscale", 50), ("optimizer", 51)]
     svg = ElementTree.fromstring(stacked_areas("memory", [Area("weights", (1.0,) * 100, "")], spans, "B"))
     texts = {text.text for text in svg.iter("text")}
     assert {"forward", "optimizer"} < texts

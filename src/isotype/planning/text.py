@@ -20,6 +20,7 @@ from isotype.report.text import (
     fitting,
     format_count,
     format_duration,
+    format_kinds,
     format_share,
     say,
     show_commands,
@@ -243,9 +244,7 @@ def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
     yield "chosen", f"{plan.goal}: {GOALS[plan.goal]}"
     if unlike := _unlike_asked(plan, row):
         yield "length", unlike
-    kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= row.peak / 200)
-    yield "memory", f"peak in {row.phase}: {parts}"
+    yield "memory", f"peak in {row.phase}: {format_kinds(row.kinds, row.peak / 200)}"
     if row.time is not None:
         time = row.time
         ends, least = f"{_seconds(time.low)} to {_seconds(time.high)}", _seconds(time.least)

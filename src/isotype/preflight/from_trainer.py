@@ -47,7 +47,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     batches = [inputs] if inputs is not None else _first_batches(trainer, _PROCESSES if shared else 1)
     batch = batches[0]
     wiring: Any = True
-    loss = inputs
+    loss, scaler = inputs, getattr(trainer.accelerator, "scaler", None)
     if inputs is None or isinstance(inputs, Mapping):
         loss = _loss_of_trainer(trainer, batch)
         mapped = isinstance(batch, Mapping)
@@ -56,7 +56,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         _request(trainer.model, loss, trainer.args),
         wiring=wiring,
         others=batches[1:] if isinstance(batch, Mapping) else (),
-        scaler=_has_scaler(trainer),
+        scaler=bool(trainer.args.fp16) or (scaler is not None and scaler.is_enabled()),
         gradient_checkpointing=checkpointing(trainer.args),
         evaluation=_evaluation(trainer) if inputs is None else None,
         reference=None if getattr(trainer, "ref_model", None) is None else "weights",
@@ -104,7 +104,7 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
         model,
         loss,
         device=arguments.device,
-        autocast=_autocast(arguments),
+        autocast=torch.float16 if arguments.fp16 else torch.bfloat16 if arguments.bf16 else False,
         optimizer=getattr(arguments.optim, "value", arguments.optim),
         learning_rate=arguments.learning_rate,
         accumulates=arguments.gradient_accumulation_steps,
@@ -151,15 +151,6 @@ def _finds_unused(arguments: Any) -> bool:
     """
     chosen = getattr(arguments, "ddp_find_unused_parameters", None)
     return not checkpointing(arguments) if chosen is None else bool(chosen)
-
-
-def _autocast(arguments: Any) -> torch.dtype | bool:
-    return torch.float16 if arguments.fp16 else torch.bfloat16 if arguments.bf16 else False
-
-
-def _has_scaler(trainer: Any) -> bool:
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return bool(trainer.args.fp16) or (scaler is not None and scaler.is_enabled())
 
 
 def fsdp_version(arguments: Any) -> int:

@@ -47,6 +47,7 @@ def setup_of(request: StepRequest) -> Setup:
     device = policy.device if request.device is None and policy is not None else request.device
     profile = device_profile("auto" if device is None else device)
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
+    own_rate = isinstance(optimizer, torch.optim.Optimizer) and request.learning_rate is None
     phases = {*request.phases, *(["evaluate"] if request.evaluation is not None else [])}
     dtype = getattr(config, "dtype", None)
     return Setup(
@@ -55,7 +56,7 @@ def setup_of(request: StepRequest) -> Setup:
         scaler=autocast == torch.float16 if request.scaler is None else request.scaler,
         optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__,
         compute=decided or compute_dtype(request.model),
-        learning_rate=_learning_rate(request),
+        learning_rate=learning_rate_of(optimizer) if own_rate else request.learning_rate,
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
         fsdp=request.fsdp,
@@ -71,7 +72,9 @@ def setup_of(request: StepRequest) -> Setup:
         accumulates=2 if request.accumulates is True else int(request.accumulates),
         ahead=request.ahead,
         room=request.room,
-        batch=_shapes(request.inputs),
+        batch={
+            n: tuple(v.shape) for n, v in named_inputs(request.inputs).items() if isinstance(v, torch.Tensor)
+        },
         towers=_towers(request.model),
         details=(*adapter_words(request.model), _checkpointing_words(request)),
         incompatible=incompatible_here() if profile.present else (),
@@ -101,17 +104,6 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
     if unknown:
         phases = (phase for phase in PHASES if phase != "evaluate")  # which the argument `evaluation` adds
         yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "leave them out")
-
-
-def _learning_rate(request: StepRequest) -> float | None:
-    if isinstance(request.optimizer, torch.optim.Optimizer) and request.learning_rate is None:
-        return learning_rate_of(request.optimizer)
-    return request.learning_rate
-
-
-def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
-    named = named_inputs(inputs)
-    return {name: tuple(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
 def _family_ranges(config: Any) -> str:

@@ -238,20 +238,12 @@ class Area:
     css_class: str
 
 
-@dataclass(frozen=True)
-class Span:
-    """A named range of points below `stacked_areas`; `start` is the position of its first point."""
-
-    label: str
-    start: int
-
-
 def stacked_areas(
-    title: str, areas: Sequence[Area], spans: Sequence[Span], unit: str, limit: float | None = None
+    title: str, areas: Sequence[Area], spans: Sequence[tuple[str, int]], unit: str, limit: float | None = None
 ) -> str:
     """Return a chart of areas stacked from the bottom up as SVG, with an axis of values in `unit`.
 
-    `spans` are named ranges of the points, in order. A line marks the amount `limit`.
+    `spans` are ranges of the points in order: (name, position of the first point). A line marks the amount `limit`.
     """
     count = len(areas[0].amounts)
     sums = [0.0] * count
@@ -265,12 +257,12 @@ def stacked_areas(
         named = f"<title>{escape(area.label)}</title>"
         shapes.append(f'<path class="part {escape(area.css_class)}" d="M{line}Z">{named}</path>')
         floor = top
-    ends = [*(span.start for span in spans[1:]), count]
-    marks = "".join(
-        f'<line class="axis" x1="{at}" x2="{at}" y1="0" y2="100%"/>{_span_label(span, end, count, at)}'
-        for span, end in zip(spans, ends, strict=True)
-        for at in (percent(span.start / count),)
-    )
+    marks = ""
+    for (name, start), end in zip(spans, [*(start for _, start in spans[1:]), count], strict=True):
+        at = percent(start / count)
+        marks += f'<line class="axis" x1="{at}" x2="{at}" y1="0" y2="100%"/>'
+        if end - start >= count / 12:  # a shorter range has no room for its name
+            marks += f'<text class="tick" x="{at}" y="100%" dx="4" dy="1.4em">{escape(name)}</text>'
     over = ""
     if limit is not None:
         at = percent(1 - limit / high)
@@ -292,12 +284,6 @@ def value_axis(high: float, target: int, unit: str = "") -> str:
         f'<text class="tick" x="-8" y="{at}" dy="0.32em" text-anchor="end">{label}{unit}</text>'
         for at, label in zip(places, tick_labels(ticks), strict=True)
     )
-
-
-def _span_label(span: Span, end: int, count: int, at: str) -> str:
-    if end - span.start < count / 12:
-        return ""  # a short range has no room for its name
-    return f'<text class="tick" x="{at}" y="100%" dx="4" dy="1.4em">{escape(span.label)}</text>'
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:

@@ -9,12 +9,14 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from isotype.core.names import format_bytes
 from isotype.core.terminal import printed_command
 from isotype.report.html import format_number
 
@@ -52,6 +54,12 @@ def format_flops(flops: float) -> str:
         if flops >= unit:
             return f"{format_number(flops / unit, 3)} {name}FLOP"
     return f"{flops:,.0f} FLOP"
+
+
+def format_kinds(kinds: Mapping[Any, int], least: float) -> str:
+    """Format bytes by kind, the largest first, without kinds below `least`: `activations 725 MiB, weights 111 MiB`."""
+    ranked = sorted(kinds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in ranked if size >= least)
 
 
 def short_source(source: str) -> str:

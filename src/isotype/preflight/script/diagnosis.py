@@ -53,7 +53,7 @@ from isotype.records.trace import (
 )
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
-from isotype.report.text import short_source, wrapped
+from isotype.report.text import format_kinds, short_source, wrapped
 from isotype.rules import judge
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
@@ -450,5 +450,4 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _peak(memory: Memory) -> str:
     kinds = memory.phases[memory.peak_phase] if memory.peak_phase is not None else {}
-    parts = sorted(((size, kind) for kind, size in kinds.items() if size >= memory.peak / 100), reverse=True)
-    return f"peak {format_bytes(memory.peak)} ({', '.join(f'{k} {format_bytes(s)}' for s, k in parts)})"
+    return f"peak {format_bytes(memory.peak)} ({format_kinds(kinds, memory.peak / 100)})"

@@ -7,7 +7,7 @@ from isotype.core.names import format_bytes, plural
 from isotype.records.trace import Setup
 from isotype.report.check.record import Record
 from isotype.report.html import format_number
-from isotype.report.text import format_duration, format_flops, format_share
+from isotype.report.text import format_duration, format_flops, format_kinds, format_share
 
 
 def device_words(setup: Setup) -> str:
@@ -69,9 +69,7 @@ def parts_words(report: Record) -> str:
     memory = report.memory
     if memory.peak_phase is None:
         return "not measured"
-    kinds = sorted(memory.phases[memory.peak_phase].items(), key=lambda kind: -kind[1])
-    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= memory.peak / 100)
-    return f"in {memory.peak_phase}: {parts}"
+    return f"in {memory.peak_phase}: {format_kinds(memory.phases[memory.peak_phase], memory.peak / 100)}"
 
 
 def memory_words(report: Record) -> str:

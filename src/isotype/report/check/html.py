@@ -21,6 +21,7 @@ from isotype.report.check.cost import device_words, sharding_words, time_rows
 from isotype.report.check.map import Row, dtype_map, layer_counts
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
+    STATUS,
     cost_clauses,
     counts,
     elide,
@@ -34,7 +35,6 @@ from isotype.report.check.text import (
 from isotype.report.html import (
     Area,
     Part,
-    Span,
     dtype_class,
     format_number,
     nice_ticks,
@@ -51,15 +51,6 @@ from isotype.rules.ist605_memory import unquantized_experts
 
 Content = dict[str, object]
 
-_STATUS = {
-    "fails": ("failed", "✕ fails"),
-    "does not fit": ("failed", "✕ does not fit"),
-    "unknown": ("interrupted", "? not known"),
-    "costs": ("interrupted", "◐ runs with warnings"),
-    "unmeasured": ("interrupted", "? values not measured"),
-    "partial": ("interrupted", "? text alone"),
-    "clean": ("finished", "✓ runs clean"),
-}
 _ACTIONS_SHOWN = 3
 _VALUE_SHOWN = 200
 _ACTIONS = {
@@ -80,7 +71,7 @@ _ACTIONS = {
 
 def to_html(report: Record) -> str:
     name = PurePath(report.trace.model).name or report.trace.model or "model"
-    css, word = ("failed", "✕ miswired") if report.miswired else _STATUS[report.status]
+    css, word = ("failed", "✕ miswired") if report.miswired else STATUS[report.status]
     return render(
         "check.html.j2",
         style=package_file("style.css") + package_file("check/check.css") + palette_css(),
@@ -207,7 +198,7 @@ def _timeline(memory: Memory, capacity: int | None) -> str:
     ]
     pairs = enumerate(pairwise(points), 1)
     starts = [0, *(at for at, (before, after) in pairs if before.phase != after.phase)]
-    spans = [Span(points[at].phase, at) for at in starts]
+    spans = [(points[at].phase, at) for at in starts]
     return stacked_areas("memory during the step, by kind", areas, spans, unit, capacity and capacity / size)
 
 

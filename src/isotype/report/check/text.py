@@ -29,7 +29,7 @@ from isotype.report.check.cost import (
     time_rows,
 )
 from isotype.report.check.map import layer_counts, split_layer
-from isotype.report.check.record import Record, repair_outlook
+from isotype.report.check.record import Record, Status, repair_outlook
 from isotype.report.text import format_share, short_source, width_of
 from isotype.rules.ist605_memory import unquantized_experts
 
@@ -40,15 +40,17 @@ Line = tuple[tuple[str, str], ...]
 
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan", "help": "bold green"}
-_VERDICTS = {
-    "fails": "bold red",
-    "does not fit": "bold red",
-    "unknown": "bold yellow",
-    "costs": "bold yellow",
-    "unmeasured": "bold yellow",
-    "partial": "bold yellow",
-    "clean": "bold green",
+STATUS: Mapping[Status, tuple[str, str]] = {
+    "fails": ("failed", "✕ fails"),
+    "does not fit": ("failed", "✕ does not fit"),
+    "unknown": ("interrupted", "? not known"),
+    "costs": ("interrupted", "◐ runs with warnings"),
+    "unmeasured": ("interrupted", "? values not measured"),
+    "partial": ("interrupted", "? text alone"),
+    "clean": ("finished", "✓ runs clean"),
 }
+"""Status of a check -> its style on a page, and words for it."""
+_COLOURS = {"failed": "bold red", "interrupted": "bold yellow", "finished": "bold green"}
 _PATTERNS_SHOWN = 8
 # The space between a number and its unit, where a line must not break.
 _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
@@ -301,7 +303,9 @@ def lines(
         *_hang(command, f"{report.trace.model or 'model'} on {device_words(setup)}", width),
         *_hang(((" " * 3, ""),), setup_words(setup, whole), width, "dim"),
         (),
-        *_hang((), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _VERDICTS[report.status]),
+        *_hang(
+            (), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _COLOURS[STATUS[report.status][0]]
+        ),
     ]
     if words := step_words(report):
         text += _hang((), words, width)
