@@ -103,7 +103,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def tried(report: Report) -> bool:
-    """Return whether all fixes of a report were tried, which means that they have an outcome; True if there are no fixes."""
+    """Return whether the fixes of a report were tried, so that they have an outcome; True without fixes."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if fix.scope != "advice"]
     return not fixes or any(fix.outcome for fix in fixes)
 
