@@ -9,7 +9,6 @@ from typing import Any, Final
 from isotype.compat.torch import forget_parametrized
 
 DORA_CACHE: Final = "_dora_cache"
-"""Attribute of a DoRA layer that holds its cached norms."""
 
 
 def without_peft(model: Any) -> Any:

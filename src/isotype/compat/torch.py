@@ -299,7 +299,6 @@ CHILDREN: Final = "_modules"
 HELD: Final = (CHILDREN, PARAMETERS, BUFFERS)
 """Attributes of a module that hold its children, parameters and buffers."""
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-"""Attributes of a module that hold hooks."""
 ALL_HOOKS: Final = (*HOOKS, "_backward_pre_hooks")
 EXTRA_STATE: Final[str] = _EXTRA_STATE_KEY_SUFFIX
 """Suffix of a state dict's key under which a module saves its extra state."""
@@ -368,7 +367,6 @@ def is_compiled(module: nn.Module) -> bool:
 # --------------------------------------------------------------------------------------------------- settings
 
 FAKE_LOGGER: Final = "torch._subclasses.fake_tensor"
-"""The logger to which torch writes tracebacks of errors in fake kernels."""
 COMPILER: Final = "torch._dynamo"
 """The compiler's package; importing it takes two seconds."""
 

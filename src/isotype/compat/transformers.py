@@ -308,7 +308,6 @@ def gpus_left(training: Any) -> int:
 OVERRIDDEN: Final = tuple(
     name for name in vars(TrainerSteps) if name.startswith("_") and not name.startswith("__")
 )
-"""The Trainer's methods that `TrainerSteps` overrides."""
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}

@@ -58,7 +58,6 @@ class Parser(ValueParser):
 
     problems: list[Problem]
     _command_line: tuple[str, ...] = ()
-    """All tokens passed to `parse_args`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # With argparse's abbreviations a typo sets another argument: --learning_rat 3 set the learning rate to 3.

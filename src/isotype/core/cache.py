@@ -15,7 +15,6 @@ from pathlib import Path
 logger = logging.getLogger("isotype")
 
 LIBRARIES = "libraries"
-"""Subfolder of the cache for compiled libraries."""
 
 
 def default_cache_dir() -> Path:

@@ -17,7 +17,6 @@ _ALIASES: dict[str, torch.dtype] = {
 _WORDS = {name: word for word, name in STORED.items()}
 
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes in which the matmuls of a training step may run."""
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """GGUF block types that the `gguf` library writes: 32 codes with a float16 scale; in types `_1` also a float16 minimum."""

@@ -47,7 +47,6 @@ _RECORDS = (
     Format("mxfp4", "mxfp4", 4, block=32, whole=False, measured=False),
 )
 FORMATS: Mapping[str, Format] = {form.name: form for form in _RECORDS}
-"""All formats by name."""
 
 QUANTIZATIONS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.whole)
 """Formats in which bitsandbytes can store a whole model."""
@@ -92,7 +91,6 @@ _METHODS = (
     Method("awq"),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
-"""Readable methods by name."""
 
 DEQUANTIZED: tuple[str, ...] = tuple(method.name for method in _METHODS if method.dequantized)
 """Names of the methods whose weights are dequantized when they are loaded."""

@@ -89,7 +89,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-"""Name -> function that builds the optimizer from parameters and `lr`."""
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:

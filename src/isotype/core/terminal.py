@@ -117,8 +117,7 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
     return text, end + max(0, min(len(text) - len(lacking), gap - 1))
 
 
-_INDENT = 4
-"""Number of spaces before the continuation lines of a command."""
+_INDENT = 4  # spaces before the continuation lines of a command
 
 
 def printed_command(tokens: Sequence[str], width: int | None = None, indent: int = 0) -> str:

@@ -99,7 +99,7 @@ def _groups(names: list[str], calls: list[tuple[str, Any]]) -> list[tuple[str, .
     groups: list[tuple[str, ...]] = []
     placed: set[str] = set()
     for run in runs:
-        # A layer that is called twice with one tensor, or with different neighbours, has no group.
+        # A layer that is called twice with one tensor, or with different neighbours, is a group of its own.
         others = [other for other in runs if other is not run and set(other) & set(run)]
         alone = len(set(run)) < len(run) or any(other != run for other in others)
         for group in [(name,) for name in run] if alone else [tuple(run)]:
@@ -192,7 +192,7 @@ class FusionReport:
             lines.append(f"gated: {mlps}, whose product the backward computes again")
         if self.experts:
             layers = plural(len(self.experts), "layer")
-            lines.append(f"experts: those of {layers} in one function per layer, adapters on activations")
+            lines.append(f"experts: one function in each of {layers}, with adapters on activations")
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')} in one function each")
         if self.rotary:

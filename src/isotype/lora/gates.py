@@ -92,7 +92,6 @@ _BACKWARD: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "sigmoid": lambda grad, x: _aten.sigmoid_backward(grad, torch.sigmoid(x)),
 }
 GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACKWARD.items()}
-"""Name of an activation -> gate."""
 
 
 # --------------------------------------------------------------------------------------------------- detection

@@ -188,7 +188,6 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: torch.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
-"""Name -> activation of a gated product, by torch's operators."""
 _TRIALS: Mapping[Operation, Callable[[Any, torch.device, torch.dtype, str], list[float]]] = {
     "rms_norm": _try_norm,
     "rms_norm_promoted": partial(_try_norm, offset=1.0),

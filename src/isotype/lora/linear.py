@@ -310,7 +310,8 @@ def _write_few(product: _Product) -> None:
     """Compute an output that has few rows and no backward, directly with the packed 4-bit weight."""
     layer = product.layer
     base: Any = layer.spec.base
-    y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)  # rounded once more
+    # This product is rounded before the adapters' product is added.
+    y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
     if layer.scaled_up is not None:
         y = torch.addmm(y, _columns(product.hidden, layer), layer.scaled_up.t())
     product.out.copy_(y)

@@ -22,7 +22,6 @@ from isotype.lora.loops import elementwise
 from isotype.model.modes import is_close, result_of
 
 NAME = "apply_rotary_pos_emb"
-"""transformers' name of the function."""
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Tolerances for numbers up to about ten, if every product and sum is rounded."""

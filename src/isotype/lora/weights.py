@@ -252,7 +252,6 @@ class DenseWeights:
 
 
 _MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of X that bitsandbytes' product supports."""
 
 _Identity = tuple[int, int, torch.dtype]
 """A weight's address (for fake tensors the storage's id), its version, and the dtype of the copy."""

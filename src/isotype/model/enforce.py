@@ -29,7 +29,6 @@ from isotype.model.walk import Place, own_float_parameters, places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 POLICY_ATTRIBUTE = "precision_policy"
-"""Attribute of a model that holds its policy."""
 
 _PARAMETRIZED = ".parametrizations."
 _ROUNDED = (torch.bfloat16, torch.float16)

@@ -26,7 +26,6 @@ class Parts:
         self._base = base
         names = {id(module): name for name, module in base.named_modules()}
         self.towers = {names[id(tower)]: part for part, tower in towers_of(base)}
-        """Name of a tower -> the tower's part."""
         decoder = base.get_decoder() if self.towers else base
         head = base.get_output_embeddings() if self.towers else None
         self._language = tuple(names[id(module)] for module in (decoder, head) if id(module) in names)

@@ -42,7 +42,6 @@ _ROLES = (
 
 
 DEFAULT_LOSS_SCALE = 65536.0
-"""The initial loss scale of a GradScaler."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ class Measurement:
 
 
 FLOAT16_LARGEST = 65504.0
-"""The largest number of float16."""
 FLOAT16_FLUSHED = 2.0**-25
 """float16's smallest number is 2^-24; values up to half of it are rounded to zero."""
 _FILL = 1e37

@@ -33,7 +33,6 @@ PACKAGES: tuple[str, ...] = (
     "numpy",
     "psutil",
 )
-"""The packages whose versions are checked."""
 
 Severity = Literal["error", "warning"]
 

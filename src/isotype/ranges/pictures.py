@@ -72,7 +72,6 @@ class Pictures:
 
 
 NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.bool))
-"""Rows without pictures."""
 
 
 def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:

@@ -282,7 +282,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries that attend to keys; a block begins at a long sequence, where the first key jumps."""
+    """Yield blocks of at most `rows` queries that attend to keys; if half full, a block ends where the first key jumps."""
     first, least = 0, rows // 2
     for row in range(1, len(live) + 1):
         ended = row == len(live)

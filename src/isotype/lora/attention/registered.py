@@ -46,14 +46,8 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.profile import DeviceProfile
 
-NAME = "isotype"
-"""Name of `attention_forward` in transformers' registries, and for `model.set_attn_implementation`."""
-
-REPEATED = "isotype_repeated"
-"""Name of `isotype.lora.attention.lengths.repeated_attention_forward` in transformers' registries."""
-
-LENGTHS = "isotype_lengths"
-"""Name of `lengths_attention_forward` in transformers' registries."""
+NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
+"""Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
 _SHORT = 32
 """Calls with at most this many queries take microseconds with any kernel."""

@@ -39,7 +39,7 @@ class PerToken:
         entropy: entropy of p.
         mean_logits: mean of the logits over the vocabulary.
         log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
-        is_top1: bool: whether the target is the `argmax` of the logits.
+        is_top1: bool: whether the target is the first token with the largest logit.
     """
 
     log_probs: torch.Tensor

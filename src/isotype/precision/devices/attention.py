@@ -23,7 +23,6 @@ Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Release = tuple[int, int]
 
 RELEASE: Release = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
-"""(major, minor) of the installed torch."""
 
 _AMPERE = (8, 0)
 _HOPPER = (9, 0)
