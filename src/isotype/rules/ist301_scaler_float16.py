@@ -1,6 +1,6 @@
 """
-**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them: if it divided them by the
-scale in float16, small gradients would become zero after all. A gradient has its parameter's dtype, so some
+**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them: a division by the scale in
+float16 would turn small gradients into zero. A gradient has its parameter's dtype, so some
 trainable parameter is float16: an adapter in the base model's dtype, a trained copy (`modules_to_save`), an
 adapter that `.half()` cast with its model, or an adapter from a float16 file.
 

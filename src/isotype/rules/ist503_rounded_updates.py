@@ -153,7 +153,7 @@ _FIXES = {
         ),
         advice(
             "unmerge",
-            "after a passing merge put a saved copy of the weights back: unmerging rounds once more",
+            "after a temporary merge, put a saved copy of the weights back: unmerging rounds once more",
         ),
     ),
 }

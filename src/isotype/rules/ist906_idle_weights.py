@@ -89,7 +89,7 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
             phase="backward",
             cause="this batch does not run the modules, or nothing uses their results",
             notes=(
-                "under DDP without find_unused_parameters a step with them does not end (IST705)",
+                "under DDP without find_unused_parameters, a step with such weights does not end (IST705)",
                 measured_on(reach),
             ),
             fixes=(advice(names[0], "freeze these weights (requires_grad_(False)) if no batch uses them"),),

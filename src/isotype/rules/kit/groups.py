@@ -256,7 +256,7 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the module that has an operand as its weight, registered or plain; "" if the operand is no weight."""
+    """Return the module whose parameter or plain tensor an operand is; "" for other operands."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 

@@ -68,7 +68,7 @@ class StepCode:
 
     @property
     def loss(self) -> Any:
-        """The loss function; if there is none, because the model computes the loss, `inputs` unchanged."""
+        """The loss function; `inputs` itself if the model computes the loss."""
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
     def reached(self) -> Untouched:

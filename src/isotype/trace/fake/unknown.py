@@ -34,11 +34,12 @@ _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NO
 
 @dataclass(frozen=True)
 class Order:
-    """The way from a number to the condition that it decides.
+    """The path in the syntax tree from a number to the condition that it decides.
 
     Attributes:
-        negated: True if an odd number of `not` is on the way.
-        rises: True if a large number makes the comparison on the way true, False if a small one does, None without one.
+        negated: True if an odd number of `not` is on the path.
+        rises: True if a large number makes the comparison on the path true, False if a small number does; None without a
+            comparison.
         limit: the constant that the number is compared with; None if there is none.
     """
 
@@ -54,7 +55,7 @@ class Use:
     Attributes:
         passes: the truth value of the number, or of its comparison, with which the code continues.
         loop: the line of the `while` loop that another truth value ends; None if no loop depends on the number.
-        order: the way to the condition.
+        order: the path to the condition.
     """
 
     passes: bool
@@ -130,7 +131,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number that the instruction at byte `at` reads; the way so far if the function returns it."""
+    """Return the use of the number that the instruction at byte `at` reads; the path so far if the function returns it."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:
@@ -141,8 +142,8 @@ def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
             return order
         case ast.Assign(targets=[(ast.Name() | ast.Attribute()) as target]) | ast.AnnAssign(target=target):
             readers = _readers(place, ast.unparse(target), parents)
-            ways = (_upwards(reader, order, parents) for reader in readers)
-            return next((use for way, test in ways if (use := _of_test(test, way, parents))), None)
+            paths = (_upwards(reader, order, parents) for reader in readers)
+            return next((use for path, test in paths if (use := _of_test(test, path, parents))), None)
     use = _of_test(place, order, parents)
     equals = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)
     if use is None and (equals or _NOT_FINITE.search(ast.unparse(node))):
@@ -151,7 +152,7 @@ def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
 
 
 def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> Use | None:
-    """Return the use of a number in the condition of `place`; None if the code runs on either way."""
+    """Return the use of a number in the condition of `place`; None if the step works with either truth value."""
     match place:
         case ast.While():
             return Use(not order.negated, place.lineno, order)
@@ -170,7 +171,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the way from an expression to the statement, or to the `… if … else …`, that it decides; and that place."""
+    """Return the path from an expression to the statement or `… if … else …` that it decides, and that place."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
