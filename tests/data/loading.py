@@ -11,6 +11,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from isotype.core.errors import DataError
 from isotype.data.load import load_training_data
+from isotype.data.reading import Reading
 
 Row = dict[str, Any]
 
@@ -30,14 +31,9 @@ def load(
 ) -> Any:
     """The splits of a data set, or of a mixture; `said` takes the lines about it."""
     arguments = ScriptArguments(dataset_name=name, **script)
-    options: Any = {
-        "text_field": text_field,
-        "chat": chat,
-        "prompts": prompts,
-        "lines": lines,
-        "say": ([] if said is None else said).append,
-    }
-    return load_training_data(arguments, config, method, need_test=evaluate, **options)
+    reading = Reading(method, chat=chat, prompts=prompts, lines=lines)
+    say = ([] if said is None else said).append
+    return load_training_data(arguments, config, reading, need_test=evaluate, text_field=text_field, say=say)
 
 
 def refusal(

@@ -12,6 +12,7 @@ import yaml
 
 from isotype.data.load import load_training_data
 from isotype.data.methods import METHODS
+from isotype.data.reading import Reading, parse_columns
 from tests.data.loading import load, mixture, write
 
 Image = pytest.importorskip("PIL.Image")
@@ -37,7 +38,9 @@ def taken(name: str, method: str, columns: str | None) -> list[dict[str, Any]]:
         dataset_test_split="test",
         dataset_streaming=False,
     )
-    data = load_training_data(script, None, method, need_test=False, columns=columns, say=lambda line: None)
+    data = load_training_data(
+        script, None, Reading(method, parse_columns(columns)), need_test=False, say=lambda line: None
+    )
     return list(data["train"])
 
 

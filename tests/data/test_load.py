@@ -467,8 +467,8 @@ def test_a_text_is_one_example_and_its_lines_on_request() -> None:
     assert load("book.txt", said=said)["train"].to_list() == [{"text": "one\n\n two\n"}]
     assert load("book.txt", lines=True, said=said)["train"].to_list() == [{"text": "one"}, {"text": " two"}]
     assert said == [
-        "book.txt: each file is one example, cut to max_length like any other; --packing True with --packing_strategy "
-        "bfd_split trains on all of it, --text_lines True on each line by itself",
+        "book.txt: each file is one example, which is cut to max_length; to train on whole files, give --packing True "
+        "--packing_strategy bfd_split, and to train on single lines, --text_lines True",
         "book.txt: each line is an example, with an end token of its own",
     ]
 

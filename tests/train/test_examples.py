@@ -57,6 +57,7 @@ def test_alpaca_in_one_flag(model, tmp_path):
 
 def test_columns_of_every_kind_of_file(tmp_path):
     from isotype.data.load import load_training_data
+    from isotype.data.reading import Reading, parse_columns
 
     (tmp_path / "a.csv").write_text("question,answer\n1 and 2,3\nw1,true\n")
     script = SimpleNamespace(
@@ -65,9 +66,8 @@ def test_columns_of_every_kind_of_file(tmp_path):
     )  # fmt: skip
 
     def loaded() -> list[dict[str, Any]]:
-        found = load_training_data(
-            script, None, "sft", need_test=False, columns="prompt=question,completion=answer"
-        )
+        reading = Reading("sft", parse_columns("prompt=question,completion=answer"))
+        found = load_training_data(script, None, reading, need_test=False)
         return list(found["train"])
 
     assert loaded() == [

@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the form that a trainer takes.
 
-Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. For parquet
-files, directories of `save_to_disk` and hub data sets, only the columns and the first 1000 rows are checked.
+Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. Of parquet files,
+directories of `save_to_disk` and hub data sets, only the columns and the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 SAMPLED_ROWS = 1000
 _READ_BYTES = 1 << 27
 """Bytes that are read for a fingerprint; of a larger data set only every n-th row is read."""
-_BATCH = 1000
-
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _CACHE_VERSION = "isotype-2"
 
@@ -69,8 +67,9 @@ class Prepared:
 
     Attributes:
         dataset: the data set of the split; None if the split is built from text files.
-        files, digest, shapes, reading: the text files, their digests, the types of the columns and the conversion of
-            the rows.
+        files, digest: the text files and their digests.
+        shapes: types of the columns in text files.
+        reading: conversion of the rows of text files.
         first: first row in the form that the trainer takes.
         notes: lines for the user.
     """
@@ -85,7 +84,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     def build(self) -> Dataset:
-        """Return the split, memory-mapped from the cache of `datasets`; its cache key is the files' content."""
+        """Return the split, memory-mapped from the cache of `datasets`; the cache key has the files' digests."""
         from datasets import Dataset
 
         if self.dataset is not None:
@@ -116,7 +115,7 @@ class Prepared:
 
 
 def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Check one split of a local data set and return it; with `columns`, only these columns are read."""
+    """Check one split of a local data set; `columns` are the columns to read (default: all)."""
     files = local.splits[split]
     suffixes = {path.suffix.lower() for path in files}
     kinds = suffixes - {*_JSON_SUFFIXES} | ({".jsonl"} if suffixes & {*_JSON_SUFFIXES} else set())
@@ -138,7 +137,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
     names: Counter[str] = Counter()
     pictures: dict[str, tuple[str, int]] = {}
     records = _records(files, job, columns, names)
-    if job.reading.sees:
+    if job.reading.takes_pictures:
         records = _with_pictures(records, pictures)
     result = survey(records, job.method, job.text_field, cells=cells)
     if pictures and result.findings:
@@ -191,11 +190,11 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Describe how .txt files were read, or which pictures have no caption; None if there is nothing to say."""
+    """Return a line about how .txt files were read, or about pictures without a caption; None if there are neither."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
-    if reading.sees and captioned(files[0]):
+    if reading.takes_pictures and captioned(files[0]):
         beside = (at for folder in {path.parent for path in files} for at in folder.iterdir())
         pictures = sorted(at for at in beside if at.suffix.lower() in SUFFIXES)
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
@@ -203,8 +202,8 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
     if reading.lines:
         return f"{listed(texts)}: each line is an example, with an end token of its own"
     return (
-        f"{listed(texts)}: each file is one example, cut to max_length like any other; --packing True with --packing_strategy "
-        "bfd_split trains on all of it, --text_lines True on each line by itself"
+        f"{listed(texts)}: each file is one example, which is cut to max_length; to train on whole files, give --packing True "
+        "--packing_strategy bfd_split, and to train on single lines, --text_lines True"
     )
 
 
@@ -302,7 +301,7 @@ Parts = Sequence[tuple[str, int | None]]
 
 
 def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Return a `Dataset` or `IterableDataset` in the form that the trainer takes, after checks of each part's first rows."""
+    """Check the first rows of each part of a `datasets` data set, and return it in the form that the trainer takes."""
     if columns is not None:
         dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
     # A streamed data set may have no column names before its first row is read.
@@ -311,8 +310,8 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     known = {*COLUMNS, *job.reading.reads, job.text_field}
     judged = [name for name in stored if name in known]
     if not judged:
-        wrong = columns_problem(stored, job.method, job.text_field) if stored else _empty(everything)
-        return Prepared([_at(everything, wrong) if stored and wrong else wrong or _empty(everything)])
+        wrong = columns_problem(stored, job.method, job.text_field) if stored else None
+        return Prepared([_at(everything, wrong) if wrong else _empty(everything)])
     names: Counter[str] = Counter()
     plain = undecoded(dataset.select_columns(judged))
     first = next(iter(plain), None)
@@ -325,8 +324,10 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         if wrong:
             return Prepared([_at(everything, wrong)])
     reading = job.reading
-    sample, changed = _sample(plain, parts, reading, Counter() if reading.sees else names)
-    if reading.sees:  # a single picture stays as it is stored, unless the rows are written again anyway
+    sample, changed = _sample(plain, parts, reading, Counter() if reading.takes_pictures else names)
+    if (
+        reading.takes_pictures
+    ):  # a single picture stays as it is stored, unless the rows are written again anyway
         spelled = _spelled(dataset)
         reading = dataclasses.replace(reading, listed=reading.listed or changed or spelled)
         sample, changed = _sample(plain, parts, reading, names)
@@ -336,7 +337,11 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     problems = result.problems("row")
     if changed and not problems:
         dataset = _converted(undecoded(dataset), first, reading, parts, "images" in result.shapes)
-    pictured = reading.sees and hasattr(dataset, "__len__") and {*PICTURE_COLUMNS} & {*dataset.column_names}
+    pictured = (
+        reading.takes_pictures
+        and hasattr(dataset, "__len__")
+        and {*PICTURE_COLUMNS} & {*dataset.column_names}
+    )
     if pictured and not problems:
         problems = [_in_part(parts, at, problem) for at, problem in broken_rows(dataset)]
     notes = (
@@ -348,7 +353,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
 
 
 def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:
-    """Count the unused columns in all rows, and the unused keys of messages in the checked rows."""
+    """Return the counts of unused columns in all rows, and of unused keys of messages in the checked rows."""
     method = METHODS[job.method]
     unread = () if method.loss == "policy" else (name for name in rest if name not in method.optional)
     columns = {name for where, name in result.keys if where == "row"}.union(unread)
@@ -360,7 +365,7 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
 ) -> tuple[list[tuple[str, int, object]], bool]:
-    """Return (source, row number, converted row) for each part's first rows, and whether conversion changes any row."""
+    """Return (source, row number, converted row) for each part's first rows, and True if the conversion changes a row."""
     sample: list[tuple[str, int, object]] = []
     changed = False
     start = 0
@@ -377,7 +382,7 @@ def _sample(
 
 
 def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, pictured: bool) -> Any:
-    """Return the data set with all rows converted; chats are stored as JSON, since their messages may differ in keys."""
+    """Return the data set with converted rows. Messages may differ in keys, so chats are stored as JSON."""
     import datasets
 
     converted = reading.apply(first)
@@ -449,7 +454,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def literal(files: Iterable[Path]) -> list[str]:
-    """Return absolute paths with escaped wildcards, since `load_dataset` interprets paths as patterns."""
+    """Return absolute paths with escaped wildcards; `load_dataset` takes paths for patterns."""
     return [glob.escape(str(path.absolute())) for path in files]
 
 
@@ -462,7 +467,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
     step = max(1, -(-rows.data.nbytes // _READ_BYTES))
     chosen = rows if step == 1 else rows.select(range(0, count, step))
     # In Arrow's format a picture is not decoded.
-    for table in chosen.with_format("arrow").iter(batch_size=_BATCH):
+    for table in chosen.with_format("arrow").iter(batch_size=1000):
         rows_of_table = table.to_pylist()
         if {*PICTURE_COLUMNS} & {*table.column_names}:
             rows_of_table = [_movable(row) for row in rows_of_table]
@@ -471,7 +476,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """Return the row with names and sizes of pictures in place of their paths, which differ between machines."""
+    """Return the row with pictures' names and sizes in place of their paths, which differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

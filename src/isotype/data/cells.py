@@ -59,7 +59,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None; `judge` checks one message, by default its role and content."""
+    """Return the fault of a list of messages, or None; `judge` returns that of one message (default: role and content)."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -90,7 +90,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns None if a value has one of these types, else its fault; a bool is no number."""
+    """Return a function that returns the fault of a value whose type is not one of `kinds`; a bool is no number."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -107,7 +107,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """The values that a column may have (`expected`), a function that returns the fault of a value or None, and a fix."""
+    """The `expected` values of a column, a function that returns the `fault` of a value or None, and a fix."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -146,7 +146,6 @@ COLUMNS: Mapping[str, Column] = {
     "chat_template_kwargs": Column("an object", _no(dict), "write {} where a row sets nothing"),
     **dict.fromkeys(("input_ids", "chosen_ids", "rejected_ids"), _IDS),
 }
-
 
 TEXT_COLUMNS = frozenset(COLUMNS) - {"label", *_NUMBERS}
 """Columns whose cells in a CSV file are always text. Cells of other columns may be numbers or true/false."""
@@ -216,14 +215,14 @@ def left_out(message: Mapping[str, Any]) -> bool:
     return any(message.get(key) in values for key, values in marks)
 
 
-def message_problems(row: Row, chats: Sequence[str], method: str, sees: bool) -> Iterator[Problem]:
-    """Yield problems with the loss marks and the parts of a row's messages; with `sees`, the trainer takes pictures."""
+def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
+    """Yield problems with the loss marks and the parts of a row's messages, for a method that may take pictures."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
             parts = message.get("content")
             if isinstance(parts, list):
-                problems = [_part_problem(name, part, sees) for part in parts]
+                problems = [_part_problem(name, part, takes_pictures) for part in parts]
                 yield from dict.fromkeys(problem for problem in problems if problem)
 
 
@@ -243,7 +242,7 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             yield Problem(what, expected, "remove the key")
 
 
-def _part_problem(column: str, part: Mapping[str, Any], sees: bool) -> Problem | None:
+def _part_problem(column: str, part: Mapping[str, Any], takes_pictures: bool) -> Problem | None:
     kind, holds = part["type"], f"column '{column}' holds"
     if kind in ("text", "thinking"):
         text = part.get(kind) if kind == "text" or "thinking" in part else part.get("text")
@@ -251,15 +250,15 @@ def _part_problem(column: str, part: Mapping[str, Any], sees: bool) -> Problem |
             return None
         what = f"{holds} a part whose '{kind}' is {describe(text)}"
         return Problem(what, "text", "write the content as text, or remove the part")
-    if kind == "image" and sees:
+    if kind == "image" and takes_pictures:
         return None
     fix = "write the part as text, or remove it: nothing of it would be trained"
-    expected = "parts of the types 'text' and 'image'" if sees else "parts of the type 'text'"
+    expected = "parts of the types 'text' and 'image'" if takes_pictures else "parts of the type 'text'"
     return Problem(f"{holds} a part of the type '{kind}'", expected, fix)
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
-    """Count the keys of messages and of their parts that neither isotype nor TRL reads."""
+    """Add the keys of messages and of their parts that neither isotype nor TRL reads to the counts in `keys`."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
@@ -269,10 +268,9 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 
 
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
-    """Describe the unused keys of a data set with their counts, or return None if all keys are used.
+    """Return a line about the unused keys of a data set, or None if all keys are used.
 
-    `keys` maps ("row", "message" or "part", name of the key) to a count in the first `sample` rows, or in all rows if
-    `sample` is None.
+    `keys` has the counts of ("row", "message" or "part", name of the key) in the first `sample` rows (None: all rows).
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):

@@ -1,6 +1,6 @@
 """Columns that each trainer accepts, and checks of rows (dicts) against them.
 
-The tables follow `_prepare_dataset` of TRL's trainers; TRL fails in the middle of tokenization and names no line.
+The tables follow `_prepare_dataset` of TRL's trainers. TRL itself fails during tokenization and names no line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
 
 
 def _near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column that most likely means `wanted` (a synonym, another case, a typing error), or None."""
+    """Return the column whose name is a synonym of `wanted`, or differs from it by case or by a typing error, or None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:
@@ -124,7 +124,6 @@ class Survey:
     Attributes:
         findings: (source, problem) -> line numbers; the list is empty if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
-        count: number of rows.
         first: first row that is an object, valid or not; None if there is no such row.
         keys: ("row", "message" or "part", name of an unused key) -> count.
     """
@@ -158,7 +157,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checks for all rows, derived from the first row; `columns` is this row, and `place` is where it is."""
+    """Checks of all rows, derived from the first row. `columns` is this row, and `place` its line in words."""
 
     columns: Row
     place: str
@@ -182,8 +181,7 @@ class _Plan:
             return
         for name in self.chats:
             yield from chat_problems(name, row[name])
-        sees = "images" in METHODS[self.method].optional
-        yield from message_problems(row, self.chats, self.method, sees)
+        yield from message_problems(row, self.chats, self.method, METHODS[self.method].takes_pictures)
         if not self.turns:
             return
         mixed = mixed_turns(row, self.turns)
@@ -226,13 +224,12 @@ def survey(
 
     Args:
         records: (source, line, row) in order; a `Problem` in place of a row becomes a finding.
-        text_field: name of SFT's plain text column.
         word: "line" if the numbers are lines of a file, "row" if they are rows of a table.
         cells: True if the rows come from CSV, where a column with several kinds of values is text.
     """
     result = Survey()
     plan: _Plan | None = None
-    pictures = PICTURE_COLUMNS if "images" in METHODS[method].optional else ()
+    pictures = PICTURE_COLUMNS if METHODS[method].takes_pictures else ()
     optional = {*pictures} - {"image"}  # rows may lack the column `images`
     for source, line, row in records:
         result.count += 1
@@ -291,7 +288,7 @@ _UNFIT = {
 
 
 def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
-    """Merge the types of a row's cells into the types of the columns; a column without a common type is a problem."""
+    """Merge the types of a row's cells into those of the columns, and note a problem if a column has no common type."""
     for name, value in row.items():
         before = result.shapes.setdefault(name, NULL)
         shape = STRING if type(value) is str else shape_of(value)

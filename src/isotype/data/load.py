@@ -1,8 +1,7 @@
 """Find the data set of a training command, check it before a model is loaded, then build it.
 
-`--dataset_name` takes a hub id as in `trl`, a local file, a local directory, or `embedded:NAME` for a data set of the
-package. If a path of the given name exists, the hub is not used; a name that looks like a path is never looked up on
-the hub. No code of a data set is executed.
+`--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. The hub is
+not used for a name that exists as a path or can only be a path. No code of a data set is executed.
 
 In a directory, the split of a file is the word train, validation or test (or a synonym) in its name or its folder's
 name. If some files have such names, each other file becomes a split, named after the file.
@@ -19,7 +18,7 @@ from isotype.core.errors import DataError, Problem, first_line
 from isotype.data.build import Job, Prepared, opened, prepare
 from isotype.data.locate import EMBEDDED, LocalData, data_error, find_local, splits_problems
 from isotype.data.mixture import load_mixture
-from isotype.data.reading import Reading, parse_columns
+from isotype.data.reading import Reading
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -30,33 +29,24 @@ logger = logging.getLogger(__name__)
 def load_training_data(
     script_args: Any,
     dataset_args: Any,
-    method: str,
+    reading: Reading,
     *,
     need_test: bool,
     text_field: str = "text",
-    columns: str | None = None,
-    chat: bool = False,
-    prompts: bool = False,
-    lines: bool = False,
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
     """Return the split for training and, with `need_test`, the split for evaluation, which the arguments name.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
-        dataset_args: `trl.DatasetMixtureConfig`, or None; if it has `datasets`, `dataset_name` is not used, as in TRL.
+        dataset_args: `trl.DatasetMixtureConfig` or None. If its `datasets` are set, `dataset_name` is not used, as in TRL.
         text_field: name of SFT's plain text column (`SFTConfig.dataset_text_field`).
-        columns: `"alpaca"`, or the trainer's names for the data set's columns (`prompt=question,completion=answer`).
-        chat: True to turn prompts and answers of plain text into messages of user and assistant.
-        prompts: True if prompt tokens are targets, too.
-        lines: True if each line of a .txt file is an example; else the whole file is one.
         say: function that prints a line about the data for the user.
 
     Raises:
         DataError: the data set cannot be trained on. The error describes up to ten problems and counts the others.
     """
     wanted = [script_args.dataset_train_split] + [script_args.dataset_test_split] * need_test
-    reading = Reading(method, parse_columns(columns), chat, prompts=prompts, lines=lines)
     job = Job(reading, text_field, tuple(dict.fromkeys(wanted)), say)
     if dataset_args is not None and dataset_args.datasets:
         if script_args.dataset_name:
@@ -84,8 +74,6 @@ def _load_local(local: LocalData, streaming: bool, job: Job) -> DatasetDict | It
     from datasets import DatasetDict, IterableDatasetDict
 
     prepared = _checked(local.name, local.splits, job, lambda split: prepare(local, split, job))
-    for line in dict.fromkeys(line for item in prepared.values() for line in item.notes):
-        job.say(line)
     if streaming:
         return IterableDatasetDict({split: item.stream() for split, item in prepared.items()})
     return DatasetDict({split: item.build() for split, item in prepared.items()})
@@ -109,20 +97,20 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
         fix = "check the spelling, --dataset_config and your access to it, or name a local file"
         raise data_error(name, [Problem(failure, "a hub data set of plain data files", fix)]) from error
     prepared = _checked(
-        name, loaded, job, lambda split: opened(loaded[split], [(f"split '{split}'", None)], job)
+        name, loaded, job, lambda split: opened(loaded[split], [(f"split '{split}'", None)], job), f"{name}, "
     )
-    for line in (line for item in prepared.values() for line in item.notes):
-        job.say(f"{name}, {line}")
     return type(loaded)({split: item.dataset for split, item in prepared.items()})
 
 
 def _checked(
-    name: str, splits: Iterable[str], job: Job, check: Callable[[str], Prepared]
+    name: str, splits: Iterable[str], job: Job, check: Callable[[str], Prepared], prefix: str = ""
 ) -> dict[str, Prepared]:
-    """Return the wanted splits after their check; raise DataError if splits are missing or have problems."""
+    """Return the wanted splits after their check, and print their notes; raise DataError for missing or wrong splits."""
     problems = splits_problems(name, splits, job.wanted)
     prepared = {} if problems else {split: check(split) for split in job.wanted}
     problems += [problem for item in prepared.values() for problem in item.problems]
     if problems:
         raise data_error(name, problems)
+    for line in dict.fromkeys(line for item in prepared.values() for line in item.notes):
+        job.say(prefix + line)
     return prepared

@@ -78,7 +78,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def find_local(name: str, test_split: str = "test") -> LocalData | None:
-    """Return the local or embedded data set of this name, or None for a hub id; raise DataError for an unusable path."""
+    """Return the local or embedded data set of this name, or None for a hub id; raise DataError if it is unusable."""
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()
@@ -189,7 +189,7 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the data files among `paths`; raise DataError for a pipe or dead link named like one."""
+    """Return the data files among `paths`; raise DataError for a pipe or dead link with the name of a data file."""
     named = sorted(
         path
         for path in paths

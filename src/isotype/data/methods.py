@@ -53,15 +53,13 @@ class Method:
         name: name of isotype's command and of TRL's script module.
         title: description in `isotype --help`.
         trainer: name of the trainer class in `trl`.
-        loss: kind of loss.
         formats: accepted sets of columns, in TRL's order of preference.
         optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass them to the reward
             functions, and the other trainers ignore them.
         task_type: PEFT's task type, which decides the parts that are trained beside the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        model_kwargs: arguments of the model class.
         reference: when the loss needs a reference model; `compares` evaluates this for given arguments.
-        dropped: beginning of a clause about the rows that the trainer drops by `max_length`; "" if it drops none.
+        dropped: text before the length in a message about rows that the trainer drops; "" if it drops none.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 
@@ -80,8 +78,12 @@ class Method:
 
     @property
     def answers(self) -> bool:
-        """True if the trained model generates answers; a reward model only scores them."""
+        """True if the trained model generates answers; a reward model only scores answers."""
         return self.task_type == "CAUSAL_LM"
+
+    @property
+    def takes_pictures(self) -> bool:
+        return "images" in self.optional
 
     def compares(self, training: Any) -> bool:
         """Return True if a training with these arguments (TRL's config) has a reference model."""

@@ -1,4 +1,4 @@
-"""Mixtures: data sets with different columns, listed under `datasets:` in a configuration file, become one."""
+"""Mixtures: the data sets under `datasets:` in a configuration file, whose columns may differ, become one data set."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Part:
 
 
 def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
-    """Return the splits of a `trl.DatasetMixtureConfig`: train and, with `test_split_size`, test."""
+    """Return the split `train` of a `trl.DatasetMixtureConfig`, and `test` if it has a `test_split_size`."""
     import datasets
 
     if args.streaming and args.test_split_size is not None:
@@ -69,8 +69,7 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     for line in dict.fromkeys(note for part in parts for _, item in part.splits for note in item.notes):
         job.say(line)
     try:
-        built = _shares(args, _aligned(parts, job, args.streaming))
-        whole = datasets.concatenate_datasets(built)
+        whole = datasets.concatenate_datasets(_shares(args, _aligned(parts, job, args.streaming)))
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in args.datasets)
         fix = "check each entry's path, split, columns and fraction; an unreachable hub needs local files"
@@ -141,7 +140,7 @@ def _from_hub(
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Return parts of one form; if forms differ, read parts again: texts as messages, or prompts as conversations."""
+    """Return the parts in one form. Texts become messages, or prompts and completions become conversations, if needed."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
@@ -166,8 +165,8 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
         f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if text else ''}"
         for part, names, text in zip(parts, required, plain, strict=True)
     )
-    expected = "data sets of one form; for sft, conversations with prompts and completions, too"
-    fix = "train on the data sets one after the other, or give an entry `columns` of its own: {prompt: question, completion: answer}"
+    expected = "data sets of one form (for sft, also conversations beside prompts and completions)"
+    fix = "train on the data sets one after the other, or rename an entry's columns with `columns`: {prompt: question, completion: answer}"
     raise data_error("datasets", [Problem(held, expected, fix)])
 
 

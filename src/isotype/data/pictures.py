@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ Stored = str | bytes | Mapping[str, Any]
 
 
 def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
-    """Return a picture of a row as a path, bytes or {bytes, path}, or return the problem with it.
+    """Return a picture of a row as a path, bytes or {bytes, path}; or the problem with it.
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
@@ -87,8 +88,8 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of a picture that cannot be read, or None; with `whole` all pixels are read, else the header."""
-    size = _read(picture, (lambda opened: opened.load()) if whole else (lambda opened: opened.verify()))
+    """Return the problem of a picture that cannot be read, or None; only `whole` pictures are read beyond the header."""
+    size = _read(picture, methodcaller("load" if whole else "verify"))
     return size if isinstance(size, Problem) else None
 
 
@@ -116,15 +117,14 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
     except FileNotFoundError:
         return Problem(f"there is no picture{shown}", _READABLE, _FIX)
     except UnidentifiedImageError:
-        what = f"the picture{shown} cannot be read: no format that pillow reads"
-        return Problem(what, _READABLE, _FIX)
+        return Problem(f"the picture{shown} cannot be read: no format that pillow reads", _READABLE, _FIX)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return Problem(f"the picture{shown} cannot be read: {first_line(error)}", _READABLE, _FIX)
     return (height, width) if turned else (width, height)
 
 
 def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    """Yield (path, problem) of each picture whose header cannot be read; threads read them, and a bar shows progress."""
+    """Yield (path, problem) of each picture whose header cannot be read."""
     bar = Bar("reading the headers of pictures")
     bar.total = len(paths)
     pool = ThreadPoolExecutor(_THREADS)
@@ -170,10 +170,10 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
     bar.close()
 
 
-def data_url(picture: Any, side: int = 256) -> str:
-    """Return a decoded picture as a data URL, scaled down to at most `side` pixels in width and height."""
+def data_url(picture: Any) -> str:
+    """Return a decoded picture as a data URL, scaled down to at most 256 pixels in width and height."""
     small = picture.copy()
-    small.thumbnail((side, side))
+    small.thumbnail((256, 256))
     stream = io.BytesIO()
     plain = small.size == picture.size and small.width * small.height <= 64 * 64
     small.convert("RGB").save(stream, "png" if plain else "jpeg", quality=80)

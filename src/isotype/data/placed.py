@@ -1,8 +1,11 @@
 """Move the pictures of a row into one column `images`, each with a place `{"type": "image"}` in a message.
 
-The forms of data sets differ. TRL's rows have a column of pictures, and places in messages; without places, TRL puts
-the pictures before the first question. OpenAI and axolotl put the picture into the message. LLaVA, LLaMA-Factory and
-ms-swift write `<image>` into the text. In a folder of pictures, the texts are captions.
+The input has one of these forms:
+
+- TRL: a column of pictures, and places in messages; without places, the pictures come before the first question.
+- OpenAI and axolotl: the pictures are in the messages.
+- LLaVA, LLaMA-Factory and ms-swift: a column of pictures, and `<image>` in texts.
+- A folder of pictures: the texts are captions.
 """
 
 from __future__ import annotations
@@ -45,7 +48,6 @@ def with_places(
     picture tokens of a certain model.
 
     Args:
-        row: row with the trainer's column names and roles.
         folder: folder to which paths of pictures are relative; None for a stored data set.
         listed: True to move a single picture of a column `image` into `images`.
         pictured: True to give a row without pictures the form of rows with pictures.
@@ -152,7 +154,7 @@ def in_parts(turn: Any) -> Any:
 
 
 def _before(chats: Row, count: int) -> None:
-    """Insert `count` places for pictures before the first question, as TRL does for plain text."""
+    """Insert `count` places for pictures before the first question, as TRL does for questions that are plain text."""
     questions = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not questions or any(isinstance(turn["content"], str) for turn in questions):
         return
@@ -160,7 +162,7 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Return a row with pictures as conversations, or the problem with it; `pictured` is True if pictures are in columns.
+    """Return a row with pictures as conversations, or the problem with it; `pictured`: the pictures are in columns.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
     becomes the prompt.

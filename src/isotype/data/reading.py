@@ -71,7 +71,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Parse `alpaca` or `prompt=question,completion=answer`; return None for None, raise DataError for other texts."""
+    """Return the map of `alpaca` or `prompt=question,completion=answer`, or None for None; raise DataError for others."""
     if text is None:
         return None
     if text in PRESETS:
@@ -89,13 +89,12 @@ class Reading:
     """The conversion of all rows of a data set for a training method.
 
     Attributes:
-        method: the training method.
         columns: the trainer's names for columns of the data set, or None.
         chat: True if prompts and answers that are text become messages of user and assistant.
         joined: True if prompt and completion become one conversation, `messages`; only columns of conversations stay.
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; else the whole file is one.
-        listed: True if a single picture of a stored data set becomes a list, as a picture in files does.
+        listed: True if a single picture of a stored data set becomes a list, as in text files.
         pictured: True if rows without pictures take the form of rows with pictures.
     """
 
@@ -109,15 +108,13 @@ class Reading:
     pictured: bool = False
 
     @property
-    def sees(self) -> bool:
-        """True if the trainer takes pictures."""
-        return "images" in METHODS[self.method].optional
+    def takes_pictures(self) -> bool:
+        return METHODS[self.method].takes_pictures
 
     @property
     def reads(self) -> frozenset[str]:
-        """Columns that the conversion reads or changes."""
         sources = self.columns.sources if self.columns is not None else frozenset()
-        pictures = {*PICTURE_COLUMNS, *CAPTIONS} if self.sees else set()
+        pictures = {*PICTURE_COLUMNS, *CAPTIONS} if self.takes_pictures else set()
         return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
     def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
@@ -140,7 +137,7 @@ class Reading:
         if unpaired and "completion" not in standard and isinstance(chat, list) and len(chat) > 1:
             del standard["messages"]  # in LLaMA-Factory's rows the label belongs to the last message
             standard = {**standard, "prompt": chat[:-1], "completion": chat[-1:]}
-        if self.sees:
+        if self.takes_pictures:
             listed = self.listed or folder is not None
             standard = with_places(standard, folder, listed=listed, pictured=self.pictured)
             if isinstance(standard, Problem):

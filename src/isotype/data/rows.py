@@ -1,9 +1,7 @@
 """Readers of the rows in text files (JSON, JSON lines, CSV, TSV, plain text), with line numbers.
 
 A reader yields (line, row), or (line, `Problem`) for an unreadable row. The same readers check a file and build the
-data set, so the checked rows are the trained rows.
-
-A plain text file is one example, or one per line on request. Blank lines and a byte order mark are skipped.
+data set, so the checked rows are the trained rows. Blank lines and a byte order mark are skipped.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def _other_kind(raw: bytes) -> Problem | None:
         return _not_utf8(0, raw[0], "UTF-16")
     for mark, kind, fix in _KINDS:
         if raw.startswith(mark):
-            return Problem(f"the file is {kind}, whatever its name says", "a text file in UTF-8", fix)
+            return Problem(f"the file is {kind}, despite its name", "a text file in UTF-8", fix)
     return None
 
 
@@ -124,11 +122,11 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
     if not isinstance(error, json.JSONDecodeError):
         return Problem(f"not JSON: {error}", expected, fix)
     position = f"not JSON at column {error.colno}: {_excerpt(text, error.pos)}"
-    return Problem(position, f"{expected} (the parser says: {error.msg})", fix)
+    return Problem(position, f"{expected} (parser: {error.msg})", fix)
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """Return the problem of a lone surrogate (backslash-u D800 to DFFF), half a character that UTF-8 cannot hold, or None."""
+    """Return the problem of a lone surrogate, which is half a character that UTF-8 cannot encode, or None."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:
@@ -245,14 +243,14 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
 
 
 def read_document(path: Path) -> Iterator[Record]:
-    """Yield the whole file as one text in a column `text`; yield nothing if the file is blank."""
+    """Yield the file as one text in a column `text`, unless it is blank."""
     text = path.read_text(encoding="utf-8-sig")
     if text.strip():
         yield 1, {"text": text}
 
 
 def read_text(path: Path) -> Iterator[Record]:
-    """Yield each line as a text in a column `text`, the name that `datasets` uses."""
+    """Yield each line as a text in a column `text`."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             text = line.rstrip("\n")
@@ -283,7 +281,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """Return the value of a CSV cell in a column that may hold other values than text: None, bool, number or text."""
+    """Return a CSV cell as None, a bool, a number or text; for columns that may have other values than text."""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -306,11 +304,11 @@ def read_rows(
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()
-        if reading.sees:
+        if reading.takes_pictures:
             textual |= _PICTURE_CELLS
         lines = reading.lines and path.suffix.lower() == ".txt"
         rows = read_text(path) if lines else read_rows(path, textual | sources)
-        if reading.sees:
+        if reading.takes_pictures:
             rows = _with_pictures(path, rows)
         at = path.parent
         return ((line, reading.apply(row, names, at) if isinstance(row, dict) else row) for line, row in rows)
@@ -327,7 +325,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield the rows of a caption file with the picture beside the file, or the rows of a metadata file with their pictures."""
+    """Yield rows with their pictures: a caption with the picture beside its file, or a metadata file's rows."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -353,7 +351,7 @@ def captioned(path: Path) -> Path | None:
 def generate(
     paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], reading: Reading
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of checked files for `Dataset.from_generator`, which can divide a list such as `paths` into shards."""
+    """Yield the rows of checked files for `Dataset.from_generator`, which may divide the list `paths` into shards."""
     for path in paths:
         for _, row in read_rows(Path(path), frozenset(textual), reading):
             yield {name: row.get(name, []) if name == "images" else row[name] for name in columns}

@@ -1,8 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema before the first row is stored.
 
-`datasets` infers a schema from the first part of a file. So `datasets` turns ISO dates into timestamps, digits in CSV
-into integers and "NA" into null, and gives objects the keys of other rows. A schema that is merged over all rows keeps
-the file's values.
+`datasets` would infer a schema from the first part of a file: it turns ISO dates into timestamps, digits in CSV into
+integers and "NA" into null, and gives objects the keys of other rows. The merged schema keeps the file's values.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ Shape = str | tuple[str, Any]
 NULL: Shape = "null"
 PICTURE: Shape = "picture"
 STRING: Shape = "string"
-JSON: Shape = (
-    "json"  # objects whose keys or types differ between rows; stored as JSON text and returned as objects
-)
+JSON: Shape = "json"  # objects whose keys or types differ between rows; stored as JSON text
 MIXED: Shape = "mixed"  # values without a common type
 HUGE: Shape = "huge"  # an integer beyond 64 bits
 DEEP: Shape = "deep"  # nested deeper than `DEEPEST`: Arrow and JSON libraries cannot read it

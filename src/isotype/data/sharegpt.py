@@ -1,7 +1,7 @@
 """Convert conversations in ShareGPT's form ({from, value} messages) to messages with the roles of chat templates.
 
 The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
-the keys, so that templates would write `<|im_start|>gpt`, which no model was trained on.
+the keys: templates would write `<|im_start|>gpt`, with which no model was trained.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 def standard_chats(
     row: Row, names: Counter[str] | None = None, *, conversations: bool = True
 ) -> Row | Problem:
-    """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats.
+    """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats; or a problem.
 
-    A problem of the row is returned in place of the row. A single message in place of an answer becomes a list. A column
-    `system` becomes the first message of a conversation without a system message, as in LLaMA-Factory.
+    A single message in place of an answer becomes a list. A column `system` becomes the first message of a conversation
+    without a system message, as in LLaMA-Factory.
 
     Args:
         names: counts the messages of each speaker; None if they are not counted.
@@ -72,7 +72,7 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """Describe how speakers were mapped to roles, or return None if there are none; `sample` rows were counted."""
+    """Return a line about the roles of speakers, or None if there are none; `sample` rows (None: all) were counted."""
     if not names:
         return None
     counts = names.most_common()
@@ -141,7 +141,7 @@ def _calls(text: str) -> list[Row] | None:
 
 
 def _arguments(call: Row) -> Any:
-    """Return the arguments of a call; JSON text is parsed, since chat templates write arguments as JSON."""
+    """Return the arguments of a call. JSON text is parsed, because chat templates write arguments as JSON again."""
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
         return arguments

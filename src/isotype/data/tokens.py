@@ -30,7 +30,7 @@ _FIXES = {
 def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
     """Return a row of token ids with `labels` in place of masks, and without padding; or the problem of the row.
 
-    With `prompts` prompt tokens are targets, too: `completion_mask` is ignored.
+    If `prompts` is True, prompt tokens are targets, too, and `completion_mask` is ignored.
     """
     ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or not any(name in row for name in TOKEN_COLUMNS):
@@ -85,7 +85,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """For each column, yield (row number, problem) of the first row with an id unknown to the model or too many labels.
+    """Yield (row number, problem) of each column's first row with an id unknown to the model or a wrong number of labels.
 
     `rows` is a `datasets.Dataset`; `size` is the number of ids that the model has, or None if unknown.
     """

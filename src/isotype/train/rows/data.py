@@ -19,6 +19,7 @@ from isotype.data.cells import CHATS
 from isotype.data.load import load_training_data
 from isotype.data.locate import data_error, find_local
 from isotype.data.pictures import broken_rows, picture_columns
+from isotype.data.reading import Reading, parse_columns
 from isotype.train.command.settings import Settings
 from isotype.train.rows.pictured import Pictured, answers_in
 
@@ -37,13 +38,15 @@ def training_data(
     return load_training_data(
         settings.script,
         settings.dataset,
-        settings.method.name,
+        Reading(
+            settings.method.name,
+            parse_columns(settings.extra.columns),
+            settings.extra.apply_chat_template,
+            prompts=getattr(settings.training, "completion_only_loss", None) is False,
+            lines=settings.extra.text_lines,
+        ),
         need_test=evaluates and settings.extra.eval_split is None,
         text_field=getattr(settings.training, "dataset_text_field", "text"),
-        columns=settings.extra.columns,
-        chat=settings.extra.apply_chat_template,
-        prompts=getattr(settings.training, "completion_only_loss", None) is False,
-        lines=settings.extra.text_lines,
         say=say,
     )
 

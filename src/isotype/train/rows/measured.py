@@ -19,6 +19,7 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.compat.templates import day_held
 from isotype.core.errors import CheckpointError, DataError, IsotypeError, first_line
 from isotype.data.load import load_training_data
+from isotype.data.reading import Reading
 from isotype.ranges.measure import Rows, positions
 from isotype.report.run.record import JSON_NAME, RunRecord, from_json
 from isotype.train.command.parse import parse_command
@@ -52,7 +53,8 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         dataset_test_split="test",
         dataset_streaming=False,
     )
-    data = load_training_data(script, None, "sft", need_test=False, lines=True, say=lambda line: None)
+    reading = Reading("sft", lines=True)
+    data = load_training_data(script, None, reading, need_test=False, say=lambda line: None)
     rows = data["train"]
     texts: list[list[int]] = []
     for at in spread(len(rows)):
