@@ -349,7 +349,7 @@ def test_a_pre_tokenizer_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="pre-tokenizer") as caught:
         tokenizer_copy(read_headers(path), cache_dir=tmp_path / "cache")
     assert [str(warning.message) for warning in caught] == [
-        "transformers does not know the pre-tokenizer 'falcon' of this GGUF file and splits text as GPT-2 does: "
+        "transformers has no rule for the pre-tokenizer 'falcon' of this GGUF file and splits text as GPT-2 does: "
         "some texts become other tokens than in training; use the tokenizer of the original model"
     ]
 

@@ -252,10 +252,10 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
     assert message(tmp_path) == (
         f"cannot read {path}\n"
         "  - 1.safetensors lacks b\n"
-        "    expected  what model.safetensors.index.json says\n"
+        "    expected  what model.safetensors.index.json lists\n"
         "    fix       take index and shards from the same save of the model\n"
         "  - 1.safetensors holds, against the index, x\n"
-        "    expected  what model.safetensors.index.json says\n"
+        "    expected  what model.safetensors.index.json lists\n"
         "    fix       take index and shards from the same save of the model\n"
         "  - 2.safetensors: 3 bytes of data; 1 tensors end beyond them, first 'c'\n"
         "    expected  4 bytes\n"

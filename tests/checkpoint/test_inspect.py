@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.inspect import _natural, inspect_checkpoint
+from isotype.checkpoint.inspect import _natural_order, inspect_checkpoint
 from isotype.checkpoint.load import load
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.checkpoint.resolve import resolve_precision
@@ -51,7 +51,7 @@ def test_groups_totals_and_what_is_mismatched(mixed_checkpoint):
         "mismatched: model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight are float16, the other 10 "
         "bfloat16",
         "mismatched: model.norm.weight is float32 in a bfloat16 checkpoint",
-        "note: config.json says float16, most unquantized weights are bfloat16",
+        "note: config.json names float16, most unquantized weights are bfloat16",
     ]
 
 
@@ -152,5 +152,7 @@ def test_no_checkpoint_is_an_error(tmp_path, capsys):
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=8, unique=True))
 def test_layers_sort_by_number_and_fold_to_one_name(numbers):
     names = [f"model.layers.{number}.w1.weight" for number in numbers]
-    assert sorted(names, key=_natural) == [f"model.layers.{number}.w1.weight" for number in sorted(numbers)]
+    assert sorted(names, key=_natural_order) == [
+        f"model.layers.{number}.w1.weight" for number in sorted(numbers)
+    ]
     assert {starred(name) for name in names} == {"model.layers.*.w1.weight"}

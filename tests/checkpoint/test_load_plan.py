@@ -171,7 +171,7 @@ def test_a_tensor_renamed_in_all_layers_is_one_problem(tmp_path):
     path = changed("llama", tmp_path, rename("mlp.gate_proj", "mlp.w1"))
     text = refused(compared(path))
     assert "- model.layers.*.mlp.gate_proj.weight (2 tensors) are in no file" in text
-    assert "has model.layers.0.mlp.w1.weight of this shape: rename it and its like there" in text
+    assert "has model.layers.0.mlp.w1.weight of this shape: rename it and similar tensors there" in text
     assert text.count("  - ") == 1
 
 
@@ -188,7 +188,7 @@ def test_missing_tensors_and_wrong_shapes_come_in_one_error(tmp_path):
     )
     assert (
         "- model.layers.1.mlp.down_proj.weight is of shape [96, 64], in model.safetensors\n"
-        "    expected  shape [64, 96], as config.json says"
+        "    expected  shape [64, 96], according to config.json"
     ) in text
 
 

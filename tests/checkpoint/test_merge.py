@@ -730,7 +730,7 @@ def test_rounding_loss_counts_as_plain_python_does(
 ) -> None:
     old = torch.tensor([w for w, _ in pairs])
     new = old + torch.tensor([d for _, d in pairs])
-    loss = rounding_loss("w", old, new, dtype)
+    loss = rounding_loss("w", old, new, new.to(dtype), dtype)
 
     def rounded(value: float) -> float:
         return torch.tensor(value).to(dtype).item()
@@ -744,9 +744,10 @@ def test_rounding_loss_counts_as_plain_python_does(
 
 
 def test_an_update_below_half_a_unit_vanishes_whole() -> None:
-    old = torch.ones(1000)
-    assert rounding_loss("w", old, old + 2**-10, torch.bfloat16) == WeightLoss("w", 1.0, 1000, 1000)
-    assert rounding_loss("w", old, old + 2**-7, torch.bfloat16) == WeightLoss("w", 0.0, 1000, 0)
+    old, dtype = torch.ones(1000), torch.bfloat16
+    for update, error, vanished in ((2**-10, 1.0, 1000), (2**-7, 0.0, 0)):
+        loss = rounding_loss("w", old, old + update, (old + update).to(dtype), dtype)
+        assert loss == WeightLoss("w", error, 1000, vanished)
 
 
 def test_compare_logits_by_hand() -> None:

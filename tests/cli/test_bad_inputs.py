@@ -197,7 +197,7 @@ def test_a_config_that_contradicts_the_weights(capsys, folder, monkeypatch, tmp_
     message = said(capsys, folder, monkeypatch, command.format(shlex.quote(str(other))))
     assert "config.json contradicts the weights" in message
     part = "model.layers.*.mlp.down_proj.weight (2 tensors) are of shape [64, 96]"
-    assert f"{part}, in model.safetensors expected shape [64, 128], as config.json says" in message
+    assert f"{part}, in model.safetensors expected shape [64, 128], according to config.json" in message
 
 
 @pytest.mark.parametrize(

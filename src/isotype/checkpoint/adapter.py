@@ -78,7 +78,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """Read an adapter's config and headers; raise CheckpointError if there is no adapter, or it is damaged."""
+    """Read an adapter's config and headers; raise CheckpointError if it does not exist or is damaged."""
     path = Path(directory)
     if not path.is_dir():
         what, expected = f"adapter {path}", "a directory that exists"
@@ -107,7 +107,7 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy for inference; what is not requested comes from the training's policy `saved`.
+    """Return the policy for inference: the requested values, else those of the training's policy `saved`.
 
     Without `saved`, the policy is the best for this machine. `quantization` is a format, `"none"`, or None for the
     format of `saved`. `isotype.resolve_precision` describes the other arguments.
@@ -139,7 +139,7 @@ def inference_policy(
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
-    """Return the `inference_policy` of an adapter's base, by default at the commit that the adapter names."""
+    """Return the `inference_policy` of an adapter's base at `revision` (default: the commit that the adapter names)."""
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
@@ -165,7 +165,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base with the vocabulary size and the head of the training; `model_class` replaces the head."""
+    """Load an adapter's base with the vocabulary size and the head of the training, or with the head of `model_class`."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -212,10 +212,10 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """Return `DeferredBlocks` for the base, which do not defer the weights that the adapter's file replaces.
+    """Return `DeferredBlocks` for the adapter's base.
 
-    No weight is deferred if the adapter is not LoRA, or if PEFT reads base weights while it adds the adapter (DoRA,
-    PiSSA, OLoRA).
+    Weights that the adapter's file replaces are not deferred. No weight is deferred if the adapter is not LoRA, or if
+    PEFT reads base weights while it adds the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -224,7 +224,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Return the number of embedding rows that the adapter needs, since training may have added tokens."""
+    """Return the number of embedding rows that the adapter needs; training may have added tokens to the base's."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -243,7 +243,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's modules with initial values, because PEFT's `from_pretrained` would round a float32 adapter."""
+    """Add the adapter's modules with initial values. PEFT's `from_pretrained` would round a float32 adapter."""
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
@@ -319,7 +319,7 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hide PEFT's warnings about tied embeddings, merged layers and Conv1D layers, which isotype handles."""
+    """Hide PEFT's warnings about cases that isotype handles: tied embeddings, merged layers and Conv1D layers."""
     with warnings.catch_warnings():
         handled = ".*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
         warnings.filterwarnings("ignore", message=handled, module="peft")
@@ -329,7 +329,6 @@ def quiet_peft() -> Iterator[None]:
 CONFIG_FILE = "adapter_config.json"
 _AGAIN = "correct it, or copy the file again"
 _MAX_RANK = 2**16
-
 
 _Bias = Literal["none", "all", "lora_only", "delora_only", "oft_only", "boft_only", "hra_only", "vera_only"]
 _ENTRIES = (
@@ -369,12 +368,12 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
     types = [member.value for member in PeftType]
     if kind not in types:
         what = f"{path}: peft_type {kind!r:.80}"
-        expected, fix = "a type that PEFT knows: " + ", ".join(types), "update PEFT, or correct the file"
+        expected, fix = "a type that PEFT has: " + ", ".join(types), "update PEFT, or correct the file"
         raise CheckpointError.of("unknown kind of adapter", what, expected, fix)
     problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
     if content.get("megatron_config"):  # PEFT would import the module that megatron_core names
         what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
-        expected = "an adapter of transformers' layers: no module that a file names is imported"
+        expected = "an adapter of transformers' layers: isotype imports no module that a file names"
         problems.append(Problem(what, expected, "leave it out"))
     if not problems:
         names = {base_name(tensor.name).rpartition(".")[0] for tensor in tensors}
@@ -411,7 +410,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Yield a problem for each integer tensor, each LoRA pair A and B with different ranks, and each too large rank."""
+    """Yield a problem for each integer tensor, for each pair of A and B with different ranks, and for too large ranks."""
     if not tensors:
         what = f"{path.parent / 'adapter_model.safetensors'} without a tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")

@@ -3,8 +3,8 @@
 The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts an adapter's module if the last part of
-  its name is that of a linear layer; if the model has no module of the full name, the adapter has no effect
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts an adapter's module if the last part
+  of its name is that of a linear layer. The module has no effect if the model has no module of its full name
   (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
 - `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
   for rsLoRA).
@@ -45,7 +45,7 @@ class Consumer:
     """A program that loads adapters.
 
     Attributes:
-        refuses: option of `adapter_config.json` -> why the program refuses an adapter whose config sets the option.
+        refuses: option of adapter_config.json -> why the program refuses an adapter that sets this option.
         unplaced: effect on a tensor whose module the model lacks.
         other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
         stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
@@ -88,7 +88,7 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """Effect of a program on the adapter tensors of one module; `module` has `*` for the layer number.
+    """Effect of a program on the adapter tensors of one module, whose name has `*` for the layer number.
 
     `why` is the reason as a clause, or "" if the program applies the tensors.
     """
@@ -102,7 +102,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """Effects of a program that loads `model` on an adapter's tensors; `notes` names the flags that the program needs."""
+    """Effects of the program `consumer` on an adapter's tensors with `model`; `notes` names flags that it needs."""
 
     adapter: str
     consumer: str
@@ -112,16 +112,15 @@ class Fit:
 
     @property
     def ok(self) -> bool:
-        """True if the program applies every tensor as it was trained."""
         return all(use.effect == "applied" for use in self.uses)
 
 
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
-    """Return how another program uses an adapter with a model, without reading the model's weights.
+    """Return how another program uses an adapter with a model; the model's weights are not read.
 
-    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the base that the
-    adapter names. Raises CheckpointError if the adapter or the model does not exist, and UsageError if there is no
-    `model` and the adapter names no base.
+    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the adapter's base.
+    Raises CheckpointError if the adapter or the model does not exist, and UsageError if neither `model` nor a base is
+    known.
     """
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model
@@ -130,7 +129,7 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
         raise UsageError.of("no base model", f"the adapter {directory}, which names no base", expected, fix)
     checkpoint = open_checkpoint(source, adapter.revision if model is None else None)
     base = skeleton(config_of(checkpoint), torch.float32)
-    judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _zeros(adapter))
+    judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _modules_with_zero_b(adapter))
     judged = [(starred(module_of(tensor.name)), judge.use(tensor)) for tensor in adapter.headers.tensors]
     uses = tuple(
         Use(module, len(same), effect, why, fix)
@@ -142,7 +141,6 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
 
 
 def module_of(name: str) -> str:
-    """Return the name that an adapter tensor's module has in the base model."""
     return _SUFFIX.sub("", base_name(name))
 
 
@@ -198,13 +196,11 @@ class _Judge:
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value that a `rank_pattern` or `alpha_pattern` gives a module, or `default` if no pattern matches."""
     values = pattern or {}
     return values.get(get_pattern_key(values.keys(), module), default)
 
 
-def _zeros(adapter: Adapter) -> frozenset[str]:
-    """Return the modules in the adapter's safetensors files whose B matrix has only zeros."""
+def _modules_with_zero_b(adapter: Adapter) -> frozenset[str]:
     files = grouped(adapter.headers.tensors, lambda tensor: tensor.file)
     zeros = set()
     for path in (path for path in files if path.suffix == ".safetensors"):

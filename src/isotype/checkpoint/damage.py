@@ -39,10 +39,9 @@ _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
 
 
 class PlainWeights(Weights):
-    """`Weights` that can be read without recording their values."""
+    """`Weights` whose values are read and not recorded."""
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Return the stored values of `weight` in the dtype of the measurement."""
         with torch.no_grad():
             return weight.read().detach().to(self.device, self.dtype)
 
@@ -55,7 +54,7 @@ class PlainWeights(Weights):
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that reads only the looked-up rows of an embedding's weight; it reads other weights as a whole."""
+    """Dispatch mode that reads only the rows of an embedding's weight that are looked up, and other weights as a whole."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -67,10 +66,10 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """Sums over the calls of one layer; `damage` (in nats) and the weight's squared `error` have a value for each format.
+    """Sums over the calls of one layer: format -> `damage` in nats, format -> squared `error` of the weight.
 
-    `squares` `[columns]` is the sum of the squared inputs of `tokens` tokens, each weighted by its squared gradient
-    norm. These are the column sums of the Fisher information.
+    `squares` `[columns]` sums the squared inputs of `tokens` tokens, each weighted by the squared norm of its gradient:
+    the column sums of the Fisher information.
     """
 
     rows: int = 0
@@ -91,10 +90,10 @@ class Layers:
     """Measurement of linear layers, passed as a recorder to `isotype.ranges.twin.twin_of`.
 
     With f = ln p(y | x) for y sampled from the model, the divergence of the model with weights W + D is ½ E[<D,
-    df/dW>²] to second order (the Fisher information); `measure_quality` replaces df by another gradient with the same
-    second moments. For each token, only the diagonal is used: ½ Σ (g² xᵀ²) D², with the output's gradient g and the
-    input x. This suffices because errors of different weights are nearly independent; the square of a sum over tokens
-    would need hundreds of samples.
+    df/dW>²] to second order (the Fisher information). `_of_signs` replaces df by another gradient with the same second
+    moments. Only the diagonal of each token is used: ½ Σ (g² xᵀ²) D², with the output's gradient g and the input x.
+    Errors of different weights are nearly independent, and the square of a sum over tokens would need hundreds of
+    samples.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -224,10 +223,9 @@ def measure_quality(
 ) -> Damages:
     """Measure, for each linear layer and format, how storing the layer in the format changes the next-token distribution.
 
-    A forward and a backward in float32 estimate all layers at once (see `isotype.checkpoint.damage.Layers`). For each
-    format in `exact`, another forward, with all layers in this format, measures the divergence. Each pass reads a
-    checkpoint block by block; a model in memory is not changed. If a checkpoint is measured on the package's texts, the
-    result is cached.
+    A forward and a backward in float32 estimate all layers at once (`isotype.checkpoint.damage.Layers`). For each format
+    in `exact`, another forward with all layers in this format measures the divergence. Each pass reads a checkpoint
+    block by block. A model in memory is not changed. The measurement of a checkpoint on isotype's texts is cached.
 
     Args:
         model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
@@ -364,20 +362,18 @@ def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
 def _of_signs(
     rows: torch.Tensor, counted: torch.Tensor, logits: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution.
+    """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution p.
 
     For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r -
-    r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), (one-hot of y) - p with y sampled from p, has the same second
-    moments. If a model is certain, as trained models are, the gradient of ln p(y) is mostly near 0 and rarely large.
-    The gradient u varies less. Martens, Sutskever and Swersky estimate curvature from random signs in one backward
-    (https://arxiv.org/abs/1206.6464).
+    r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the same second moments, but varies more:
+    for a trained model it is mostly near 0 and rarely large. Martens, Sutskever and Swersky estimate curvature from
+    random signs in one backward (https://arxiv.org/abs/1206.6464).
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
         counted: mask of the counted tokens, `[batch, tokens]`.
         logits: `[batch, tokens, vocabulary]`; the gradient has the same shape, dtype and device, and is 0 for tokens that
             do not count.
-        generator: CPU generator of the signs.
     """
     signs = torch.empty(rows.shape, dtype=torch.int8).random_(2, generator=generator).mul_(2).sub_(1)
     gradient = (rows / 2).exp_().mul_(signs.to(rows.device))
@@ -388,11 +384,10 @@ def _of_signs(
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return Σ p (ln p - ln q) over all rows, for ln p and ln q.
+    """Return Σ p (ln p - ln q) over all rows; the arguments are ln p and ln q.
 
-    The function computes the equal sum Σ p (d + exp(-d) - 1) with d = ln p - ln q; the sums are equal because p and q
-    sum to one. Each term of this sum is of second order in d, whereas Σ p d would contain the float32 rounding errors
-    of Σ p and Σ q.
+    The function computes Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal because p and q sum to one. Each
+    term is of second order in d, whereas Σ p d would contain the float32 rounding errors of Σ p and Σ q.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

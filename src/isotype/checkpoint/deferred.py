@@ -18,14 +18,14 @@ from isotype.checkpoint.fill import Placement, fill, read_source
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import main_form
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap
-from isotype.checkpoint.values import DenseStack, dequantize, held_weight
+from isotype.checkpoint.values import DenseWeight, dequantize
 from isotype.compat.glibc import give_back_memory
 from isotype.core.names import grouped, unparametrized
 from isotype.model.experts.stack import QuantizedStack, codes_of, place_stack, quantized_stack
 from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
-from isotype.model.walk import Place, blocks_in, kind_of
+from isotype.model.walk import blocks_in, kind_of
 
 
 @dataclass
@@ -35,15 +35,14 @@ class Block:
     Attributes:
         sources: name of a deferred weight in the model -> the tensors in the files that the weight is made from.
         owners: name of a deferred weight -> its module, which PEFT may have wrapped since.
-        dense: quantized layer -> the dense layer that replaces it.
+        dense: weights that replace quantized weights of the block.
     """
 
     name: str
     module: nn.Module
     sources: dict[str, Source] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
-    dense: dict[nn.Module, Any] = field(default_factory=dict)
-    stacks: list[DenseStack] = field(default_factory=list)
+    dense: list[DenseWeight] = field(default_factory=list)
     _blank: dict[str, tuple[nn.Parameter, QuantizedStack | None]] = field(default_factory=dict)
 
 
@@ -72,7 +71,7 @@ class DeferredBlocks:
         self._model, self._source = model, source
         self._placement = replace(placement, modules=dict(model.named_modules()))
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
-        waiting = set(self._waiting(model, placement)) if self._wait else set()
+        waiting = set(self._deferrable(model, placement)) if self._wait else set()
         now: dict[str, Source] = {}
         names = grouped(weights.sources, lambda name: id(weights.sources[name]))
         for name, origin in weights.sources.items():
@@ -96,7 +95,7 @@ class DeferredBlocks:
                 for name, origin in weights.sources.items()
                 if name not in placement.quantized and all(tensor.plain for tensor, _ in origin.tensors)
             }
-        return WeightMap(now, weights.surplus, weights.doubled)
+        return replace(weights, sources=now)
 
     @property
     def names(self) -> set[str]:
@@ -113,11 +112,10 @@ class DeferredBlocks:
         }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """Return a tensor that `stored_otherwise` names, with its values and its dtype in the files."""
+        """Return a tensor of `stored_otherwise` with its values and its dtype in the files."""
         return read_source(self._model, self._plain[name], MappedFiles(), torch.float32, None)[name]
 
-    def _waiting(self, model: Any, placement: Placement) -> Iterator[str]:
-        """Yield the names of the matrices that can be deferred: those on the CPU that only one module uses."""
+    def _deferrable(self, model: Any, placement: Placement) -> Iterator[str]:
         named = dict(model.named_parameters(remove_duplicate=False))
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -132,21 +130,14 @@ class DeferredBlocks:
         """Replace quantized layers by dense layers in `dtype`; those in a block are filled when the block is read."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
-        def later(place: Place, dense: Any) -> bool:
-            block = _block_of(place.name, blocks)
-            if block is None or f"{place.name}.weight" in self._at_once:
+        def later(weight: DenseWeight) -> bool:
+            block = _block_of(weight.name, blocks)
+            if block is None or weight.name in self._at_once:
                 return False
-            block.dense[place.module] = dense
+            block.dense.append(weight)
             return True
 
-        def stack_later(stack: DenseStack) -> bool:
-            block = _block_of(stack.name, blocks)
-            if block is None or stack.name in self._at_once:
-                return False
-            block.stacks.append(stack)
-            return True
-
-        dequantize(model, dtype, later, stack_later)
+        dequantize(model, dtype, later)
 
     def read(self, block: Block) -> None:
         """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
@@ -157,19 +148,16 @@ class DeferredBlocks:
             refuse(self._source, broken)
         for name, (blank, former) in block._blank.items():
             _as_before(name, block.owners[name], _held(block, name)[0], blank, former)
-        for layer, dense in block.dense.items():
-            dense.weight = nn.Parameter(held_weight(layer, dense.weight.dtype), requires_grad=False)
-        for stack in block.stacks:
-            stack.read()
-        # Codes that dense layers replace are freed; a layer that was never quantized computes with its owner's weight.
-        self._blank_again(block, [name for name, owner in block.owners.items() if owner in block.dense])
+        for weight in block.dense:
+            weight.read()
+        # The codes of layers that dense layers replace are freed.
+        replaced = {weight.layer for weight in block.dense}
+        self._blank_again(block, [name for name, owner in block.owners.items() if owner in replaced])
 
     def drop(self, block: Block) -> None:
         self._blank_again(block, list(block._blank))
-        for layer in block.dense.values():
-            layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
-        for stack in block.stacks:
-            stack.drop()
+        for weight in block.dense:
+            weight.put(weight.module.get_parameter(weight.name.rpartition(".")[2]).data.to("meta"))
         give_back_memory()
 
     def _blank_again(self, block: Block, names: Collection[str]) -> None:
@@ -189,16 +177,15 @@ class DeferredBlocks:
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
 
     def on_forward(self) -> None:
-        """Install hooks that read a block before it or one of its layers runs, and drop it after the block's forward."""
+        """Install hooks: a block is read before it or one of its layers runs, and dropped after its forward."""
         for block in self.blocks:
-            if block.sources or block.dense or block.stacks:
-                experts = (stack.module for stack in block.stacks)
-                for module in {block.module, *block.owners.values(), *experts}:
+            if block.sources or block.dense:
+                dense = (weight.module for weight in block.dense)
+                for module in {block.module, *block.owners.values(), *dense}:
                     module.register_forward_pre_hook(lambda *_, block=block: self.use(block))
                 block.module.register_forward_hook(lambda *_: self.use(None))
 
     def use(self, block: Block | None) -> None:
-        """Drop the block that was read before, and read `block` if it is not None."""
         if block is self._used:
             return
         if self._used is not None:
@@ -237,7 +224,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Give a weight that was just read the dtype and quantization state of the blank parameter that it replaces."""
+    """Give a weight that was read the dtype and the kind of quantization state of the blank parameter that it replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

@@ -42,7 +42,7 @@ class Architecture:
 
 
 def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Permute query and key rows: llama.cpp rotates neighbouring rows of a head together, transformers its two halves."""
+    """Permute query and key rows: llama.cpp rotates pairs of neighbouring rows, transformers a head's two halves."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -100,10 +100,10 @@ def check_exportable(config: Any) -> Architecture:
         raise _refused(f"a model of the type {config.model_type}, which takes pictures", expected)
     if architecture is None:
         raise _refused(f"a model of the type {config.model_type}", f"one of {', '.join(ARCHITECTURES)}")
-    kind = _rope(text).get("rope_type", "default")
+    kind = _rotary_parameters(text).get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
         raise _refused(f"rotary positions of the kind {kind}", "default, linear or llama3")
-    scalar, head = getattr(text, "query_pre_attn_scalar", None), _head(text)
+    scalar, head = getattr(text, "query_pre_attn_scalar", None), _head_size(text)
     # llama.cpp infers Gemma's attention scale from the number of layers: 46 and 62 are the 27B models.
     large = text.num_hidden_layers in (46, 62)
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
@@ -137,9 +137,9 @@ def write_tensors(
 ) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
-    Matrices are stored in `kind`. As in llama.cpp's converter, vectors (norms, biases) and routers are stored in
-    float32. Embeddings and head are stored in q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row
-    length is not a multiple of 32 are stored in float16. A head that shares the embedding's weight is not written.
+    Matrices are stored in `kind`, with three exceptions, as in llama.cpp's converter: vectors (norms, biases) and
+    routers are float32; embeddings and head are q8_0 if `kind` has fewer bits; if `kind` has blocks, matrices whose row
+    length is not a multiple of 32 are float16. A head that shares the embedding's weight is not written.
 
     Args:
         shapes: all parameters by name, in the order of `values`; they may be on the meta device.
@@ -153,7 +153,7 @@ def write_tensors(
     import gguf
 
     architecture, config = check_exportable(config), config.get_text_config()
-    names = _names(shapes, architecture, config)
+    names = _gguf_names(shapes, architecture, config)
     in_file = dict(chain.from_iterable(_parts(value, names[key]) for key, value in shapes.items()))
     rows, factors = in_file["token_embd.weight"].shape[0], _llama3_factors(config)
     more = {} if factors is None else {"rope_freqs.weight": factors}
@@ -178,9 +178,9 @@ def write_tensors(
         writer.write_ti_data_to_file()
         for parameter, value in values:
             for key, part in _parts(value, names[parameter]):
-                writer.write_tensor_data(_stored(key, architecture.change(key, part, config), kinds[key]))
+                writer.write_tensor_data(_rounded(key, architecture.change(key, part, config), kinds[key]))
         for key, value in more.items():
-            writer.write_tensor_data(_stored(key, value, kinds[key]))
+            writer.write_tensor_data(_rounded(key, value, kinds[key]))
     finally:
         writer.close()
     wide = [key for key, stored in kinds.items() if kind in GGUF_BLOCKS and stored == "F16"]
@@ -189,12 +189,10 @@ def write_tensors(
 
 
 def _parts(values: torch.Tensor, names: tuple[str, ...]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors that the file has for a parameter: two for stacked gate and up weights of experts, else one."""
     return zip(names, values.chunk(len(names), dim=1) if len(names) > 1 else (values,), strict=True)
 
 
-def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, tuple[str, ...]]:
-    """Return parameter name -> its names in the file: two for stacked gate and up weights, else one."""
+def _gguf_names(names: Iterable[str], architecture: Architecture, config: Any) -> dict[str, tuple[str, ...]]:
     import gguf
 
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
@@ -215,8 +213,7 @@ def _names(names: Iterable[str], architecture: Architecture, config: Any) -> dic
 
 
 def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
-    rope, prefix = _rope(config), architecture.name
-    head = _head(config)
+    rope, prefix, head = _rotary_parameters(config), architecture.name, _head_size(config)
     for key, field in _SIZES.items():
         writer.add_uint32(f"{prefix}.{key}", getattr(config, field))
     key, field = architecture.epsilon
@@ -236,14 +233,12 @@ def _add_numbers(writer: Any, config: Any, architecture: Architecture) -> None:
             add(f"{prefix}.{key}", value)
 
 
-def _head(config: Any) -> int:
-    """Return the size of an attention head."""
+def _head_size(config: Any) -> int:
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 
 
-def _rope(config: Any) -> Mapping[str, Any]:
-    """Return the rotary parameters of a config; if it has two sets of them, return those of the full-attention layers."""
+def _rotary_parameters(config: Any) -> Mapping[str, Any]:
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope: Mapping[str, Any] = parameters.get("full_attention", parameters)
     return rope
@@ -251,13 +246,13 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
     """Return the divisors of the rotary frequencies of a Llama 3.1 model, or None for another rope type."""
-    rope = _rope(config)
+    rope = _rotary_parameters(config)
     if rope.get("rope_type") != "llama3":
         return None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    head = _head(config)
+    head = _head_size(config)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
     factors: torch.Tensor = plain / scaled
     return factors
@@ -272,8 +267,7 @@ def _kind(name: str, values: torch.Tensor, kind: str) -> str:
     return "Q8_0" if kind in GGUF_BLOCKS and name in _ENDS else kind.upper()
 
 
-def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
-    """Return a tensor rounded once to `kind`, as a numpy array; raise PrecisionError if float16 overflows."""
+def _rounded(name: str, values: torch.Tensor, kind: str) -> Any:
     import gguf
 
     if kind == "BF16":
@@ -291,10 +285,7 @@ def _stored(name: str, values: torch.Tensor, kind: str) -> Any:
     return gguf.quantize(wide.numpy(), gguf.GGMLQuantizationType[kind])
 
 
-# ------------------------------------------------------------------------------------ types that only llama.cpp writes
-
-
-PROGRAM = "llama-quantize"
+PROGRAM = "llama-quantize"  # writes the types in LLAMA_CPP_TYPES
 
 
 def require_program(kind: str, adapter: Path, output: Path) -> None:
@@ -320,7 +311,7 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
     if result.returncode or not output.is_file():
         lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
         failure = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
-        fix = "see its message; --gguf f32 writes its input file"
+        fix = "correct what its message names, or write a file in float32 with --gguf f32"
         raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
@@ -344,7 +335,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     if model["type"] != "BPE":
         what = f"a tokenizer of the kind {model['type']}"
         raise _refused(what, "byte-level BPE, or BPE with byte tokens", _NO_TOKENIZER)
-    tokens, kinds = _vocabulary(content, tokenizer, rows)
+    tokens, kinds = _tokens_and_types(content, tokenizer, rows)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
@@ -368,8 +359,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _vocabulary(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
-    """Return the token and the token type of every embedding row."""
+def _tokens_and_types(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
     from gguf import TokenType
 
     special = {token["id"]: token["special"] for token in content["added_tokens"]}
@@ -392,7 +382,7 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, rows: int) -> tuple[
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Return SentencePiece scores; tokens that are merged earlier have higher scores."""
+    """Return a SentencePiece score for each token: the earlier a token is merged, the higher its score."""
     rank: dict[str, int] = {}
     for at, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), at)

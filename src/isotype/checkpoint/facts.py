@@ -36,15 +36,10 @@ _GGUF_MODEL_TYPES = {
 
 
 def is_config(value: object) -> bool:
-    """Return True if a value is a config of transformers."""
     return hasattr(value, "model_type") and hasattr(value, "to_dict")
 
 
-# Modules
-
-
 def facts_of_module(model: Any) -> ModelFacts:
-    """Return the facts about a model in memory, from its layers and parameters."""
     wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     base = model.get_base_model() if wrapped else model
     config = getattr(base, "config", None)
@@ -57,7 +52,7 @@ def facts_of_module(model: Any) -> ModelFacts:
         prefixes = (prefix or "lora_", "modules_to_save")
     stored = list(stored_parameters(base, prefixes))
     if quantization is not None:
-        quantization = replace(_with_experts(quantization, stored), in_memory=True)
+        quantization = replace(_with_stored_experts(quantization, stored), in_memory=True)
     counts, trained = _weigh(stored, config_dtype(config))
     return ModelFacts(
         source=type(base).__name__,
@@ -66,7 +61,7 @@ def facts_of_module(model: Any) -> ModelFacts:
         quantization=quantization,
         parameters=sum(counts.values()),
         parameter_bytes=sum(tensor.bytes for tensor in stored),
-        **_of_modules(base),
+        **_facts_of_modules(base),
     )
 
 
@@ -76,7 +71,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 
 def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
-    """Return the quantization of most bitsandbytes layers, or None; the config may describe former layers."""
+    """Return the quantization of most bitsandbytes layers, or None. (The config may describe layers that were replaced.)"""
     quantization = quantization_of(config)
     skip = quantization.skip_modules if quantization else ()
     counts: Counter[QuantizationFacts] = Counter()
@@ -104,7 +99,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield every stored parameter, except those with a part of the name that begins with one of `adapters`."""
+    """Yield every stored parameter that is not an adapter's: no part of its name begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue
@@ -121,9 +116,6 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
         elif type(parameter).__name__ == "Params4bit":  # not quantized before its first move to a device
             form = parameter.quant_type  # type: ignore[attr-defined]
         yield _Stored(name, form, parameter.numel() if state is None else state.shape.numel(), nbytes)
-
-
-# Configs
 
 
 def facts_of_config(
@@ -143,7 +135,7 @@ def facts_of_config(
     else:
         stored = list(_stored(headers))
         if quantization is not None:
-            quantization = _with_experts(quantization, stored)
+            quantization = _with_stored_experts(quantization, stored)
         _, trained = _weigh(stored, config_dtype(config))
         nbytes = sum(tensor.bytes for tensor in headers.tensors)
     return ModelFacts(
@@ -154,12 +146,11 @@ def facts_of_config(
         parameters=parameters,
         parameter_bytes=nbytes,
         notes=notes,
-        **_of_modules(model),
+        **_facts_of_modules(model),
     )
 
 
-def _of_modules(model: Any) -> dict[str, Any]:
-    """Return the fields of `ModelFacts` that depend only on the model's modules."""
+def _facts_of_modules(model: Any) -> dict[str, Any]:
     dense = tuple(Parts(model).outside_of_language())
     if dense:
         from transformers.quantizers.base import HfQuantizer
@@ -179,7 +170,7 @@ def _of_modules(model: Any) -> dict[str, Any]:
 
 
 def quantization_options(config: Any) -> Mapping[str, Any]:
-    """Return the quantization_config of a transformers config or of its text model; empty if there is none."""
+    """Return the quantization_config of a transformers config or of its text config, or an empty mapping."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None and hasattr(config, "get_text_config"):
         quantization = getattr(config.get_text_config(), "quantization_config", None)
@@ -189,7 +180,6 @@ def quantization_options(config: Any) -> Mapping[str, Any]:
 
 
 def quantization_of(config: Any) -> QuantizationFacts | None:
-    """Return the quantization that a transformers config names, or None."""
     options = quantization_options(config)
     if not options:
         return None
@@ -213,9 +203,6 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
     )
 
 
-# Headers
-
-
 def _stored(headers: CheckpointHeaders) -> Iterator[_Stored]:
     for tensor in stored_tensors(headers.tensors, headers.quantization):
         # torch has no dtype for GGUF block types: their name is the format.
@@ -224,15 +211,14 @@ def _stored(headers: CheckpointHeaders) -> Iterator[_Stored]:
         yield _Stored(tensor.name, form, tensor.values, tensor.bytes)
 
 
-def _with_experts(quantization: QuantizationFacts, stored: Iterable[_Stored]) -> QuantizationFacts:
-    """Return the facts with `experts` set from the stored tensors instead of the config."""
+def _with_stored_experts(quantization: QuantizationFacts, stored: Iterable[_Stored]) -> QuantizationFacts:
     return replace(quantization, experts=MXFP4 if any(tensor.dtype == MXFP4 for tensor in stored) else "")
 
 
 def _weigh(
     stored: Iterable[_Stored], named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
-    """Return dtype or format -> number of elements, and the dtype that the weights were trained in."""
+    """Return (dtype or format -> number of elements, dtype that the weights were trained in)."""
     counts: Counter[torch.dtype | str] = Counter()
     for tensor in stored:
         if isinstance(tensor.dtype, str) or (tensor.dtype is not None and tensor.dtype.is_floating_point):
@@ -244,7 +230,6 @@ def _weigh(
 
 
 def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
-    """Return the facts about the model in a GGUF file, from its metadata and tensors."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     counts, trained = _weigh(_stored(headers), None)

@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.checkpoint.formats.mapped import BUFFER, MappedFiles, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
+from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors
 from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, TURNED, Source, WeightMap, converted
 from isotype.checkpoint.values import Turn, dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
@@ -44,7 +44,6 @@ class Placement:
     Attributes:
         dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
         quantized: names of the weights of bitsandbytes layers.
-        device: tensor name -> device.
         turn: conversion of a GGUF file's tensors; None for other files.
         modules: name -> module before adapters wrapped it; empty if the model has no adapters.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
@@ -89,13 +88,12 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
-    Peak memory is the filled model and the largest tensor; of a quantized stack of experts, only one expert counts. A
-    tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two additional
-    pinned buffers.
+    Peak memory is the filled model and the largest tensor (of experts that are quantized, the largest expert). A tensor
+    that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two more buffers, in
+    pinned memory.
 
     Args:
         model: a model on the meta device whose quantized layers are bitsandbytes layers.
-        shown: show a progress bar.
         staging: bytes of each read buffer; if None, `BUFFER` bytes for weights on a GPU, and no buffers for the CPU.
 
     Returns:
@@ -107,14 +105,14 @@ def fill(
     broken: dict[str, str] = {}
     bar = Bar("loading", shown)
     bar.total = len(sources)
-    pinned = _to_gpu(sources, placement)
+    pinned = any(torch.device(placement.device(s.target)).type in ("cuda", "xpu") for s in sources)
     size = staging or (BUFFER if pinned else None)
     read = _mapped(sources, files) if size is None else _staged(sources, files, placement, size, pinned)
     with closing(bar), closing(read):
         for source, tensors in read:
             placed = _place(model, source, tensors, placement)
             filled.update(placed)
-            broken |= not_finite(_to_check(model, placed, placement))
+            broken |= not_finite(_values_to_check(model, placed, placement))
             if tensors is files and not any(files.holds(value) for value in placed.values()):
                 files.release(_headers(source))
             bar.advance()
@@ -139,10 +137,6 @@ def _staged(
         for source, tensors in read:
             buffered = tensors is not None and tensors.at.keys() >= {*_headers(source)}
             yield source, tensors if tensors is not None and buffered else files
-
-
-def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
-    return any(torch.device(placement.device(source.target)).type in ("cuda", "xpu") for source in sources)
 
 
 def _is_saved(source: Source, placement: Placement) -> bool:
@@ -179,13 +173,23 @@ def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement
 
 
 def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
-    """Yield a stacked weight expert by expert; the memory of an expert is freed when the next expert is requested."""
-    name = source.target
+    """Yield a stacked weight expert by expert, or as a whole if it cannot be divided.
+
+    The memory of an expert is freed when the next expert is requested.
+    """
+    name, dtype, turn = source.target, placement.dtypes[source.target], placement.turn
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
-    for part, expert in read_parts(model, source, files, placement.dtypes[name], placement.turn, shape):
-        yield part
+    for row in range(shape[0]):
+        part, reader = rows_of(model, source, files, name, shape, row, row + 1) or (source, files)
+        values = read_source(model, part, reader, dtype, turn).get(name)
+        if part is not source and (values is None or values.shape != (1, *shape[1:])):
+            part, values = source, read_source(model, source, files, dtype, turn)[name]
+        assert values is not None
+        yield values
         if isinstance(files, MappedFiles):
-            files.release(_headers(expert))
+            files.release(_headers(part))
+        if part is source:
+            return
 
 
 def _placed_stack(
@@ -206,10 +210,9 @@ def _placed_stack(
     return codes_of(owner, leaf)
 
 
-def _to_check(
+def _values_to_check(
     model: nn.Module, placed: Mapping[str, torch.Tensor], placement: Placement
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and values of each placed parameter; the values of a quantized stack are its scales."""
     for name, value in placed.items():
         stack = quantized_stack(placement.owner(model, name), name.rpartition(".")[2])
         if stack is not None:
@@ -234,15 +237,14 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
     device = placement.device(name)
     if name in placement.quantized:
         dense = value.to(device, placement.dtypes[name])
-        return _quantized(placement.owner(model, name), dense, placement.moments.get(name))
+        return _quantized_parameter(placement.owner(model, name), dense, placement.moments.get(name))
     dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
     value = value.to(device, dtype)
     # Copy a part of a split tensor, so that it can be saved alone and the rest of the storage is freed.
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
-def _quantized(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
-    """Quantize dense values, and return them as an instance of the parameter class of a bitsandbytes layer."""
+def _quantized_parameter(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
     if holds_turned(layer):
         value = value.T
     old = layer.weight
@@ -291,8 +293,7 @@ def _saved(
 class Tensors(Protocol):
     """Reader of the tensors of files."""
 
-    def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return a tensor as stored."""
+    def tensor(self, header: TensorHeader) -> torch.Tensor: ...
 
 
 def read_source(
@@ -301,7 +302,6 @@ def read_source(
     """Read a source and return the model's dense tensors that are made from it, by name.
 
     Args:
-        model: the model, which may be on the meta device.
         dtype: dtype of dequantized values; plain tensors have their stored dtype.
         turn: conversion of a GGUF file's tensors; None for other files.
     """
@@ -312,25 +312,12 @@ def read_source(
     return turn(source, values)
 
 
-def read_parts(
-    model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None, shape: torch.Size
-) -> Iterator[tuple[torch.Tensor, Source]]:
-    """Yield each row of `source.target` with its part of the source, or the whole tensor if it cannot be divided."""
-    for row in range(shape[0]):
-        part = rows_of(model, source, files, source.target, shape, row, row + 1)
-        value = None if part is None else read_source(model, *part, dtype, turn).get(source.target)
-        if part is None or value is None or value.shape != (1, *shape[1:]):
-            yield read_source(model, source, files, dtype, turn)[source.target], source
-            return
-        yield value, part[0]
-
-
 def rows_of(
     model: Any, source: Source, files: Tensors, name: str, shape: torch.Size, start: int, stop: int
 ) -> tuple[Source, Tensors] | None:
-    """Return the part of a source that rows `start` to `stop` of the tensor `name` are made from, and the part's reader.
+    """Return the part of a source that gives rows `start` to `stop` of the tensor `name`, and the part's reader.
 
-    The part has one tensor of each pattern per row, or the same rows of all tensors, or None if neither gives the rows.
+    The part has one tensor of each pattern per row, or these rows of all tensors. If neither gives the rows, return None.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
@@ -349,19 +336,15 @@ def rows_of(
 def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
     if source.conversion is TURNED:  # the shape is checked after the conversion
         return True
-    blank = {
-        tensor.name: torch.empty(dense_shape(tensor) or (), dtype=torch.bfloat16, device="meta")
-        for tensor, _ in source.tensors
-    }
     try:
-        return converted(model, source, blank)[name].shape == shape
+        return converted(model, source, blank_tensors(t for t, _ in source.tensors))[name].shape == shape
     except CONVERSION_ERRORS:
         return False
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Reader of rows `start` to `stop` of tensors; `whole` maps the header of the rows to that of the whole tensor."""
+    """Reader of rows `start` to `stop` of tensors; `whole` maps a header of these rows to the whole tensor's header."""
 
     files: Tensors
     whole: Mapping[TensorHeader, TensorHeader]

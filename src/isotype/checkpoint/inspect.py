@@ -126,7 +126,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     named = _named_dtype(config)
     notes = []
     if named is not None and main is not None and named != main:
-        notes.append(f"config.json says {named}, most unquantized weights are {main}")
+        notes.append(f"config.json names {named}, most unquantized weights are {main}")
     return Inspection(
         path=str(path),
         format=headers.format,
@@ -140,7 +140,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
 
 
 def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
-    """Return the headers of a model on the hub, from the local cache if it has the model, else by range requests."""
+    """Return the headers of a model on the hub, from its local cache or else by range requests."""
     if (snapshot := local_snapshot(model_id, revision)) is not None:
         return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)
@@ -194,14 +194,13 @@ def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Grou
         bytes=sum(tensor.bytes for tensor in tensors),
         mismatched=tuple(
             Mismatched(tensor.weight.name, tensor.form)
-            for tensor in sorted(mismatched, key=lambda t: _natural(t.weight.name))
+            for tensor in sorted(mismatched, key=lambda t: _natural_order(t.weight.name))
         ),
         unlike=main if plain and dtype != main else None,
     )
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts `layers.9` before `layers.10`."""
+def _natural_order(name: str) -> list[tuple[int, int, str]]:
     parts = filter(None, re.split(r"(\d+)", name))
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
@@ -210,13 +209,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 class PlanGroup:
     """Tensors of one name (with `*` for layer and expert numbers) that are stored and converted alike.
 
-    Attributes:
-        stored, storage: dtype name or quantization format in the files and in the loaded model.
-        how: the conversion in words.
-        pinned: True if the model's author keeps the tensors in float32.
-        shapes: shapes in the model, most frequent first.
-        sources: number of source tensors in the files.
-        bytes: bytes read from the files.
+    `stored`, `storage`, `how` and `pinned` are those of each `PlannedTensor`. `shapes` are the shapes in the model, most
+    frequent first; `sources` and `bytes` are the number and the bytes of the tensors in the files.
     """
 
     name: str
@@ -232,10 +226,7 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PlanInspection:
-    """The plan of loading a checkpoint into the class `model`; `groups` are in the model's order.
-
-    `loaded_bytes`: bytes of the loaded parameters.
-    """
+    """The plan of loading a checkpoint into the class `model`; `groups` are in the model's order."""
 
     path: str
     model: str
@@ -246,7 +237,7 @@ class PlanInspection:
 
     @property
     def file_bytes(self) -> int:
-        """Number of bytes to read from the files; a tensor that two parameters of the model share counts once."""
+        """Bytes of the source tensors in the files; a tensor that two parameters of the model share counts once."""
         return sum({(s.file, s.name): s.bytes for t in self.plan.tensors for s in t.sources}.values())
 
 
@@ -256,7 +247,6 @@ def inspect_plan(
     dtype: str = "auto",
     quantization: str | None = None,
     device: str = "auto",
-    trainable: str = "lora",
     revision: str | None = None,
     base_memory: int | None = None,
 ) -> PlanInspection:
@@ -264,16 +254,14 @@ def inspect_plan(
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.
-        dtype, quantization, device, trainable, revision, base_memory: the arguments of `isotype.resolve_precision`.
+        dtype, quantization, device, revision, base_memory: the arguments of `isotype.resolve_precision`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or incomplete; the error names every problem.
         PrecisionError: the device or the library versions cannot run the requested policy.
     """
     checkpoint = open_checkpoint(path, revision)
-    policy = resolve_precision(
-        path, dtype, quantization, device, trainable, revision=revision, base_memory=base_memory
-    )
+    policy = resolve_precision(path, dtype, quantization, device, revision=revision, base_memory=base_memory)
     headers = checkpoint.headers or hub_headers(checkpoint.name, revision)
     model = skeleton(config_of(checkpoint), policy)
     plan = load_plan(model, headers, policy)

@@ -1,4 +1,4 @@
-"""Load a checkpoint with every weight stored as the policy says.
+"""Load a checkpoint with every weight in the policy's storage.
 
 transformers' `from_pretrained` builds the model, and isotype streams the weights from the files.
 """
@@ -77,7 +77,7 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model like `isotype.load`, with the same arguments and errors; `path` may also be an open checkpoint.
+    """Load a model, but no adapter, with the arguments and errors of `isotype.load`; `path` may be an open checkpoint.
 
     `deferred` receives the weights to read later, block by block; if it is None, all weights are read now.
     """
@@ -88,21 +88,17 @@ def load(
     headers = checkpoint.headers if checkpoint.gguf else None
     config = copy.deepcopy(config_of(checkpoint))
     name: Path | str | None = source
-    keywords = dict(kwargs)
     if headers is not None or (facts.quantization is not None and facts.saved_format is None):
         forget_quantization(config)
-        fields_set = {key for key in kwargs if hasattr(config, key)} - _CHOICES
-        for key in fields_set:
-            setattr(config, key, kwargs[key])
-        keywords = {key: value for key, value in kwargs.items() if key not in fields_set}
-        keywords["config"] = config
+        for key in {key for key in kwargs if hasattr(config, key)} - _CHOICES:
+            setattr(config, key, kwargs.pop(key))
+        kwargs["config"] = config
     if headers is not None:
-        name, keywords["state_dict"] = None, {}  # with a state dict, transformers does not search for files
+        name, kwargs["state_dict"] = None, {}  # with a state dict, transformers does not search for files
     if isinstance(source, str) and checkpoint.revision is not None:
-        keywords["revision"] = checkpoint.revision
-    keywords.setdefault("quantization_config", wanted_quantization(policy, facts.saved_format))
-    if keywords["quantization_config"] is None:
-        del keywords["quantization_config"]
+        kwargs["revision"] = checkpoint.revision
+    if (quantization := wanted_quantization(policy, facts.saved_format)) is not None:
+        kwargs.setdefault("quantization_config", quantization)
     cls = concrete_class(config, model_class)
     broken: dict[str, str] = {}
     lacking: set[str] = set()
@@ -110,7 +106,7 @@ def load(
     if not device_map and torch.cuda.is_available() and policy.device != "cpu":
         device_map = {"": torch.cuda.current_device()}
     with without_bars(), asking(source):
-        model = pretrained(loading, name, dtype=policy.plain, device_map=device_map or None, **keywords)
+        model = pretrained(loading, name, dtype=policy.plain, device_map=device_map or None, **kwargs)
     own_class_again(model)
     refuse(checkpoint.name, broken)
     remember_drawn(model, lacking)
@@ -148,10 +144,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load; it streams weights from the files in `headers`, or else in the checkpoint.
+    """Return a subclass of `cls` for one load, which streams weights from `headers`, or else from transformers' files.
 
-    `broken` receives name -> problem for each parameter that is not finite; `lacking` receives the names that are in no
-    file.
+    `broken` receives name -> problem for each parameter that is not finite; `lacking` the names that are in no file.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -222,7 +217,7 @@ def stream(
     policy: PrecisionPolicy,
     deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
-    """Fill `model` from a checkpoint's files. `model` is on the meta device, and its quantized layers are bitsandbytes'.
+    """Fill a model, which is on the meta device and has bitsandbytes' quantized layers, from a checkpoint's files.
 
     Returns transformers' `LoadStateDictInfo`, and name -> problem for each parameter that is not finite. Raises
     CheckpointError if a file is damaged, or tensors are missing, duplicate or of another shape than the model's.
@@ -269,7 +264,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
 
 
 def _save_stacks_whole(model: Any) -> None:
-    """Remove the conversions with which saving would split the codes of a quantized stack into a tensor per expert."""
+    """Remove the conversions that would split the codes of a quantized stack into experts when the model is saved."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -296,7 +291,7 @@ def _is_bnb(quantizer: Any) -> bool:
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:
-    """Return True if a tensor fits when it is transposed, as when a bitsandbytes layer has replaced a Conv1D of GPT-2."""
+    """Return True if a tensor fits after a transposition, because a bitsandbytes layer has replaced a Conv1D of GPT-2."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
     return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 

@@ -26,7 +26,7 @@ from isotype.checkpoint.load import load as load_model
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import match
-from isotype.checkpoint.mapping.stored import dense_dtype, dense_shape, stored_tensors
+from isotype.checkpoint.mapping.stored import blank_tensors, stored_tensors
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values import dense
@@ -51,14 +51,14 @@ def load(
     device_map: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load the model at `path` under `policy`; for an adapter's folder, load the base and add the adapter with PEFT.
+    """Load the model at `path` under `policy`, in evaluation mode; for an adapter's folder, the adapter on its base.
 
     Quantized, pinned and plain weights have the policy's dtypes. A checkpoint that is already quantized keeps its
     quantization states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model that
-    its adapter_config.json names, at the commit that the file names. Trained values are not rounded, and can be trained
-    further; `enforce`, `fuse` and PEFT's methods work as after `add_lora`. All models are in evaluation mode.
+    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model and
+    commit that its adapter_config.json names. Its values are not rounded, and can be trained further: the result is
+    like that of `add_lora`.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
@@ -67,12 +67,12 @@ def load(
         model_class: a transformers model class or auto class; default: the class that the config names, or the head
             that the adapter was trained with.
         device_map: as in `from_pretrained`; default: the policy's device if it is present.
-        **kwargs: passed to the model's (or an adapter's base's) `from_pretrained`: `revision`, `attn_implementation`, …;
+        **kwargs: arguments of the (base) model's `from_pretrained`, such as `revision` and `attn_implementation`, but
             not `trust_remote_code`.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, or has an unsupported format, other shapes than its config, or values
-            that are not finite; an adapter's base does not exist or does not fit.
+        CheckpointError: `path` is not a checkpoint, its format is unsupported, its shapes contradict its config, or
+            values are not finite; or an adapter's base does not exist or does not fit.
         PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
     """
     revision = kwargs.pop("revision", None)
@@ -97,18 +97,16 @@ def load_for_inference(
     device: str = "auto",
     revision: str | None = None,
 ) -> tuple[Any, Any, PrecisionPolicy]:
-    """Load a model, or an adapter on its base, in evaluation mode, to be called without autocast.
+    """Load a model, or an adapter on its base, to be called without autocast; return (model, tokenizer, policy).
+
+    The tokenizer is None if neither the adapter nor the base has one.
 
     Args:
         path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
         dtype: compute dtype; `"auto"` means the dtype of the training.
-        quantization: storage of the base weights. None means the storage of the training, and `"none"` means no
-            quantization.
-        revision: branch, tag or commit of `path` if `path` is a hub id. For an adapter, it is that of the base, instead
-            of the commit that the adapter was trained on.
-
-    Returns:
-        (model, tokenizer, policy); the tokenizer is None if neither the adapter nor the base has one.
+        quantization: storage of the base weights; None for the storage of the training, `"none"` for no quantization.
+        revision: branch, tag or commit of a model on the hub; for an adapter, of its base, instead of the commit that
+            the adapter was trained on.
 
     Raises:
         CheckpointError: there is no model, or adapter and base do not fit.
@@ -135,9 +133,9 @@ def load_for_inference(
 
 
 class StateDictAdapter(Protocol):
-    """Conversion of a checkpoint's tensors into a module's tensors, and back.
+    """Conversion of a checkpoint's tensors into a module's tensors, and back: `to_hf(from_hf(state))` equals `state`.
 
-    `to_hf(from_hf(state))` must equal `state`. The conversion may rename, split, join, stack and transpose tensors.
+    The conversion may rename, split, join, stack and transpose tensors.
     """
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -157,19 +155,17 @@ def load_module(
 ) -> None:
     """Fill `model` from the checkpoint at `path` in place, and enforce the policy.
 
-    If the policy is quantized, linear layers are replaced by bitsandbytes layers. Parameters may be on the meta device.
-    Buffers may be on it only if the checkpoint has them.
+    If the policy is quantized, linear layers are replaced by bitsandbytes layers.
 
     Args:
-        model: any module.
+        model: any module. Its parameters may be on the meta device; a buffer only if the checkpoint has the buffer.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
         adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
-        device: device of the filled tensors.
 
     Raises:
         CheckpointError: a tensor is missing, duplicate, not finite, or has another shape than in the module; or no file
-            has the values of a buffer that is on the meta device.
+            has the values of a buffer on the meta device.
     """
     headers = read_headers(path)
     matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
@@ -215,15 +211,8 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Return the names, dtypes and shapes of the tensors into which `adapter` converts the tensors of a checkpoint.
-
-    The conversion runs on the meta device.
-    """
-    blank = {
-        tensor.name: torch.empty(dense_shape(tensor) or (), dtype=dense_dtype(tensor), device="meta")
-        for tensor in stored_tensors(headers.tensors, headers.quantization)
-    }
-    adapted = adapter.from_hf(blank)
+    """Return the headers of the tensors that `adapter` makes from a checkpoint's tensors, on the meta device."""
+    adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))
     tensors = tuple(
         TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)
         for name, value in adapted.items()

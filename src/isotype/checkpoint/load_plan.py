@@ -44,7 +44,7 @@ class PlannedTensor:
     """The load of one tensor of the model.
 
     Attributes:
-        sources: the tensors in the files that the model's tensor is made from, with their quantization constants.
+        sources: tensors in the files that the model's tensor is made from, and their quantization constants.
         stored, storage: dtype name or quantization format in the files and in the loaded model.
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
@@ -82,7 +82,7 @@ class LoadPlan:
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
     """Plan how a dense model, which may be on the meta device, gets its tensors from a checkpoint.
 
-    Raises CheckpointError for a checkpoint that is quantized in a format whose tensors isotype does not know.
+    Raises CheckpointError for a checkpoint that is quantized in a format whose tensors isotype cannot identify.
     """
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
@@ -137,7 +137,7 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
 def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
     """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
 
-    If the module is not from transformers, these are the weights of all linear layers. `dense`: modules that stay dense.
+    For a module that is not from transformers, these are all linear layers' weights. `dense`: modules that stay dense.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module

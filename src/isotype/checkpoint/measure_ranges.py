@@ -1,4 +1,4 @@
-"""measure_ranges: record the largest values of a model in memory, or of a checkpoint, which is read module by module."""
+"""measure_ranges: record the largest values of a model in memory, or of a checkpoint that is read module by module."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def measure_ranges(
 ) -> Ranges:
     """Run a forward and a backward of the mean loss and record the largest magnitude of every value.
 
-    The step is computed in float32 from the stored weights, in evaluation mode, and without autocast. Casts of a policy
-    at the boundaries of modules are left out. Only one block at a time is converted to float32; blocks are recomputed
-    in the backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The result is
-    cached if a checkpoint is measured on the package's texts with at least the default number of tokens.
+    The step is computed in float32 from the stored weights, in evaluation mode, without autocast and without the casts
+    of a policy at the boundaries of modules. Only one block at a time is converted to float32; blocks are recomputed in
+    the backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a
+    checkpoint on isotype's texts, with at least the default number of tokens, is cached.
 
     Args:
         model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
@@ -88,7 +88,7 @@ def measured_and_kept(
     tokens: int,
     **options: Any,
 ) -> Measurement:
-    """Call `measure` on a model; cache the result of a checkpoint on the package's texts with `TOKENS` or more tokens."""
+    """Call `measure` on a model. The result of a checkpoint on at least `TOKENS` tokens of isotype's texts is cached."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **options)
     source = downloaded(source)
@@ -98,7 +98,7 @@ def measured_and_kept(
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """Return the model to measure and its batches, by default of the package's texts; a checkpoint must be local."""
+    """Return the model to measure, and its batches (by default of isotype's texts); a checkpoint must be local."""
     measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, require_positions(measured.model, given_batches(batch))

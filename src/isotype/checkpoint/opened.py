@@ -36,10 +36,7 @@ from isotype.precision.facts import ModelFacts, unreadable
 _SAMPLE = 256
 """Bytes of each tensor that a fingerprint reads: checkpoints of one architecture differ only in their values."""
 _SHOWN = 12  # problems in one error
-_OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")
-
-
-_ARCHIVES = (".pt", ".pth", ".bin")
+_OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")  # beginnings of file names
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,6 @@ class Checkpoint:
 
     @property
     def gguf(self) -> bool:
-        """True if the checkpoint is a GGUF file, whose config is in its metadata."""
         return self.files is not None and self.files.suffix == ".gguf"
 
     @cached_property
@@ -111,7 +107,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
         _require_gguf(file)
         headers = read_headers(file)
         return Checkpoint(str(name), source, file, None, headers, facts_of_gguf(headers))
-    _require_model(source, weights is None or weights[1] == "adapter")
+    _require_config_and_weights(source, weights is None or weights[1] == "adapter")
     config = read_config(source)
     if weights is None:
         note = f"{source} holds no weights: the dtypes are those of config.json"
@@ -138,7 +134,7 @@ def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
 
 
 def downloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with local weights; download the weights if needed."""
+    """Return the checkpoint with local weights, which are downloaded if they are only on the hub."""
     if checkpoint.files is not None:
         return replace(checkpoint, source=checkpoint.files)
     require_weights(checkpoint)
@@ -167,14 +163,13 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a GGUF file does not have the tensors of the model that its metadata describe."""
+    """Raise CheckpointError if a GGUF file lacks tensors of the model that its metadata describe."""
     if checkpoint.gguf and checkpoint.headers is not None:
-        model = build_on_meta(config_of(checkpoint), checkpoint.name)
-        match(model, checkpoint.headers).require_complete()
+        match(build_on_meta(config_of(checkpoint), checkpoint.name), checkpoint.headers).require_complete()
 
 
 def require_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Raise the CheckpointError that `load` would raise if a checkpoint does not match its model or its config.
+    """Raise the CheckpointError with which `load` refuses a checkpoint that does not match its model or its config.
 
     For a single file, an adapter, or a model that transformers does not have, only the quantization is checked.
     """
@@ -206,7 +201,7 @@ def require_readable(directory: Path) -> None:
                 read_headers(path)
             except CheckpointError as error:
                 wrong.append((path, error.problems[0].given if error.problems else error.headline))
-        elif path.suffix in _ARCHIVES and not zipfile.is_zipfile(path):
+        elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
             wrong.append((path, "its end is not that of a torch.save file"))
     if wrong:
         expected, fix = "the file as it was written", "check the disk, or give another one"
@@ -215,10 +210,10 @@ def require_readable(directory: Path) -> None:
 
 
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
-    """Return the facts about a module, a config or a checkpoint's name, without reading or allocating a weight.
+    """Return the facts about a module, a config or a named checkpoint, without reading or allocating a weight.
 
-    Raises CheckpointError if a checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model` is
-    none of these.
+    Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
+    is neither of the three.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)
@@ -252,8 +247,7 @@ def _require_gguf(file: Path) -> None:
     raise CheckpointError.of("not a model", f"the file {file}", expected, fix)
 
 
-def _require_model(directory: Path, no_weights: bool) -> None:
-    """Raise CheckpointError if a directory has no config.json, or only an adapter."""
+def _require_config_and_weights(directory: Path, no_weights: bool) -> None:
     adapter = directory / "adapter_config.json"
     what = f"the directory {directory} holds {contents(directory)}"
     if adapter.is_file() and no_weights:
@@ -284,7 +278,7 @@ def local_path(model: str | Path) -> Path | None:
     text = str(model)
     if text.startswith(_SCHEME):
         return embedded_file(text.removeprefix(_SCHEME))
-    path = _local(text)
+    path = _existing_path(text)
     if path is not None:
         return path
     if isinstance(model, str) and _HUB_ID.fullmatch(text) and not text.endswith(_FILE_SUFFIXES):
@@ -314,7 +308,7 @@ def embedded_file(name: str) -> Path:
     return present[0]
 
 
-def _local(text: str) -> Path | None:
+def _existing_path(text: str) -> Path | None:
     """Return the path of a name, or None if the path does not exist or the file system does not accept the name."""
     try:
         path = Path(text).expanduser()
@@ -327,7 +321,7 @@ def _missing(text: str) -> Problem:
     expected = "an existing file or directory, embedded:NAME, or a hub id (owner/name)"
     if not text:
         return Problem("model ''", expected, "give a model")
-    parent = _local(str(Path(text).parent))
+    parent = _existing_path(str(Path(text).parent))
     if parent is None or not parent.is_dir():
         fix = f"{Path(text).parent} is not an existing directory either: check the path"
     elif near := difflib.get_close_matches(Path(text).name, {path.name for path in parent.iterdir()}, n=3):

@@ -62,7 +62,7 @@ def resolve_precision(
             the first loss scale. The default is a cached measurement of the same checkpoint, else published facts about
             the model's family, else the dtype that the model was trained in.
         damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
-        **storage: by keyword, see `StorageOptions`:
+        **storage: keyword arguments:
 
             - `master`: dtype of trainable parameters; default float32.
             - `double_quant`: also quantize the quantization constants (nf4, fp4).
@@ -77,7 +77,7 @@ def resolve_precision(
         The policy: the dtype of each role with its reason, and warnings about costs.
 
     Raises:
-        PrecisionError: there are conflicts. The error lists all, each with a fix, and the nearest policy that works.
+        PrecisionError: there are conflicts; the error lists all, each with a fix, and the nearest policy that works.
         CheckpointError: `model` is the name of a checkpoint that does not exist.
     """
     request = PrecisionRequest(dtype, quantization, trainable, **storage)
@@ -101,14 +101,11 @@ def resolve_request(
     """Return the policy for a `PrecisionRequest`, and the value ranges that decided it (None if there are none).
 
     Args:
-        device, ranges, damages: the arguments of `resolve_precision`.
+        device, ranges, damages: as in `resolve_precision`; the errors are the same, too.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
-        measure: function that measures the checkpoint's ranges. It is called for float16 if the weights are local and
-            no ranges are cached.
-        measure_damages: function that measures the checkpoint's damages, for mixed storage.
-
-    Raises:
-        PrecisionError, CheckpointError: errors of `resolve_precision`, `measure` or `measure_damages`.
+        measure: function that measures the checkpoint's ranges, which float16 needs. It is called if the weights are
+            local and no ranges are cached.
+        measure_damages: the same for damages, which mixed storage needs.
     """
     profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
@@ -132,14 +129,13 @@ def resolve_request(
 
 
 def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy:
-    """Return the policy with `reason` as the reason for its storage."""
     return replace(policy, reasons={**policy.reasons, "storage": reason})
 
 
 def _cached_or_measured(
     kind: type[Measurement], checkpoint: Checkpoint, measure: Callable[[], Measurement] | None
 ) -> Measurement | None:
-    """Return a checkpoint's cached measurement, else the result of `measure`; None if the weights are not local."""
+    """Return a checkpoint's cached measurement, else the result of `measure`; return None without local weights."""
     if checkpoint.fingerprint is None:
         return None
     cached = read_measurement(kind, checkpoint.fingerprint)

@@ -50,21 +50,19 @@ def load_sharded(
     """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
 
     The model is built without weights, then gets its adapters, is sharded, and is filled. Each process reads, quantizes
-    and keeps only its own rows of every tensor. Quantized weights are bitwise those of `isotype.load`. All processes
-    must call this function.
+    and keeps only its rows of every tensor. Quantized weights are bitwise those of `isotype.load`. All processes must
+    call this function.
 
     Args:
         path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
-        policy: from `isotype.resolve_precision`.
         adapt: function that adds the adapters to a model on the meta device, such as
             `lambda model: isotype.add_lora(model, policy, r=16)`. The seed gives the same values as in one process.
         mesh: a `DeviceMesh` of one dimension; default: all processes.
         reshard: if True, free a block's gathered weights after its forward, and gather them again for its backward; if
             False, keep them gathered.
         revision: branch, tag or commit of a hub id.
-        **settings: `model_class` (a transformers model class or auto class; default: the class that the config
-            names), `attn_implementation` as in `from_pretrained`, and fields of the config to set, such as
-            `num_labels`.
+        **settings: `model_class` and `attn_implementation` as in `isotype.load`, and fields of the config to set, such
+            as `num_labels`.
 
     Returns:
         The model, or the result of `adapt`, as an FSDP2 module. Its attribute `precision_policy` is the policy, and
@@ -124,7 +122,6 @@ class _Rows:
     source: str
 
     def plain(self, name: str, parameter: Any) -> torch.Tensor:
-        """Return this process's rows of `parameter`, in the parameter's dtype."""
         return self._read(name, *self._bounds(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
@@ -136,7 +133,7 @@ class _Rows:
         if stop > start:
             dense = self._read(name, start, stop, self.policy.plain, holds_turned(layer))
             codes, scales[start:stop] = quantize_int8(dense)
-        layer.state.SCB = self._from_all(scales)
+        layer.state.SCB = self._sum_over_processes(scales)
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
@@ -162,7 +159,9 @@ class _Rows:
             skipped = math.ceil(start / size) - first // size
             absmax[first // size + skipped : math.ceil(stop / size)] = quantized.absmax[skipped:]
         constants = {name: getattr(state, name) for name in ("shape", "dtype", "blocksize", "quant_type")}
-        layer.quant_state = state_4bit(self._from_all(absmax), double_quant=state.nested, **constants)
+        layer.quant_state = state_4bit(
+            self._sum_over_processes(absmax), double_quant=state.nested, **constants
+        )
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
@@ -180,7 +179,7 @@ class _Rows:
             (part,) = stack.factors()
         constants = torch.zeros(experts, *part.shape[1:], dtype=part.dtype, device=device)
         constants[start:stop] = part
-        holder[0] = with_constants(blank, self._from_all(constants))
+        holder[0] = with_constants(blank, self._sum_over_processes(constants))
         return codes
 
     def _bounds(self, rows: int) -> tuple[int, int]:
@@ -196,8 +195,7 @@ class _Rows:
         require_finite(self.source, [(name, rows)])
         return (rows.T if turned else rows).to(device=self.device, dtype=dtype).contiguous()
 
-    def _from_all(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `part` over all processes; `part` is 0 except for a process's own entries."""
+    def _sum_over_processes(self, part: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(part, group=self.mesh.get_group())
         return part
 

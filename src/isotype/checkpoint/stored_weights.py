@@ -21,8 +21,10 @@ class StoredWeights:
     """The tensors of a checkpoint by the names of `model`.
 
     The conversions of transformers (`transformers.core_model_loading`) rename, split, stack and transpose one tensor at
-    a time. Quantized tensors are dequantized. `weights`: the result of `weight_map` for the model and the headers, if
-    known.
+    a time. Quantized tensors are dequantized.
+
+    Args:
+        weights: result of `weight_map(model, headers)`, if it is known.
 
     Attributes:
         shapes: name -> shape of every tensor of the model that the checkpoint has.
@@ -49,7 +51,8 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        The other rows are not read if these rows are whole source tensors (one per expert) or the same rows in each source tensor.
+        Other rows are read only if these rows are neither whole source tensors (of experts) nor equal rows of all source
+        tensors.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
@@ -89,7 +92,7 @@ class StoredWeights:
 
 
 def blank_model(config: Any) -> Any:
-    """Return a float32 model of a config in evaluation mode, with meta parameters and with buffers on the CPU."""
+    """Return a config's float32 model in evaluation mode, with parameters on the meta device and buffers on the CPU."""
     return skeleton(config, torch.float32, buffers=True).eval()
 
 

@@ -39,8 +39,7 @@ _ENTRIES = (
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
     """Return the tokenizer or processor of a directory or hub id, or None if there is none.
 
-    Raises CheckpointError if its files are damaged or need code of the checkpoint, or if `required` is True and there
-    is none.
+    Raises CheckpointError if its files are damaged or need code of the checkpoint, or if a `required` one is missing.
     """
     import transformers
 
@@ -60,10 +59,10 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
             if required:
                 raise _none(source, why or first_line(error)) from error
             return None
-        if lacking := _lacking(str(error)):
+        if lacking := _missing_package(str(error)):
             lacking = replace(lacking, given=f"{source}: {lacking.given}")
             raise CheckpointError(_HEADLINE, [lacking]) from error
-        reason = _reason(source) or first_line(error)
+        reason = _error_of_auto_tokenizer(source) or first_line(error)
         raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", _AGAIN) from error
     for file, key, reference in code_named(source, revision):
         kind = type(getattr(tokenizer, "tokenizer", tokenizer)).__name__
@@ -76,8 +75,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
     return tokenizer
 
 
-def _lacking(message: str) -> Problem | None:
-    """Return the problem if an error says that an image processor needs a missing package, or None for other errors."""
+def _missing_package(message: str) -> Problem | None:
     if find_spec("PIL") is None and re.search(r"image processor|\bPIL\b|[Pp]illow", message):
         what = "its image processor needs pillow"
         return Problem(what, "the package pillow", "pip install 'isotype[vision]'")
@@ -97,7 +95,7 @@ def _none(source: str | Path, reason: str) -> CheckpointError:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise CheckpointError if a tokenizer file is not a JSON object, or an entry has a type that transformers rejects."""
+    """Raise CheckpointError if a tokenizer file is not a JSON object, or if transformers rejects an entry's type."""
     problems: list[Problem] = []
     for file in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
         path = directory / file
@@ -117,8 +115,8 @@ def _check_files(directory: Path) -> None:
         raise CheckpointError(_HEADLINE, problems)
 
 
-def _reason(source: Path) -> str:
-    """Return the error that `AutoTokenizer` raises for these files, which `AutoProcessor` hides."""
+def _error_of_auto_tokenizer(source: Path) -> str:
+    """Return the error of `AutoTokenizer` for these files, which `AutoProcessor` hides; "" if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -129,7 +127,7 @@ def _reason(source: Path) -> str:
 
 
 _MIB = 1 << 20
-# Part of a copy's fingerprint: raise it if tokenizer_copy() writes something else, so that no stale copy is used.
+# Part of a copy's fingerprint: increase it if `tokenizer_copy` writes something else, so that old copies are not used.
 _REVISION = 2
 # transformers 5.23 splits text like GPT-2 for these values of tokenizer.ggml.pre. These tokenizers isolate digits before
 # the merges ("\p{N}" in llama.cpp's llama-vocab.cpp): without that step, "x\n  12" becomes other tokens than in training.
@@ -203,7 +201,7 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
 
 def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """Set what transformers omits when it reads a GGUF tokenizer: splitting of digits, chat template, maximum length."""
+    """Set what transformers leaves out of a GGUF file's tokenizer: splitting of digits, chat template, maximum length."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     split = metadata.get("tokenizer.ggml.pre")
@@ -212,7 +210,7 @@ def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     elif split is not None and split not in _AS_GPT2 and isinstance(backend.pre_tokenizer, ByteLevel):
         warnings.warn(
-            f"transformers does not know the pre-tokenizer {split!r} of this GGUF file and splits text as GPT-2 does: "
+            f"transformers has no rule for the pre-tokenizer {split!r} of this GGUF file and splits text as GPT-2 does: "
             "some texts become other tokens than in training; use the tokenizer of the original model",
             stacklevel=2,
         )

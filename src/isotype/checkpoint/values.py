@@ -24,7 +24,7 @@ from isotype.core.errors import CheckpointError, Problem
 from isotype.model.experts import mxfp4
 from isotype.model.experts.stack import QuantizedStack, quantized_stack, stacked_weights, take_stack
 from isotype.model.quantized import dense_layer, holds_turned
-from isotype.model.walk import Place, places
+from isotype.model.walk import places
 
 Read = Callable[[TensorHeader], torch.Tensor]
 
@@ -44,13 +44,14 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
     if tensor.weight.dtype is None and tensor.problem is None:
         return unpack_blocks(tensor.weight, read(tensor.weight))
     if scheme is None:
-        what = f"{tensor.weight.name} ({tensor.form}), which stays quantized, in a dense layer"
+        what = f"a dense layer for {tensor.weight.name}, which stays quantized ({tensor.form})"
         problem = tensor.problem or Problem(what, *EXPECTED)
         raise CheckpointError("a weight that isotype cannot dequantize", [problem])
     codes, scales = read(tensor.weight), read(scheme.scale)
     if scheme.kind == "blocks":
         return mxfp4.unpack(codes, scales, dtype, True)
-    factors = _factors(scales)
+    # uint8 scales are exponents of two (E8M0).
+    factors = mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if scheme.second is not None:
         second = read(scheme.second).to(torch.float32)
         factors = factors / second if scheme.divides else factors * second
@@ -121,17 +122,13 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
 
 
-def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; uint8 scales are exponents of two (E8M0)."""
-    return mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
-
-
 def _unpacked(
     words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
 ) -> torch.Tensor:
-    """Unpack int32 words to int8 codes of `shape`, minus half of the codes' range; a code may continue in the next word.
+    """Unpack codes from int32 words and subtract half of the codes' range; return int8 of `shape`.
 
-    `order`: positions of neighbouring columns in a word. The last size of `shape` is a multiple of the length of `order`.
+    A code may continue in the next word. `order`: positions of neighbouring columns in a word; its length divides the
+    last size of `shape`.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
@@ -145,8 +142,6 @@ def _unpacked(
         codes[first : first + step] = (pair >> shift & (1 << bits) - 1) - (1 << bits - 1)
     return codes.view(*shape)
 
-
-# ---------------------------------------------------------------------------------------------------------- GGUF files
 
 Turn = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -199,36 +194,41 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 
 
 @dataclass(frozen=True)
-class DenseStack:
-    """A quantized stacked weight, called `name` in the model; `read` replaces it by its dense values."""
+class DenseWeight:
+    """A dense weight of `module`, called `name` in the model, in place of a quantized weight.
+
+    `values` dequantizes the replaced weight. `layer` is the bitsandbytes layer that `module` replaces; None for stacked
+    experts.
+    """
 
     name: str
-    module: nn.Module
-    codes: torch.Tensor
-    stack: QuantizedStack
-    dtype: torch.dtype
+    module: Any
+    values: Callable[[], torch.Tensor]
+    layer: Any = None
 
     def read(self) -> None:
-        """Dequantize the module's current codes, and set its weight to these dense values on the CPU."""
-        leaf, codes, stack = self.name.rpartition(".")[2], self.codes, self.stack
-        if quantized_stack(self.module, leaf) is not None:
-            codes, stack = take_stack(self.module, leaf)
-            stack.dtype = self.stack.dtype
-        self._put(stack(codes).to("cpu", self.dtype))
+        self.put(self.values())
 
-    def drop(self) -> None:
-        self._put(torch.empty(self.stack.shape, dtype=self.dtype, device="meta"))
+    def put(self, weight: torch.Tensor) -> None:
+        own_parameters(self.module)[self.name.rpartition(".")[2]] = nn.Parameter(weight, requires_grad=False)
 
-    def _put(self, weight: torch.Tensor) -> None:
-        leaf = self.name.rpartition(".")[2]
-        own_parameters(self.module)[leaf] = nn.Parameter(weight, requires_grad=False)
+
+def _of_stack(
+    module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the dense values of the module's current codes, or of `codes` if it has none, on the CPU."""
+    if quantized_stack(module, name) is not None:
+        computes_in = stack.dtype
+        codes, stack = take_stack(module, name)
+        stack.dtype = computes_in
+    values: torch.Tensor = stack(codes)
+    return values.to("cpu", dtype)
 
 
 def dequantize(
     model: Any,
     dtype: torch.dtype,
-    later: Callable[[Place, Any], bool] = lambda *_: False,
-    stack_later: Callable[[DenseStack], bool] = lambda _: False,
+    later: Callable[[DenseWeight], bool] = lambda _: False,
 ) -> None:
     """Replace bitsandbytes layers and quantized experts by dense CPU layers, with the weights that they compute with.
 
@@ -236,14 +236,15 @@ def dequantize(
         model: a transformers model, changed in place if it is quantized.
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: function of (quantized layer, dense layer); returns True if the caller fills the dense weight later.
-        stack_later: function of stacked experts; returns True if the caller fills their dense weight later.
+        later: returns True if the caller will read the dense weight later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
-        dense = DenseStack(f"{path}.{name}", module, *take_stack(module, name), dtype)
-        dense.drop()
-        if not stack_later(dense):
+        codes, stack = take_stack(module, name)
+        values = functools.partial(_of_stack, module, name, codes, stack, dtype)
+        dense = DenseWeight(f"{path}.{name}", module, values)
+        dense.put(torch.empty(stack.shape, dtype=dtype, device="meta"))
+        if not later(dense):
             dense.read()
     if quantized:
         set_conversions(model, None)  # saving converts stacks of codes otherwise than dense stacks
@@ -254,14 +255,17 @@ def dequantize(
         linear: Any = dense_layer(layer, dtype)
         if layer.bias is not None:
             linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
-        if not later(place, linear):
-            linear.weight = nn.Parameter(held_weight(layer, dtype), requires_grad=False)
+        # The dtype may change after the dequantization of a model whose weights are read later.
+        values = functools.partial(lambda old, new: held_weight(old, new.weight.dtype), layer, linear)
+        dense = DenseWeight(f"{place.name}.weight", linear, values, layer)
+        if not later(dense):
+            dense.read()
         model.set_submodule(place.name, linear)
     _forget_bnb(model)
 
 
 def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight of a quantized layer in `dtype`, on the CPU."""
+    """Return the weight `[out, in]` of a bitsandbytes layer in `dtype`, on the CPU."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     weight: torch.Tensor = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None))
@@ -269,7 +273,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `dense_weight` in the layout that files and dense layers use, which is `[in, out]` for Conv1D."""
+    """Return `dense_weight` in the layout of files and dense layers, which is `[in, out]` for Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 

@@ -27,7 +27,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return `model_class`, or `config`'s class for an auto class or None; raise CheckpointError if there is none."""
+    """Return `model_class`; for an auto class or None, the config's class. Raise CheckpointError if there is none."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -35,7 +35,7 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
         return cls
     what = f"model_type {config.model_type!r} with architectures {config.architectures}"
     expected = f"a class of {getattr(model_class, '__name__', 'transformers')}"
-    fix = "give model_class=, or a checkpoint of an architecture that transformers knows"
+    fix = "give model_class=, or a checkpoint of an architecture that transformers has"
     raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
@@ -105,7 +105,6 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
 
 
 def skipped_modules(config: Any) -> tuple[str, ...]:
-    """Return the modules that stay dense in a quantized checkpoint, as its config says."""
     return tuple(quantization_options(config).get("llm_int8_skip_modules") or ())
 
 
@@ -130,13 +129,13 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 
 def forget_quantization(config: Any) -> None:
-    """Remove the quantization from the config of a dense model and from its text config."""
+    """Remove the quantization from a config and from its text config."""
     for holder in (config, config.get_text_config()):
         vars(holder).pop("quantization_config", None)
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return transformers' quantization config for `policy`; None if dense or the checkpoint is already quantized."""
+    """Return the `BitsAndBytesConfig` of `policy`; None for a dense policy, or if the files have a `saved` format."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig
@@ -155,7 +154,7 @@ def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
 
 
 def note_quantization(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Set the policy's compute dtype in the quantization config that is saved with the model."""
+    """Set the policy's compute dtype in the model's quantization config."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None and hasattr(config, "bnb_4bit_compute_dtype"):
         config.bnb_4bit_compute_dtype = policy.compute

@@ -57,7 +57,7 @@ def read_config(directory: Path) -> Any:
         else:
             fix = "update transformers"
         what = f"{path}: model_type {model_type!r}" if model_type else f"{path} has no model_type"
-        expected = f"a model_type that transformers {version} knows"
+        expected = f"a model_type that transformers {version} has"
         raise CheckpointError.of("unknown model", what, expected, fix)
     for key in ("dtype", "torch_dtype"):
         torch_dtype(content.get(key), f"{key} in {path}")
@@ -99,7 +99,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield a problem for each entry that is invalid, makes transformers run code, or replaces a method of `kind`."""
+    """Yield a problem for each entry that is invalid, runs code in transformers, or replaces a method of `kind`."""
     yield from entry_problems(content, _ENTRIES, path, _AGAIN)
     for value in content.values():
         if isinstance(value, dict):
@@ -130,7 +130,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    An instance is needed because transformers collects the pinned names of all submodels in the instance's `post_init`.
+    Only an instance has the pinned names of all submodels, which transformers collects in `post_init`.
     """
     cls = model_class(config)
     if cls is None:
@@ -145,7 +145,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
 
 
 def names_in_other_classes(model: Any) -> frozenset[str]:
-    """Return the tensor names of all transformers classes for the model's config, without the base model's prefix."""
+    """Return the tensor names, without prefix, of all classes that transformers has for the model's config."""
     from transformers import PreTrainedModel
 
     bases = {cls.__module__ for cls in type(model).__mro__}
@@ -171,7 +171,7 @@ def without_prefix(model: Any, name: str) -> str:
 
 @contextmanager
 def building(cls: type, source: str = "") -> Iterator[None]:
-    """Skip the initial values of a model of class `cls` in the context; raise CheckpointError if building fails."""
+    """In this context, a model of class `cls` is built without initial values; failures become CheckpointErrors."""
     modules = itertools.count(1)
 
     def count_module(*_: Any) -> None:
@@ -198,7 +198,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return a config's model class: `auto_class`'s choice if given, else the named class, else the default or None."""
+    """Return a config's model class (of `auto_class`, else as named in the config, else the default), or None."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -219,7 +219,7 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype of the config or of its text config; raise CheckpointError if it is not a torch dtype."""
+    """Return the dtype in a config or its text config; raise CheckpointError if torch does not have it."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for holder in (config, text):
         value = getattr(holder, "dtype", None)
@@ -229,7 +229,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype of a name, or None for None; raise CheckpointError, with `what`, for other names."""
+    """Return the torch dtype of a name, or None for None; raise CheckpointError, which begins with `what`, if unknown."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

@@ -33,8 +33,8 @@ _STRING, _ARRAY = 8, 9
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensor headers of a GGUF file, sorted by name, and the scalars and strings of its metadata.
 
-    Arrays are skipped, because a vocabulary has 10^5 strings, for which gguf.GGUFReader takes seconds. Raises
-    CheckpointError if the file is missing, truncated or damaged, or has an unknown version or tensor type.
+    Arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary. Raises CheckpointError if
+    the file is missing, truncated or damaged, or has an unknown version or tensor type.
     """
     if file_size(path) == 0:
         raise broken(path, "an empty file", "a GGUF file")
@@ -58,8 +58,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
     metadata: dict[str, object] = {}
     *_, (_, _, at) = (("", 0, 24), *_entries(data, entry_count, metadata, path))
     if not isinstance(architecture := metadata.get("general.architecture", ""), str):
-        what = f"general.architecture {architecture!r}"
-        raise broken(path, what, "the name of an architecture")
+        raise broken(path, f"general.architecture {architecture!r}", "the name of an architecture")
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         fix = "join them with llama.cpp: llama-gguf-split --merge"
@@ -70,8 +69,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
         name, at = _string(data, at)
         (dimensions,) = struct.unpack_from("<I", data, at)
         if dimensions > _MAX_DIMENSIONS:
-            tensor = f"tensor {name!r} of {dimensions} dimensions"
-            raise broken(path, tensor, f"at most {_MAX_DIMENSIONS}")
+            raise broken(path, f"tensor {name!r} of {dimensions} dimensions", f"at most {_MAX_DIMENSIONS}")
         *sizes, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", data, at + 4)
         at += 4 + 8 * dimensions + 12
         # ggml lists the fastest dimension first, torch last.
@@ -80,8 +78,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):  # as ggml has it
         raise broken(path, f"general.alignment {alignment!r}", "a power of two")
     start = -(-at // alignment) * alignment
-    tensors = _tensors(entries, start, len(data), path)
-    return by_name(tensors), metadata
+    return by_name(_tensors(entries, start, len(data), path)), metadata
 
 
 def _entries(
@@ -102,7 +99,7 @@ def _entries(
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return a small GGUF file with a file's metadata and tensor names; without the vocabulary, gguf reads it quickly."""
+    """Return the bytes of a GGUF file with only the metadata and tensor names of `path`, which gguf reads quickly."""
     metadata: dict[str, object] = {}
     entries: list[bytes] = []
     vocabulary = 0
@@ -164,7 +161,7 @@ def _tensors(
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
-        expected, fix = "the library gguf, which knows its types", "pip install gguf"
+        expected, fix = "the library gguf, which lists the types of tensors", "pip install gguf"
         raise CheckpointError.of("gguf is not installed", str(path), expected, fix) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     names = Counter(name for name, *_ in entries)
@@ -178,7 +175,7 @@ def _tensors(
     for name, shape, kind, offset in entries:
         if kind not in types:
             fix = "update gguf (pip install -U gguf), or convert the model again"
-            problems.append(Problem(f"tensor {name!r} of type {kind}", "a type that gguf knows", fix))
+            problems.append(Problem(f"tensor {name!r} of type {kind}", "a type that gguf supports", fix))
             continue
         type_name, block, block_bytes = types[kind]
         if shape and shape[-1] % block:

@@ -80,7 +80,7 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
     """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
 
-    `quant_method` is `cast` if the config names a float8 dtype and no quantization: all weights were cast to float8.
+    If the config names a float8 dtype and no quantization, all weights were cast to float8, and `quant_method` is `cast`.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
@@ -118,7 +118,7 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
 
 
 def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
-    """Return the tensors of one .safetensors or torch file; raise CheckpointError if damaged."""
+    """Return the tensors of one .safetensors or torch file; raise CheckpointError if it is damaged."""
     if file.name.endswith(_TORCH_SUFFIXES):
         return read_torch_header(file)
     return read_safetensors(file)[0]
@@ -167,7 +167,6 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
 
 
 def contents(directory: Path) -> str:
-    """Return the names in a directory, for a message."""
     return _listed(sorted(directory.iterdir())) or "nothing"
 
 
@@ -192,9 +191,6 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
     )
     expected = "safetensors: reading a pickle runs whatever code its author put in it"
     return CheckpointError.of("the weights are pickled", what, expected, fix)
-
-
-# ------------------------------------------------------------------------------------------------------ shards and their index
 
 
 _READERS = 8
@@ -229,14 +225,14 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
         for some, what in ((names - present, "lacks"), (present - names, "holds, against the index,")):
             if some:
                 difference = f"{shard} {what} {listed(sorted(some))}"
-                problems.append(Problem(difference, f"what {index.name} says", fix))
+                problems.append(Problem(difference, f"what {index.name} lists", fix))
     if problems:
         raise damaged(index, problems)
     return by_name(tensors), metadata
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield for each file if it exists; threads read the headers ahead, which hides the latency of a file server."""
+    """Yield True for each file that exists, else False. Threads read headers ahead, since a file server is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():

@@ -17,7 +17,7 @@ _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
-    """Return the transformers config of a hub id, or raise CheckpointError."""
+    """Return the transformers config of a hub id; raise CheckpointError if it cannot be read."""
     from transformers import AutoConfig
 
     at = f" at revision {revision}" if revision else ""
@@ -33,7 +33,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
-    """Replace errors of the hub or its library by a CheckpointError with this text and the reason."""
+    """Raise a CheckpointError with this text and the reason in place of an error of the hub or its library."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
@@ -100,8 +100,7 @@ def remote_headers(
         fix = "give a revision or conversion of it in safetensors; pickled weights are not read"
         raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
-        reason = why or error
-        unread = f"the headers on the hub could not be read ({reason})"
+        unread = f"the headers on the hub could not be read ({why or error})"
         return None, (f"{unread}: the dtypes are those of the config",)
     tensors = tuple(
         TensorHeader(name, info.dtype, tuple(info.shape), end - begin, Path(file))

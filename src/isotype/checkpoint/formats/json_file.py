@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return parsed JSON and the names that occur twice in an object; `json` alone would keep only their last value."""
+    """Return parsed JSON and the names that occur twice in an object; `json` keeps only the last value of a name."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that its first matching entry forbids; `kinds` has the types if `kind` is None."""
+    """Yield a problem for each value that the first `Entry` for its name forbids; `kinds` has types for a `kind` of None."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
@@ -97,7 +97,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return (a function that checks if a JSON value has the annotated type, the type in words)."""
+    """Return (function that checks if a JSON value has the annotated type, the type in words)."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # In a union of str and an enumeration, the text must be a value of the enumeration.

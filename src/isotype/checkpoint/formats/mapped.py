@@ -27,7 +27,7 @@ _DONE: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class MappedFiles:
-    """The files of a checkpoint, each mapped once and privately, so that writing into a tensor does not change its file.
+    """The files of a checkpoint, each mapped once. Writing into a tensor does not change the file.
 
     The mapping of a file is closed when its last tensor is freed.
     """
@@ -47,7 +47,6 @@ class MappedFiles:
         return raw.view(header.dtype).view(header.shape)
 
     def ahead(self, headers: Iterable[TensorHeader]) -> None:
-        """Ask the system to read these tensors ahead."""
         self._advise(headers, _AHEAD)
 
     def release(self, headers: Iterable[TensorHeader]) -> None:
@@ -107,13 +106,12 @@ Work = TypeVar("Work")
 
 @dataclass
 class StagedTensors:
-    """Tensors in a buffer, which are overwritten when the next piece of work is requested."""
+    """Tensors in a buffer, which are overwritten when the next piece of work is requested; read like `MappedFiles`."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return a tensor of the header's shape and dtype; bytes `[header.bytes]` if torch lacks its dtype."""
         begin = self.at[header]
         raw = self.buffer[begin : begin + header.bytes]
         return raw if header.dtype is None else raw.view(header.dtype).view(header.shape)
@@ -124,8 +122,8 @@ def staged(
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
     """Yield each piece of work with its tensors in a buffer, or with None if the caller must read them.
 
-    The pieces keep their order. Tensors are valid until the next piece is requested. The thread that reads ends when
-    the generator is closed, also after an interrupt.
+    The pieces keep their order. Tensors are valid until the next piece is requested. The reading thread ends when the
+    generator is closed, also after an interrupt.
 
     Args:
         work: pieces of work and their headers. A piece is yielded with None if one of its headers has no offset, or if
@@ -157,7 +155,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield groups of neighbouring pieces that fit into one buffer; unbuffered pieces have None instead of headers."""
+    """Yield groups of neighbouring pieces that fit into one buffer; pieces without a buffer have None for headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for piece, headers in work:
@@ -179,7 +177,7 @@ def _space(header: TensorHeader) -> int:
 
 
 class _StoppedError(Exception):
-    """The caller has stopped."""
+    """The generator was closed while its thread was reading."""
 
 
 def _fill(
@@ -222,7 +220,7 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
 
 
 def _buffer(size: int, pinned: bool) -> torch.Tensor:
-    size += 1  # a tensor must not fill the whole storage: it would be taken for a tensor that needs no copy
+    size += 1  # `fill` makes no copy of a tensor that fills its whole storage
     if pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)

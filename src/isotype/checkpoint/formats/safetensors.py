@@ -41,11 +41,11 @@ _SIGNATURES = (
 
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensors in a safetensors file's header, in the order of their data, and the file's metadata."""
-    header, data_bytes = _safetensors_json(path)
+    header, data_bytes = _header_and_data_size(path)
     limit_tensors(path, len(header))
     metadata = header.pop("__metadata__", {})
     start = path.stat().st_size - data_bytes
-    parsed = [_safetensors_entry(name, entry, path, start) for name, entry in header.items()]
+    parsed = [_tensor_or_problem(name, entry, path, start) for name, entry in header.items()]
     problems = [entry for entry in parsed if isinstance(entry, Problem)]
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         problems.insert(0, Problem(f"__metadata__ {metadata!r:.80}", "an object of text", DAMAGED))
@@ -57,8 +57,7 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     return tuple(tensors), metadata
 
 
-def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header as JSON and the number of bytes after it."""
+def _header_and_data_size(path: Path) -> tuple[dict[str, Any], int]:
     size = file_size(path)
     with path.open("rb") as file:
         start = file.read(32)
@@ -86,7 +85,7 @@ def _safetensors_json(path: Path) -> tuple[dict[str, Any], int]:
     return header, size - 8 - length
 
 
-def _safetensors_entry(name: str, entry: object, path: Path, start: int) -> TensorHeader | Problem:
+def _tensor_or_problem(name: str, entry: object, path: Path, start: int) -> TensorHeader | Problem:
     if not isinstance(entry, dict):
         expected = "an object with dtype, shape and data_offsets"
         return Problem(f"tensor {name!r}: {entry!r:.80}", expected, DAMAGED)

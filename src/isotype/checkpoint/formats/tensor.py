@@ -44,18 +44,17 @@ class TensorHeader:
 
     @property
     def elements(self) -> int:
-        """Number of elements (1 for a scalar)."""
         return math.prod(self.shape)
 
 
 def limit_tensors(path: Path, count: int) -> None:
-    """Raise `CheckpointError` if a file describes more tensors than any model has, since each needs memory and time."""
+    """Raise CheckpointError if a file describes more tensors than any model has: reading them needs memory and time."""
     if count > MAX_TENSORS:
         raise broken(path, f"{count:,} tensors", f"at most {MAX_TENSORS:,}", "give a checkpoint of a model")
 
 
 def printable(name: str) -> bool:
-    """Return True if UTF-8 can encode a name; lone surrogates, which JSON allows, cannot be written or printed."""
+    """Return True if UTF-8 can encode a name. JSON also allows lone surrogates, which cannot be written or printed."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -75,7 +74,6 @@ def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
 
 
 def broken(path: Path, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
-    """Return the error for a file that cannot be read, with one problem."""
     return damaged(path, [Problem(what, expected, fix)])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isotype.checkpoint.formats.tensor import TensorHeader, broken, damaged, file_size, printable
+from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, broken, damaged, file_size, printable
 from isotype.compat.torch import file_offset
 from isotype.core.errors import Problem
 
@@ -24,20 +24,18 @@ _UNREADABLE = (
 _REFUSED = re.compile(
     r"unsupported (?:global: )?global (\S+)|unsupported (?:class|operand) [^\n]*", re.IGNORECASE
 )
-_AGAIN = "download, copy or save it again"
 _WEIGHTS = "give the file with the weights: torch.save(model.state_dict(), …)"
-_DAMAGED = f"the file is damaged: {_AGAIN}"
-# Keys below which training scripts store the state dict.
+# Keys under which training scripts store the state dict.
 _NESTED = ("state_dict", "model")
 
 
 def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
-    """Return the headers of the tensors in a file; raise CheckpointError if it is damaged or older than torch 1.6."""
+    """Return the headers of the tensors in a file; the errors are those of `torch_tensors`."""
     return tuple(_header(name, value, path) for name, value in torch_tensors(path, "meta").items())
 
 
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
-    """Return name -> tensor for a file; the tensors are memory-mapped on the CPU, or on the meta device without values.
+    """Return name -> tensor for a file. Tensors on the CPU are memory-mapped; tensors on the meta device have no values.
 
     Raises CheckpointError if the file is damaged or older than torch 1.6. No code is run: only tensors are unpickled.
     """
@@ -62,7 +60,7 @@ def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]
         end = 0 if begin is None else begin + value.untyped_storage().nbytes()
         if end > size:
             what = f"tensor {name!r} ends at byte {end}, the file at byte {size}"
-            raise broken(path, what, "a complete file", f"the file is damaged: {_AGAIN}")
+            raise broken(path, what, "a complete file")
     return tensors
 
 
@@ -101,8 +99,7 @@ def _not_an_archive(start: bytes, size: int) -> Problem:
             "the archive that torch.save writes since torch 1.6",
             "take the checkpoint in safetensors; if you trust its author, torch.load it once and torch.save it again",
         )
-    what, expected = f"{size} bytes that begin with {start!r}", "the archive that torch.save writes"
-    return Problem(what, expected, _DAMAGED)
+    return Problem(f"{size} bytes that begin with {start!r}", "the archive that torch.save writes", DAMAGED)
 
 
 def _what_failed(error: BaseException) -> Problem:
@@ -119,4 +116,4 @@ def _what_failed(error: BaseException) -> Problem:
         # torch from 2.14 on compares a sparse tensor's indices with its size, which a tensor without values lacks.
         return Problem("a sparse tensor", "a dense tensor by its name", _WEIGHTS)
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return Problem(f"not readable by torch ({first[:200]})", "what torch.save writes", _DAMAGED)
+    return Problem(f"not readable by torch ({first[:200]})", "what torch.save writes", DAMAGED)

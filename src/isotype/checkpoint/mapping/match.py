@@ -46,7 +46,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor of shape `wanted` in the model, for which the files give the shape `stored` or a conversion error."""
+    """A tensor of shape `wanted` in the model; from the files it has the shape `stored`, or a conversion `failure`."""
 
     name: str
     wanted: tuple[int, ...]
@@ -66,8 +66,6 @@ class Match:
         surplus: tensors of the checkpoint that the model has no name for and does not ignore.
         unused: the tensors of `surplus` that no class of the model uses.
         unread: tensors whose values cannot be computed, each with the reason.
-        wrong: tensors of another shape than the model's.
-        doubled: (name in the model, tensor) for each tensor whose name in the model another tensor already has.
         buffers: buffers that the model computes and no file has.
     """
 
@@ -80,17 +78,15 @@ class Match:
     unused: tuple[StoredTensor, ...]
     unread: tuple[tuple[StoredTensor, Problem], ...]
     wrong: tuple[WrongShape, ...]
-    doubled: tuple[tuple[str, StoredTensor], ...]
     buffers: tuple[str, ...]
     weights: WeightMap = field(repr=False, compare=False)
 
     @property
     def gguf(self) -> bool:
-        """True if the checkpoint is a GGUF file, which has metadata instead of a config.json."""
         return self.path.endswith(".gguf")
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return why the checkpoint cannot be loaded; tensors whose names differ only in numbers share a problem."""
+        """Return why the checkpoint cannot be loaded, with one problem for tensors whose names differ only in numbers."""
         if self.missing and not self.weights.sources:
             held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
@@ -104,7 +100,7 @@ class Match:
         )
 
     def require_complete(self) -> None:
-        """Raise one CheckpointError with all `problems`, if there are any."""
+        """Raise one CheckpointError with the `problems`, if there are any."""
         problems = self.problems()
         if problems:
             left_out = len(problems) - _SHOWN
@@ -155,7 +151,6 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
         _unused(model, surplus, headers.quantization),
         unread,
         tuple(wrong for wrong in _wrong(state, weights) if broken.isdisjoint(map(id, wrong.sources))),
-        weights.doubled,
         tuple(name for name, _ in model.named_buffers() if name not in state),
         weights,
     )
@@ -188,7 +183,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the name of a surplus tensor shows that the model ignores it, or computes it as a buffer."""
+    """Return True if the model ignores tensors of a surplus tensor's name, or computes this tensor as a buffer."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -199,10 +194,10 @@ def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]
 def _unused(
     model: Any, surplus: Sequence[StoredTensor], quantization: Mapping[str, Any]
 ) -> tuple[StoredTensor, ...]:
-    """Return the surplus tensors that no class of the model uses.
+    """Return the surplus tensors that no transformers class for the model's config uses.
 
-    Tensors that another class uses for its head or tower are not returned. If the config names another class than the
-    model's, only tensors of modules that the model has, and of additional layers, are returned.
+    If the config names another class than the model's, return only tensors of modules that the model has, and of
+    additional layers.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -263,12 +258,7 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
                 yield WrongShape(name, wanted, shape, stored)
 
 
-# Problems
-
-
 def _unread_problems(match: Match) -> Iterator[Problem]:
-    """Yield one problem for each reason, not for each tensor, since many tensors are unreadable for the same reason."""
-
     def reason(unread: tuple[StoredTensor, Problem]) -> tuple[str, str]:
         tensor, problem = unread
         module = tensor.weight.name.rpartition(".")[0]
@@ -289,7 +279,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
     reported |= {starred(tensor.weight.name) for tensor in renamed if tensor is not None}
     by_name = {tensor.weight.name: tensor.weight for tensor in match.unused}
     others = [name for name in by_name if reported.isdisjoint((name.rpartition(".")[0], starred(name)))]
-    for names in _by_pattern(others, lambda name: by_name[name].shape):
+    for names in _grouped_by_pattern(others, lambda name: by_name[name].shape):
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
@@ -299,12 +289,12 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
 
 
 def _missing_problems(match: Match) -> Iterator[Problem]:
-    for names in _by_pattern(match.missing, match.missing.__getitem__):
+    for names in _grouped_by_pattern(match.missing, match.missing.__getitem__):
         shape = match.missing[names[0]]
         near = _near(names[0], shape, match.surplus)
         again = "download or save the checkpoint again"
         if near is not None:
-            rename = "rename it there" if len(names) == 1 else "rename it and its like there"
+            rename = "rename it there" if len(names) == 1 else "rename it and similar tensors there"
             fix = f"{near.weight.file.name} has {near.weight.name} of this shape: {rename}, or {again}"
         else:
             fix = (
@@ -318,7 +308,7 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
 
 def _shape_problems(match: Match) -> Iterator[Problem]:
     by_name = {wrong.name: wrong for wrong in match.wrong}
-    for names in _by_pattern(by_name, lambda name: (by_name[name].wanted, by_name[name].stored)):
+    for names in _grouped_by_pattern(by_name, lambda name: (by_name[name].wanted, by_name[name].stored)):
         wrong = by_name[names[0]]
         files = listed(dict.fromkeys(tensor.weight.file.name for tensor in wrong.sources), 2)
         sources = listed([tensor.weight.name for tensor in wrong.sources], 2)
@@ -334,12 +324,12 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
             fix = f"{near.weight.file.name} has {near.weight.name}, which no tensor of the model is made of: rename it"
         else:
             fix = _SAME_PLACE
-        source = "its metadata say" if match.gguf else "config.json says"
-        yield Problem(what, f"shape {list(wrong.wanted)}, as {source}", fix)
+        source = "its metadata" if match.gguf else "config.json"
+        yield Problem(what, f"shape {list(wrong.wanted)}, according to {source}", fix)
 
 
 def _doubled_problems(match: Match) -> Iterator[Problem]:
-    for name, tensor in match.doubled:
+    for name, tensor in match.weights.doubled:
         first, second = match.weights.sources[name].tensors[0][0].weight, tensor.weight
         yield Problem(
             f"{name} twice: {first.name} in {first.file.name} and {second.name} in {second.file.name}",
@@ -356,13 +346,12 @@ def _named(names: Sequence[str]) -> str:
     return f"{_some(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]:
-    """Group names that differ only in layer numbers and have an equal `alike(name)`."""
+def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]:
     return grouped(names, lambda name: (starred(name), alike(name))).values()
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape whose name is most similar, or the only one of this shape, or None."""
+    """Return the surplus tensor of this shape with the most similar name, or the only one of this shape, or None."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

@@ -1,7 +1,6 @@
 """Decide from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-A tensor beside a weight belongs to one of three kinds: it is needed to dequantize the weight, it scales only
-activations, or it makes the weight unreadable.
+A tensor beside a weight is needed to dequantize the weight, scales only activations, or makes the weight unreadable.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
 """Stored dtypes of quantized weights."""
 
 EXPECTED = (
-    "a weight whose scales and config.json say how its values are computed",
-    "load it with the library that quantized it and save_pretrained() it dense, or take the checkpoint before it was quantized",
+    "a weight whose scales and config.json define how its values are computed",
+    "dequantize and save it with the library that quantized it, or take the checkpoint before it was quantized",
 )
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -75,10 +74,8 @@ class Scheme:
     Attributes:
         kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
             codes per byte, `blocks` the mxfp4 blocks of gpt-oss.
-        shape: shape of the dense weight; empty if only the remote file contains the shape.
+        shape: shape of the dense weight; empty if the shape is only in a file on the hub.
         block: (rows, columns) that share a scale.
-        bits: bits of one code.
-        zero: zero points, or None.
         second: one number that scales all scales, or None.
         divides: True if the scales are divided by `second`, False if they are multiplied.
         turned: True if the file stores the weight as [columns, rows] (AWQ), with words and zero points packed along the
@@ -98,9 +95,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """Settings in config.json for one weight: the `kinds` of codes and the `layouts` of scales that it allows.
+    """The `kinds` of codes and the `layouts` of scales that config.json allows for one weight.
 
-    A layout has the rows and columns that share a scale (0 means all). `exponents` allows powers of two as scales.
+    A layout has a name, and the rows and columns that share a scale (0 for all). `exponents`: scales may be powers of 2.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -114,13 +111,13 @@ _WHOLE = (("tensor", (0, 0)), ("row", (1, 0)))
 
 
 def method_of(quantization: Mapping[str, Any] | None) -> str:
-    """Return the quantization method that a config names; "" if the config has no quantization."""
+    """Return the name of a config's quantization method; "" if the config has no quantization."""
     name = (quantization or {}).get("quant_method")
     return str(getattr(name, "value", name or "bitsandbytes")) if quantization else ""
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return the reason why, by config.json, no quantized weight can be read, or "" if there is no such reason.
+    """Return the reason, from config.json alone, why no quantized weight can be read, or "" if there is none.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -138,7 +135,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable; a single unreadable group may not apply to any layer."""
+    """Raise the first group's error if no group is readable. (A single unreadable group may apply to no layer.)"""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -156,8 +153,8 @@ def _check_awq(quantization: Mapping[str, Any]) -> None:
     version = "llm-awq" if legacy else quantization.get("version") or quantization.get("format") or "gemm"
     version = _word(version)
     bits = quantization.get("bits", quantization.get("w_bit", 4))
-    said = f"quantized by awq of {bits!r} bits in version {version}: isotype reads 4 bits in version gemm"
-    _require(bits == 4 and version == "gemm", said)
+    problem = f"quantized by awq of {bits!r} bits in version {version}: isotype reads 4 bits in version gemm"
+    _require(bits == 4 and version == "gemm", problem)
 
 
 def scheme_of(
@@ -169,7 +166,6 @@ def scheme_of(
     classes: Sequence[str],
 ) -> Scheme | None:
     """Return how a stored weight is dequantized, or None for plain weights, bitsandbytes' formats and GGUF blocks.
-
 
     Args:
         constants: headers of the tensors beside the weight.
@@ -230,8 +226,10 @@ def _require_complete(
     """Raise UnreadableError if config.json does not name a bitsandbytes format, or the format lacks a constant."""
     bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
     _require(method_of(quantization) == "bitsandbytes", bare)
-    said = "int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type", "fp4")
-    _require(form == said, f"{form} with {_names(constants)}, where config.json says {said}")
+    configured = (
+        "int8" if quantization.get("load_in_8bit") else quantization.get("bnb_4bit_quant_type", "fp4")
+    )
+    _require(form == configured, f"{form} with {_names(constants)}, where config.json has {configured}")
     names = (part.name.removeprefix(f"{weight.name}.").partition("__")[0] for part in constants)
     ends = {name.rpartition("weight.")[2] for name in names}
     ends = {end.rpartition(".")[2] if end.endswith(("SCB", "weight_format")) else end for end in ends}
@@ -284,7 +282,7 @@ def _kind(weight: TensorHeader, form: str, options: _Options, experts: object) -
         kind = "numbers" if weight.dtype_name.startswith("F8_E") else "integers"
     fits = weight.dtype_name in _STORED[kind] and kind in options.kinds and weight.shape
     kinds = f"{_either(options.kinds)} of {options.bits} bits"
-    _require(fits, f"stored in {weight.dtype_name}, where config.json says {kinds}")
+    _require(fits, f"stored in {weight.dtype_name}, where config.json has {kinds}")
     return kind
 
 
@@ -339,7 +337,7 @@ def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tu
             return height, width
     layouts = {name + (f" {size[0]}x{size[1]}" if all(size) else "") for name, size in options.layouts}
     what = f"{scale.name} of shape {list(scale.shape)} for a weight of shape {list(shape)}"
-    raise UnreadableError(f"{what}; config.json says one by {_either(layouts)}")
+    raise UnreadableError(f"{what}; config.json has one scale by {_either(layouts)}")
 
 
 def _check_zero(
@@ -353,9 +351,6 @@ def _check_zero(
         fits = kind in ("words", "integers") and zero.dtype_name in ("I32", "I8") and zero.shape == expected
         what = f"{zero.name} of shape {list(zero.shape)} {zero.dtype_name} for scales {list(scale.shape)}"
         _require(fits, what)
-
-
-# config.json
 
 
 def _options(
@@ -410,7 +405,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return a module's one group by compressed-tensors' rules: exact names first, then `re:` patterns, then classes."""
+    """Return a module's only group, by compressed-tensors' rules: exact names, then `re:` patterns, then classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
@@ -451,7 +446,7 @@ def _size(value: Any, name: str) -> int:
 
 
 def _word(value: Any) -> str:
-    """Return a word in config.json, or the value of an enum in a config object, in lower case."""
+    """Return a word of config.json (or an enum of a config object) in lower case."""
     return str(getattr(value, "value", value)).lower()
 
 

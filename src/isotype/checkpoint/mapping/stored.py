@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 # Constants that quantizers store beside a weight: name endings of the constants, name ending of their weight, and the
-# format, if the constants identify a format. The first line with a weight that the checkpoint has is used.
+# format, if the constants identify one. The first line whose weight the checkpoint has is used.
 _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     *(((f".quant_state.bitsandbytes__{form}",), "", form) for form in FOUR_BITS),
     ((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"), "", ""),
@@ -97,7 +97,6 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weight and its constants in the files."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -121,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a constant's weight and the format that the constant implies, or ("", "") if the tensor is no constant."""
+    """Return a constant's weight and the format that the constant implies; ("", "") for a tensor that is no constant."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -150,8 +149,7 @@ def with_scheme(
     try:
         scheme = scheme_of(tensor.weight, tensor.constants, tensor.form, quantization or {}, modules, classes)
     except UnreadableError as error:
-        problem = Problem(f"{tensor.weight.name}: {error}", *EXPECTED)
-        return replace(tensor, scheme=None, problem=problem)
+        return replace(tensor, scheme=None, problem=Problem(f"{tensor.weight.name}: {error}", *EXPECTED))
     return replace(tensor, scheme=scheme, problem=None)
 
 
@@ -172,8 +170,12 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def dense_dtype(tensor: StoredTensor) -> torch.dtype:
-    """Return a plain tensor's dtype; a quantized tensor is represented by a meta tensor, whose dtype is bfloat16."""
+def blank_tensors(tensors: Iterable[StoredTensor]) -> dict[str, torch.Tensor]:
+    """Return name -> meta tensor of a tensor's dense shape, in a plain tensor's dtype or in bfloat16."""
     import torch
 
-    return (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16
+    blank = {}
+    for tensor in tensors:
+        dtype = (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16
+        blank[tensor.name] = torch.empty(dense_shape(tensor) or (), dtype=dtype, device="meta")
+    return blank

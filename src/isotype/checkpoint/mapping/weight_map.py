@@ -13,7 +13,7 @@ from torch import nn
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.stored import (
     StoredTensor,
-    dense_dtype,
+    blank_tensors,
     dense_shape,
     stored_tensors,
     with_scheme,
@@ -61,10 +61,10 @@ class WeightMap:
 
 
 def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
-    """Return the sources of a model's tensors in a checkpoint.
+    """Return the sources of a model's tensors in a checkpoint. The model is dense and may be on the meta device.
 
     For models of transformers, the conversions in its `conversion_mapping` rename, split, stack and transpose tensors.
-    For any other module, names must be equal. The model is dense and may be on the meta device.
+    For any other module, names must be equal.
     """
     stored = stored_tensors(headers.tensors, headers.quantization)
     gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
@@ -94,10 +94,9 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     return WeightMap(sources, tuple(surplus), tuple(doubled))
 
 
-Renaming = Callable[[str], tuple[str, str, Any]]
-
-
-def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callable[[str], Any]]:
+def _renaming(
+    model: Any, headers: CheckpointHeaders
+) -> tuple[Callable[[str], tuple[str, str, Any]], Callable[[str], Any]]:
     """Return a function that maps a file's name to (the model's name or "", pattern, conversion), and a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
@@ -139,9 +138,9 @@ def _renaming(model: Any, headers: CheckpointHeaders) -> tuple[Renaming, Callabl
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return name in a GGUF file -> name in the model; both end in `.weight` or `.bias`.
 
-    transformers' `get_gguf_hf_weights_map` takes seconds, since it builds a table for every module. gguf's table
-    contains names without the prefix of the base model or of a part of the model, so leading parts of a name are
-    removed until the table has the rest. If several names fit, the name with the fewest removed parts is used.
+    gguf's table has names without the prefix of the base model or of a part of the model, so leading parts of a name
+    are removed until the table has the rest. Of several model names for one name in the file, the one with the fewest
+    removed parts is used. transformers' `get_gguf_hf_weights_map` would take seconds.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -178,12 +177,7 @@ def _shaped(model: nn.Module, source: Source) -> Source:
     if None in shapes or source.conversion is None:
         return replace(source, shapes={source.target: shapes[0]})
     try:
-        blank = {
-            tensor.name: torch.empty(shape, dtype=dense_dtype(tensor), device="meta")
-            for (tensor, _), shape in zip(source.tensors, shapes, strict=True)
-            if shape is not None
-        }
-        tensors = converted(model, source, blank)
+        tensors = converted(model, source, blank_tensors(tensor for tensor, _ in source.tensors))
     except CONVERSION_ERRORS as error:
         return replace(source, failure=str(error).strip() or type(error).__name__)
     return replace(source, shapes={name: tuple(value.shape) for name, value in tensors.items()})
@@ -202,5 +196,5 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 def steps(source: Source) -> Sequence[str]:
-    """Return the names of the operations of a source's conversion (`MergeModulelist`, `Chunk`, …)."""
+    """Return the class names of a conversion's operations (`MergeModulelist`, `Chunk`, …)."""
     return [type(step).__name__ for step in getattr(source.conversion, "operations", ())]

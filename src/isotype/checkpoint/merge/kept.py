@@ -4,9 +4,8 @@ With p the next-token distributions of the trained model (the adapter on the bas
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-The value is 1 if the merged model computes the same as the trained model. It is 0 if the merged model is as far from
-the trained model as the base is. On training rows, losses are compared as well: (base loss - merged loss) / (base loss
-- trained loss).
+The value is 1 if the merged model computes the same as the trained model, and 0 if it is as far from the trained model
+as the base is. On training rows, losses are compared as well: (base loss - merged loss) / (base loss - trained loss).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Learned:
     """The outputs of a trained model on some texts, and their distance from the base's outputs.
 
     Attributes:
-        step: distance of the tokens whose logits are stored; 1 if the logits of all tokens are stored.
+        step: the logits of every `step`-th token are stored.
         pictured: arguments of the model with a picture and a text that follows it; None if the model has no image input.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
@@ -114,7 +113,6 @@ class Learned:
             yield from zip(group, logits, strict=True)
 
     def compare(self, model: Any) -> LogitsDifference:
-        """Run a merged model, and return its distance from the trained model."""
         logits, loss = self.run(model)
         largest, nats, tokens = self.difference(logits)
         losses = None if self.losses is None or loss is None else (*self.losses, loss)
@@ -170,14 +168,13 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
-    wide = _in_float32(model, policy, deferred)
-    peft_model = inject(model, adapter, wide)
+    peft_model = inject(model, adapter, _in_float32(model, policy, deferred))
     fill(peft_model, adapter)
     return peft_model
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a written model such that it computes in float32 and block by block."""
+    """Load a written model, which then computes in float32 and block by block."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)
@@ -202,12 +199,9 @@ def _vocabulary(model: Any) -> int:
     return size
 
 
-# ---------------------------------------------------------------------------------------------------------------- formats
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """A storage format to try, with its arguments of `isotype merge`, its bits per weight, and the policy of the base."""
+    """A storage format to try: its arguments of `isotype merge`, its name, its bits per weight, the base's policy."""
 
     arguments: str
     form: str

@@ -56,9 +56,9 @@ class Rounding:
         """Return the rounding loss of a merged parameter, from the written model if there is one, else from `stored`."""
         if self.written is None:
             stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
-            return rounding_loss(name, before, merged, self.dtype(name), stored)
+            return rounding_loss(name, before, merged, stored, self.dtype(name))
         dtype, values = self.written.values(name)
-        loss = rounding_loss(name, before, merged, dtype, values)
+        loss = rounding_loss(name, before, merged, values, dtype)
         form = self.written.form_of(name, values)
         if form is None:
             return loss
@@ -90,8 +90,7 @@ class Merging:
 
     Args:
         one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: the model that an earlier, equal merge has written, or None; if it is given, `weights` describes its
-            files.
+        written: the model that an equal merge has written, if `weights` shall describe its files; else None.
 
     Attributes:
         model: the base; the merged model has its class and config.
@@ -137,8 +136,7 @@ class Merging:
         fill(self._peft, adapter)
         stored = {} if one_dtype else self._deferred.stored_otherwise()
         self._rounding = Rounding(target, dense.pinned, stored, written, instead)
-        in_adapter = {base_name(tensor.name) for tensor in adapter.headers.tensors}
-        self._untouched = set(stored) - in_adapter
+        self._untouched = set(stored) - {base_name(tensor.name) for tensor in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
         replaced = _replaced(self._peft, before_training)
@@ -181,7 +179,7 @@ class Merging:
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
-        """Iterate over all `parts`, and return the then complete `weights`; errors are those of `parts`."""
+        """Iterate over all `parts`, and return `weights`, which are then complete; errors are those of `parts`."""
         for _ in self.parts():
             pass
         return self.weights
@@ -228,7 +226,7 @@ class Merging:
 
 
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """Return the policy of the dequantized base; its master weights are float32, so that the adapter is not rounded."""
+    """Return the policy of the dequantized base; its masters are float32, so that the adapter is not rounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.compute
     return replace(
@@ -245,7 +243,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Subtract the initial OLoRA adapter from a quantized base, as OLoRA does; return the adapter to add to it."""
+    """Subtract OLoRA's initial adapter from a quantized base, as OLoRA does; return the adapter to add to the base."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -347,12 +345,11 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 
 
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values up or down at random, so that they are right on average.
+    """Round float32 values up or down at random such that the mean error is 0; values that `dtype` has stay exact.
 
-    The 16-bit dtype can represent the base's values exactly. Rounding to nearest would lose every update smaller than
-    half a rounding step. Stochastic rounding keeps such updates in the mean of each product (Gupta et al.,
-    https://arxiv.org/abs/1502.02551). Values that the dtype can represent stay exact. The random numbers depend only on
-    the weight's name.
+    Rounding to nearest would lose every update of a 16-bit weight below half a rounding step. Stochastic rounding keeps
+    such updates in the mean of each product (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend
+    only on the weight's name.
     """
     dropped = _DROPPED.get(dtype)
     if dropped is None or values.dtype != torch.float32:
@@ -425,9 +422,9 @@ class WrittenModel:
         self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
 
     def form_of(self, name: str, values: torch.Tensor) -> str | None:
-        """Return the format of a weight's codes; None if the weight has no codes, or if its format is uncertain."""
+        """Return the format of a weight's codes; None if the weight has no codes, or codes of an unknown format."""
         if self._stored in QUANTIZATIONS:
-            return self._stored if self._in_codes(name) else None
+            return self._stored if self._is_bnb_weight(name) else None
         blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0
         return self._stored if blocks else None
 
@@ -435,7 +432,7 @@ class WrittenModel:
     def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:
         """Return the stored dtype of a parameter (None for codes) and its float32 values; drop the previous block."""
         self._deferred.use(self._blocks.get(name))
-        if self._in_codes(name):
+        if self._is_bnb_weight(name):
             return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)
         value = self.model.get_parameter(name).detach()
         if self._dtype is None:
@@ -444,7 +441,6 @@ class WrittenModel:
             return torch.float32, value
         return None if self._coded else self._dtype, value
 
-    def _in_codes(self, name: str) -> bool:
-        """Return True if a parameter is the weight of a bitsandbytes layer."""
+    def _is_bnb_weight(self, name: str) -> bool:
         owner, _, leaf = name.rpartition(".")
         return leaf == "weight" and kind_of(self.model.get_submodule(owner)) in ("linear4bit", "linear8bit")

@@ -63,20 +63,20 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge an adapter into its base model and write a model that plain transformers loads.
 
-    Without `base`, the adapter is merged into the model that it was trained on, quantized as in training and
-    dequantized again, so that it is added to the weights of its training. Weights of `base` are used as they are
-    stored. If the result is stored in the quantization format of the training, the adapter is merged into the base's
-    stored weights instead: dequantized weights would round to their old codes, and small updates would be lost. PEFT
-    merges each layer in float32; the sum is rounded once, stochastically for 16 bits
+    The adapter is added to these weights:
+
+    - without `base`: the weights of its training, quantized as in training and dequantized;
+    - with `base`: the weights that the files of `base` store;
+    - if `stored` is the training's quantization format: the weights that the base's files store. Sums with dequantized
+      weights would round to the base's codes, and small updates would be lost.
+
+    PEFT merges each layer in float32; the sum is rounded once, stochastically for 16 bits
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
     and compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`). Then the folder
     is renamed to `output`. A second merge checks quantized and GGUF results weight by weight.
 
-    The merge needs memory for the parts outside of the model's blocks (embeddings, head), two blocks in the written
-    dtype, 14 bytes per entry of the largest adapted weight, and the adapter. Each block is read, dequantized, merged
-    and written before the next block. Forwards for the logits also read one block at a time, or use mapped files. If
-    PEFT reads base weights while it adds the adapter (for DoRA, initialisations such as PiSSA, and adapters other than
-    LoRA), the whole base is in memory, cast or quantized. A base quantized on a GPU stays there during the merge.
+    Memory holds the parts outside of the model's blocks, two blocks in the written dtype, 14 bytes per entry of the
+    largest adapted weight, and the adapter; or the whole base, if PEFT reads it to add the adapter (DoRA, PiSSA, …).
 
     Args:
         adapter: directory of the adapter.
@@ -86,10 +86,9 @@ def merge_adapter(
             dtype. Tensors that the base's files store in another dtype than most tensors keep their dtype. Parameters
             that the model's author pins stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
-        stored: storage of the merged model. None means dense safetensors. `"nf4"`, `"fp4"` and `"int8"` mean
-            bitsandbytes' format, which transformers loads. A key of `isotype.core.dtypes.GGUF_TYPES` means a GGUF file.
-            If `output` is a GGUF file, None means 16 bits, as in llama.cpp's converter: `"f16"` for float16, else
-            `"bf16"`.
+        stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
+            `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. If `output` is a GGUF file, None means 16 bits, as in
+            llama.cpp's converter: `"f16"` for float16, else `"bf16"`.
         rows: training rows on which to measure how much of the learning is kept; None for isotype's texts.
 
     Raises:
@@ -141,7 +140,7 @@ def merge_adapter(
             difference = outputs.compare(merged_in_float32(path, model_class))
             part = difference.kept
             if trained is not None and part is not None and (part < ENOUGH or size < _CHEAP):
-                cheap = cheapest(outputs, saved, _forms(saved, trained, target), saved.revision)
+                cheap = cheapest(outputs, saved, _formats_to_try(saved, trained, target), saved.revision)
         report = MergeReport(
             adapter=saved.directory,
             output=final,
@@ -162,9 +161,6 @@ def merge_adapter(
         )
         _require_change(report, trained is not None and stored == trained.storage)
     return report
-
-
-# -------------------------------------------------------------------------------------------- before the merge
 
 
 def _check_mergeable(adapter: Adapter) -> None:
@@ -191,7 +187,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return the base to merge into, its facts, its policy, and the policy that the adapter's base had in training."""
+    """Return the base to merge into, its facts, its policy, and the policy of the training's base (None with `base`)."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
@@ -199,8 +195,8 @@ def _base(
         back = stored in QUANTIZATIONS and stored == trained.storage
         if not back or facts.saved_format is not None:
             return source, facts, trained, trained
-        # Dequantized values are on the grid of the format: rounding again would lose all updates below half a step. The
-        # weights in the files are between the grid's points, so that small updates move some of them to the next point.
+        # Rounding dequantized weights again would lose all updates below half the distance of two codes' values. Weights
+        # in the files are between these values, so that small updates move some of them to the next code.
     policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
         return source, facts, inference_policy(source, None, revision=revision), trained
@@ -247,16 +243,12 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         raise UsageError("no such way to store a merged model", [problem])
 
 
-# ----------------------------------------------------------------------------------------------------- what is kept
-
-
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
     """Run the adapter on the base of its training; return (outputs or None, tokenizer, notes, policy of that base).
 
-    `policy` is the policy of that base. If the adapter is merged into another base, it is None, since the base of the
-    training may not exist any more.
+    If `policy` is None, the adapter is merged into another base, and the base of its training may no longer exist.
     """
     saved = tokenizer_of(adapter.directory)
     try:
@@ -277,13 +269,12 @@ def _learned(
 _CHEAP = 4e9
 """Bytes up to which other formats are always tried; for a larger model, only if the written format keeps too little."""
 
-
 LEAST = 0.5
 """Fraction of the learning that a merge back into the training's format must keep; below it, nothing is written."""
 
 
-def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
-    """Return the formats to try, fewest bits first, for the training's `policy` of the base and the merged dtype."""
+def _formats_to_try(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
+    """Return the formats to try, fewest bits first; `policy` is that of the base in training, `target` the merged dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -300,7 +291,7 @@ def _forms(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tu
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if the merge changes no weight, or is `back` in the training's format and loses too much."""
+    """Raise CheckpointError if the merge changes no weight, or if it is `back` in the training's format and loses too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"

@@ -23,10 +23,9 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class WeightLoss:
-    """Rounding loss of one merged weight W + D, with W the base's weight and D the adapter's update.
+    """Rounding loss of one merged parameter W + D, with W the base's weight and D the adapter's update.
 
     Attributes:
-        name: the parameter's name in the merged model.
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
         vanished: number of these entries whose stored value or code is that of W; None if unknown.
@@ -43,7 +42,6 @@ class LogitsDifference:
     """Distance of a merged model from the trained model (the adapter on the base of its training), in float32.
 
     Attributes:
-        tokens: number of compared tokens.
         max_abs: largest absolute difference of two logits.
         mean_kl: mean of KL(trained || merged) over the tokens, in nats.
         base_kl: mean of KL(trained || base) over the tokens, in nats.
@@ -98,15 +96,13 @@ class MergeReport:
 
     Attributes:
         output: directory of the merged model, or its GGUF file.
-        storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized first.
+        storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
         dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
         weights: rounding losses of all weights that the adapter changed, measured on the written files unless dense.
-        logits: comparison of the merged model with the adapter on the base of its training. If they were not compared,
-            it is None, and a note says why.
-        bytes: size of the written files.
-        notes: what the merge did in addition or left out, with reasons.
+        logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
+        notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
-        passed: sentences about known values that exceed the range of `dtype`.
+        passed: warnings about values of the training that exceed the range of `dtype`.
         model: path to load the model from: `output`, or the GGUF file in it.
         cheapest: the format with the fewest bits that keeps `ENOUGH`; None if no format was tried.
         answers: True if the merged model can generate text.
@@ -132,12 +128,10 @@ class MergeReport:
 
     @property
     def median_error(self) -> float:
-        """Median of the weights' relative errors; 0 if the adapter changes nothing."""
         return median([weight.relative_error for weight in self.weights]) if self.weights else 0.0
 
     @property
     def worst(self) -> WeightLoss | None:
-        """The weight with the largest relative error; None if the adapter changes nothing."""
         return max(self.weights, key=lambda weight: weight.relative_error, default=None)
 
     @property
@@ -146,13 +140,11 @@ class MergeReport:
 
     @property
     def vanished(self) -> int | None:
-        """Number of changed entries whose stored value or code is the base's; None if unknown."""
         counts = [weight.vanished for weight in self.weights]
         return None if None in counts else sum(filter(None, counts))
 
     @property
     def vanished_share(self) -> float:
-        """`vanished` as a fraction of `entries`; 0 if unknown."""
         return (self.vanished or 0) / self.entries if self.entries else 0.0
 
     @property
@@ -182,7 +174,7 @@ class MergeReport:
 
 
 def share(part: float) -> str:
-    """Format a fraction of the learning as a percentage, rounded down: 100 % means that everything is kept."""
+    """Return a fraction of the learning as a percentage, rounded down to a tenth."""
     if part < 0:
         return "less than 0 %"  # the merged model is further from the trained model than the base
     return f"{math.floor(round(1000 * part, 4)) / 10:.1f} %"
@@ -197,29 +189,21 @@ def wider(stored: str | None, *dtypes: torch.dtype) -> str:
 
 
 def rounding_loss(
-    name: str,
-    before: torch.Tensor,
-    merged: torch.Tensor,
-    dtype: torch.dtype | None,
-    stored: torch.Tensor | None = None,
+    name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype | None
 ) -> WeightLoss:
-    """Return how much of the update `merged - before` is lost by rounding `merged` to `dtype`.
+    """Return how much of the update `merged - before` is lost in the `stored` weight. All three have one shape.
 
     Args:
-        before: W, of any shape and float dtype.
-        merged: W + D in float32, of the same shape.
-        dtype: dtype of the stored weight; None if it is stored in a bitsandbytes format or in GGUF blocks.
-        stored: the stored values, of the same shape; default: `merged` rounded to `dtype`.
+        before: W, in any float dtype.
+        merged: W + D in float32.
+        stored: values of the stored weight, in any float dtype.
+        dtype: dtype of the stored weight; None for codes of a bitsandbytes format or of GGUF blocks.
     """
-    assert dtype is not None or stored is not None
     lost = moved = 0.0
     entries = vanished = 0
-    flat, flat_merged = before.flatten(), merged.flatten()
-    flat_stored = None if stored is None else stored.flatten()
-    for at in range(0, flat.numel(), _CHUNK):
-        old, new = flat[at : at + _CHUNK], flat_merged[at : at + _CHUNK].float()
+    parts = (torch.split(values.flatten(), _CHUNK) for values in (before, merged.float(), stored))
+    for old, new, rounded in zip(*parts, strict=True):
         update = new - old.float()
-        rounded = new.to(dtype) if flat_stored is None else flat_stored[at : at + _CHUNK]
         changed = update != 0
         entries += int(changed.count_nonzero())
         if dtype is not None:

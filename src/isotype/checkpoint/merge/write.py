@@ -64,12 +64,11 @@ def check_output(output: Path) -> None:
 
 
 def is_file(output: Path) -> bool:
-    """Return True if the output is a GGUF file, False if it is a directory."""
     return output.suffix == ".gguf"
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return the path to write: `directory`, or a GGUF file in it, named after `output` or after its GGUF type."""
+    """Return the path to write: `directory`, or a GGUF file in it that is named after `output` or after its type."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -206,7 +205,7 @@ def write_model(
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Reverse the conversions of loading; return a transformers model's tensors as its checkpoints store them."""
+    """Return a model's tensors as checkpoints of transformers store them: the conversions of loading are reversed."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -267,7 +266,6 @@ class Shards:
         self._at = self._total = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; raise OSError if the disk is full."""
         if tensor.nbytes % _ALIGNED:  # written last, so that all other tensors are aligned
             self._unaligned[name] = tensor.detach().clone()
             return
@@ -276,7 +274,7 @@ class Shards:
         self._write(name, tensor)
 
     def close(self) -> None:
-        """Write the unaligned tensors, which `add` kept for the end, the last header, and the index of several files."""
+        """Write the tensors that `add` left for the end, the last header, and the index if there are several files."""
         # The widest dtype first: each tensor begins at a multiple of its element size.
         for name, tensor in sorted(self._unaligned.items(), key=lambda item: -item[1].itemsize):
             self._write(name, tensor)
