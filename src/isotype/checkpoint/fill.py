@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -65,17 +65,25 @@ class Placement:
         return self.modules[path] if path in self.modules else model.get_submodule(path)
 
 
-def placement_dtypes(
-    model: nn.Module, policy: PrecisionPolicy, pinned: Sequence[str]
-) -> dict[str, torch.dtype]:
-    """Return `Placement.dtypes` for a model under a policy; tensors that match a `pinned` pattern stay in float32."""
+def placement_of(
+    model: nn.Module,
+    policy: PrecisionPolicy,
+    quantized: Collection[str],
+    device: Callable[[str], Any],
+    stacks: Mapping[str, str],
+    pinned: Sequence[str],
+    turn: Turn | None = None,
+) -> Placement:
+    """Return a model's `Placement` under a policy; tensors that match a `pinned` pattern stay in float32."""
     wanted = dtypes_to_load(model, tuple(places(model)), policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             dtype = torch.float32 if is_pinned(name, pinned) else value.dtype
             dtypes[name] = dtype if policy.keep_frozen else wanted.get(value, dtype)  # type: ignore[call-overload]
-    return dtypes
+    dtypes |= dict.fromkeys(quantized, policy.plain)
+    names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
+    return Placement(dtypes, names, device, turn, stacks=stacks, double_quant=double, moments=moments)
 
 
 def fill(

@@ -17,7 +17,7 @@ import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
-from isotype.checkpoint.fill import Placement, fill, placement_dtypes
+from isotype.checkpoint.fill import Placement, fill, placement_of
 from isotype.checkpoint.formats.headers import (
     CheckpointHeaders,
     Format,
@@ -35,7 +35,7 @@ from isotype.checkpoint.opened import (
     require_complete_gguf,
 )
 from isotype.checkpoint.tokenizer import tokenizer_copy
-from isotype.checkpoint.values import turning
+from isotype.checkpoint.values import Turn, turning
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
@@ -228,7 +228,7 @@ def stream(
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
-    placement = replace(_placement(model, settings, policy), turn=turning(model, headers))
+    placement = _placement(model, settings, policy, turning(model, headers))
     # Here, in the model's order: names in an adapter's file depend on this order, and `fill` follows the checkpoint's.
     store_blank(model, placement.stacks, policy)
     weights = matched.weights
@@ -243,7 +243,7 @@ def stream(
     return _info(expected - filled, matched), broken
 
 
-def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
+def _placement(model: Any, settings: Any, policy: PrecisionPolicy, turn: Turn | None) -> Placement:
     from transformers.integrations.accelerate import get_device
 
     quantizer = settings.hf_quantizer
@@ -253,14 +253,11 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     skipped = () if quantizer is None else quantizer.modules_to_not_convert or ()
     stacks = {} if quantizer is None and policy.quantized else formats_of_stacks(model, policy, skipped)
     device_map = settings.device_map or {"": "cpu"}
-    return Placement(
-        placement_dtypes(model, policy, tuple(settings.dtype_plan)) | dict.fromkeys(quantized, policy.plain),
-        frozenset(quantized),
-        lambda name: get_device(device_map, name, valid_torch_device=True),
-        stacks=stacks,
-        double_quant=policy.double_quant,
-        moments=policy.moments_by_weight(),
-    )
+
+    def device(name: str) -> Any:
+        return get_device(device_map, name, valid_torch_device=True)
+
+    return placement_of(model, policy, quantized, device, stacks, tuple(settings.dtype_plan), turn)
 
 
 def _save_stacks_whole(model: Any) -> None:

@@ -18,7 +18,7 @@ from isotype.checkpoint.adapter import (
     load_base,
     read_adapter,
 )
-from isotype.checkpoint.fill import Placement, fill, place, placement_dtypes
+from isotype.checkpoint.fill import fill, place, placement_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
@@ -177,21 +177,11 @@ def load_module(
         raise CheckpointError.of("buffers without values", what, "values: no file has these buffers", fix)
     if policy.quantized:
         _quantize(model, policy)
-    moments = policy.moments_by_weight()
     kinds = ("linear4bit", "linear8bit")
-    quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
+    quantized = [f"{place.name}.weight" for place in places(model) if place.kind in kinds]
     stacks = formats_of_stacks(model, policy)
-    dtypes = placement_dtypes(model, policy, policy.pinned)
-    dtypes |= dict.fromkeys(quantized, policy.plain)
+    placement = placement_of(model, policy, quantized, lambda name: device, stacks, policy.pinned)
     store_blank(model, stacks, policy)
-    placement = Placement(
-        dtypes,
-        quantized,
-        lambda name: device,
-        stacks=stacks,
-        double_quant=policy.double_quant,
-        moments=moments,
-    )
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)
     else:
