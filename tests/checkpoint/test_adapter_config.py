@@ -144,7 +144,7 @@ def test_no_tensor_and_a_base_that_is_not_there(adapter: Path, tmp_path: Path) -
     assert "without a tensor" in problem(rewritten(adapter, tmp_path / "a", lambda *_: None))
     gone = changed(adapter, tmp_path / "b", base_model_name_or_path=str(tmp_path / "nosuch"))
     text = refused(IsotypeError, load_for_inference, gone, device="cpu")
-    assert text.startswith("the base model of the adapter is not there\n")
+    assert text.startswith("the adapter's base model cannot be opened\n")
 
 
 def test_a_class_that_is_no_model_is_not_called(adapter: Path, tmp_path: Path) -> None:

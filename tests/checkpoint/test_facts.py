@@ -552,7 +552,7 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
 
 def test_what_is_no_model_at_all() -> None:
     assert message(3) == (
-        "no facts about this object\n"
+        "neither a model nor a config\n"
         "  - a int\n"
         "    expected  an nn.Module, a transformers config, a path, embedded:NAME or a hub id\n"
         "    fix       give one of these"

@@ -330,7 +330,7 @@ def test_a_trained_base_that_is_gone_is_no_obstacle_to_another_one(make: Make, t
     report = merge_adapter(adapter, tmp_path / "merged", base=tmp_path / "moved")
     assert report.logits is None
     assert report.notes == (
-        "logits were not compared: the base model of the adapter is not there "
+        "logits were not compared: the adapter's base model cannot be opened "
         f"({adapter}/adapter_config.json names {tmp_path}/trained (no such model: model {tmp_path}/trained))",
     )
     torch.testing.assert_close(
@@ -636,7 +636,7 @@ def test_a_base_that_is_gone(make: Make, tmp_path: Path) -> None:
     adapter = make()
     edit_config(adapter, base_model_name_or_path=str(tmp_path / "gone"))
     assert refused(CheckpointError, merge_adapter, adapter, tmp_path / "merged") == (
-        "the base model of the adapter is not there\n"
+        "the adapter's base model cannot be opened\n"
         f"  - {adapter}/adapter_config.json names {tmp_path}/gone (no such model: model {tmp_path}/gone)\n"
         "    expected  the model that the adapter was trained on\n"
         "    fix       correct base_model_name_or_path in that file (isotype merge also takes --base)"

@@ -87,5 +87,5 @@ def test_an_adapter_remembers_a_folder_by_its_whole_path(root: Path, found: dict
     )
     status, printed = found["gone"]
     assert status == 2
-    assert "error: the base model of the adapter is not there" in printed
+    assert "error: the adapter's base model cannot be opened" in printed
     assert "hub" not in printed.replace("embedded:NAME, or a hub id", "").replace(str(root), "")

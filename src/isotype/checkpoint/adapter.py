@@ -151,7 +151,7 @@ def base_policy(
     except CheckpointError as error:
         reason = f"{error.headline}: {error.problems[0].given}" if error.problems else error.headline
         what = f"{path} names {adapter.base} ({reason})"
-        raise CheckpointError.of("the base model of the adapter is not there", what, expected, fix) from error
+        raise CheckpointError.of("the adapter's base model cannot be opened", what, expected, fix) from error
 
 
 def load_base(

@@ -206,7 +206,7 @@ def require_readable(directory: Path) -> None:
     if wrong:
         expected, fix = "the file as it was written", "check the disk, or give another one"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
-        raise SaveError("what was written cannot be read back", problems)
+        raise SaveError("the written files cannot be read", problems)
 
 
 def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
@@ -223,7 +223,7 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
         return facts_of_config(type(model).__name__, model)
     expected = "an nn.Module, a transformers config, a path, embedded:NAME or a hub id"
     fix = "give one of these"
-    raise PrecisionError.of("no facts about this object", f"a {type(model).__name__}", expected, fix)
+    raise PrecisionError.of("neither a model nor a config", f"a {type(model).__name__}", expected, fix)
 
 
 def _without_weights(checkpoint: Checkpoint) -> CheckpointError:

@@ -214,7 +214,7 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
         asked = parse_dtype(dtype)
         if asked not in COMPUTE_DTYPES:
             what, expected = f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16"
-            raise PrecisionError.of("no dtype for a merged model", what, expected, "give one of these")
+            raise PrecisionError.of("unsupported dtype of a merge", what, expected, "give one of these")
         return asked, "as requested"
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
     if adapter.policy is None:
@@ -240,7 +240,7 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         flags = f"--dtype {name} and --gguf {stored}"
         problem = Problem(flags, "only one of the two: a GGUF type is a dtype", "leave --dtype out")
     if problem is not None:
-        raise UsageError("no such way to store a merged model", [problem])
+        raise UsageError("a merged model cannot be stored like this", [problem])
 
 
 def _learned(
