@@ -40,7 +40,7 @@ from isotype.model.finite import not_finite, refuse
 from isotype.model.quantized import store_layers
 from isotype.model.walk import places
 from isotype.precision.devices.profile import device_profile
-from isotype.precision.policy import PrecisionPolicy, is_pinned
+from isotype.precision.policy import PrecisionPolicy
 
 
 def load(
@@ -213,8 +213,7 @@ def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> Checkpoin
 def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
     from transformers.integrations import replace_with_bnb_linear
 
-    chosen = {name.removesuffix(".weight") for name in quantized_weights(model)}
-    chosen -= {name for name in chosen if is_pinned(f"{name}.weight", policy.pinned)}
+    chosen = {name.removesuffix(".weight") for name in quantized_weights(model, policy)}
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     wanted = wanted_quantization(policy, None)
     replace_with_bnb_linear(model, modules_to_not_convert=list(linear - chosen), quantization_config=wanted)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from isotype.checkpoint.facts import quantization_of
+from isotype.checkpoint.fill import placement_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
@@ -21,9 +20,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import METHODS, QUANTIZATIONS
 from isotype.core.names import alternatives
-from isotype.model.enforce import dtypes_to_load
 from isotype.model.experts.quantize import formats_of_stacks
-from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 # A word for each operation of transformers' conversions.
@@ -66,10 +63,6 @@ class PlannedTensor:
     def bytes(self) -> int:
         return sum(source.bytes for source in self.sources)
 
-    @property
-    def values(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -100,9 +93,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
             continue
         form = main_form(tensor for tensor, _ in source.tensors) or "packed"
         stored = packed if form == "packed" else form
-        loaded = storage.get(name, dtype_name(value.dtype))
-        if stored in QUANTIZATIONS or not value.is_floating_point():
-            loaded = stored
+        loaded = stored if stored in QUANTIZATIONS else storage.get(name, stored)
         tensors.append(
             PlannedTensor(
                 name,
@@ -118,36 +109,30 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return name -> storage under the policy for each float parameter and each pinned buffer of a dense model."""
-    dtypes = dtypes_to_load(model, tuple(places(model)), policy)
-    quantized = quantized_weights(model, policy.dense) if policy.quantized else frozenset()
-    storage = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name in storage:
-            continue
-        if name in quantized and not is_pinned(name, policy.pinned):
-            storage[name] = policy.storage_of(name.removesuffix(".weight"))
-        elif value in dtypes if isinstance(value, nn.Parameter) else False:
-            storage[name] = dtype_name(dtypes[value])
-        elif value.is_floating_point() and is_pinned(name, policy.pinned):
-            storage[name] = dtype_name(torch.float32)
-    return storage
+    """Return name -> dtype name or format under the policy, for each float tensor of a dense model."""
+    quantized = quantized_weights(model, policy) if policy.quantized else ()
+    stacks = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
+    placement = placement_of(model, policy, quantized, lambda _: "cpu", stacks, policy.pinned)
+    formats = {name: policy.storage_of(name.removesuffix(".weight")) for name in quantized}
+    return {name: dtype_name(dtype) for name, dtype in placement.dtypes.items()} | formats | stacks
 
 
-def quantized_weights(model: Any, dense: Sequence[str] = ()) -> frozenset[str]:
+def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> frozenset[str]:
     """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
 
-    For a module that is not from transformers, these are all linear layers' weights. `dense`: modules that stay dense.
+    For a module that is not from transformers, these are all linear layers' weights. Modules and parameters that
+    `policy` leaves dense are left out.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped = _skipped(model, dense)
+    skipped = list(_skipped(model, () if policy is None else policy.dense))
     return frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or isinstance(module, Conv1D))
-        and should_convert_module(name, list(skipped))
+        and should_convert_module(name, skipped)
+        and (policy is None or not is_pinned(f"{name}.weight", policy.pinned))
     )
 
 

@@ -179,6 +179,15 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
         yield Problem(what, "at least one answer to train on", "add the answer, or remove the example")
 
 
+def as_messages(row: Row) -> Row:
+    """Return the row with texts in `TURN_COLUMNS` as messages of user (prompts) and assistant (answers)."""
+    roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
+    return {
+        name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value
+        for name, value in row.items()
+    }
+
+
 def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
     """Return the problem of a row with text in one column of turns and messages in another."""
     plain = [name for name in names if isinstance(row[name], str)]

@@ -20,7 +20,7 @@ from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.data.cells import CHATS, TURN_COLUMNS, Row
+from isotype.data.cells import CHATS, TURN_COLUMNS, Row, as_messages
 from isotype.data.pictures import PICTURE_COLUMNS, pictures_in, stored
 
 QUESTION = "Describe the picture."
@@ -180,10 +180,8 @@ def _spoken(row: Row, pictured: bool) -> Row | Problem:
         rest = {key: value for key, value in row.items() if key != name}
         question = {"role": "user", "content": [dict(PLACE), {"type": "text", "text": QUESTION}]}
         return {**rest, "prompt": [question], "completion": [{"role": "assistant", "content": text}]}
-    texts = {name: row[name] for name in TURN_COLUMNS if isinstance(row.get(name), str)}
-    if texts and not any(map(_TOKENS.search, texts.values())):
-        roles = {"prompt": "user"}
-        row = row | {n: [{"role": roles.get(n, "assistant"), "content": text}] for n, text in texts.items()}
+    if not any(_TOKENS.search(row[n]) for n in TURN_COLUMNS if isinstance(row.get(n), str)):
+        row = as_messages(row)
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if "prompt" not in row and isinstance(chosen, list) and isinstance(rejected, list):
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))

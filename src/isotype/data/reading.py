@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.core.errors import DataError, Problem
-from isotype.data.cells import CHATS, TURN_COLUMNS, Row
+from isotype.data.cells import CHATS, Row, as_messages
 from isotype.data.methods import CHAT_COLUMNS, METHODS
 from isotype.data.pictures import PICTURE_COLUMNS, pictures_in
 from isotype.data.placed import CAPTIONS, with_places
@@ -147,16 +147,8 @@ class Reading:
                 fix = "write two rows of 'prompt', 'completion' and 'label'"
                 return Problem("a pair of answers with pictures", expected, fix)
         if self.chat or self.joined:
-            standard = _spoken(standard)
+            standard = as_messages(standard)
         return _joined(standard) if self.joined else standard
-
-
-def _spoken(row: Row) -> Row:
-    roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
-    return {
-        name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value
-        for name, value in row.items()
-    }
 
 
 def _joined(row: Row) -> Row:
