@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes.functional as bnb
+import peft
 import pytest
 import torch
 from torch import nn
@@ -187,6 +188,13 @@ def test_experts_are_said_not_to_be_measured(name: str, stacks: int) -> None:
     damages = isotype.measure_quality(tiny_model(name).float().eval(), tiny_batch(name), progress=False)
     expected = f"{stacks} stacked expert weights not measured: --quantization mixed stores experts in nf4"
     assert damages.notes == ((expected,) if stacks else ())
+
+
+def test_a_model_with_adapters_of_transformers_is_measured() -> None:
+    model = tiny_model("llama").float().eval()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    damages = isotype.measure_quality(model, tiny_batch("llama"), exact=(), progress=False)
+    assert len(damages.layers) == LAYERS["llama"]
 
 
 def test_a_divergence_is_summed_up_on_a_device_without_float64() -> None:

@@ -16,6 +16,7 @@ from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.measure_ranges import TOKENS, measured_and_kept
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.compat.bitsandbytes import dequantize_4bit
+from isotype.compat.peft import without_peft
 from isotype.compat.torch import UncompiledMode, without_dispatch
 from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name, parse_dtype
@@ -295,8 +296,7 @@ class Session:
         self.device = real_device(device) if device is not None else measured.device
         self.reference: list[torch.Tensor] = []
         self.rows = EmbeddedRows()  # type: ignore[no-untyped-call]
-        base: Any = measured.model
-        base = base.get_base_model() if hasattr(base, "peft_config") else base
+        base = without_peft(measured.model)
         chosen = quantized_weights(base)
         named = base.named_parameters(remove_duplicate=False)
         self.layers = Layers([base_name(n.removesuffix(".weight")) for n, _ in named if n in chosen])

@@ -15,6 +15,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.match import match, unknown_quantization
 from isotype.checkpoint.mapping.schemes import EXPECTED, config_problem, method_of
 from isotype.checkpoint.mapping.stored import stored_tensors
+from isotype.compat.peft import without_peft
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import MXFP4
@@ -40,8 +41,7 @@ def is_config(value: object) -> bool:
 
 
 def facts_of_module(model: Any) -> ModelFacts:
-    wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    base = model.get_base_model() if wrapped else model
+    base = without_peft(model)
     config = getattr(base, "config", None)
     if not is_config(config):  # a config of another library
         config = None

@@ -78,9 +78,7 @@ def load(
     revision = kwargs.pop("revision", None)
     more = {**kwargs, "model_class": model_class}
     if not is_adapter(path):
-        if policy is None:
-            saved = PrecisionPolicy.read(Path(path)) if Path(path).is_dir() else None
-            policy = inference_policy(path, saved, revision=revision)
+        policy = policy or inference_policy(path, PrecisionPolicy.read(path), revision=revision)
         return load_model(path, policy, device_map=device_map, revision=revision, **more)
     adapter = read_adapter(path)
     revision = revision or adapter.revision
@@ -120,7 +118,7 @@ def load_for_inference(
     adapter = read_adapter(path) if is_adapter(path) else None
     tokenizer, base = None, path
     if adapter is None:
-        saved = PrecisionPolicy.read(path) if Path(path).is_dir() else None
+        saved = PrecisionPolicy.read(path)
         policy = inference_policy(path, saved, dtype, quantization, profile.name, revision)
         policy = replace(policy, master=torch.float32)
     else:
