@@ -278,7 +278,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    weights = load_file(str(adapter.headers.tensors[0].file)) if adapter.headers.tensors else {}
+    weights = load_file(str(adapter.headers.tensors[0].file))
     require_finite(adapter.directory, ((base_name(name), value) for name, value in weights.items()))
     base = peft_model.get_base_model()
     try:

@@ -201,12 +201,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 
 def _modules_with_zero_b(adapter: Adapter) -> frozenset[str]:
-    files = grouped(adapter.headers.tensors, lambda tensor: tensor.file)
-    zeros = set()
-    for path in (path for path in files if path.suffix == ".safetensors"):
-        with safe_open(path, "pt") as file:
-            for tensor in files[path]:
-                is_b = tensor.name.endswith(("lora_B.weight", "lora_embedding_B"))
-                if is_b and not bool(file.get_tensor(tensor.name).any()):
-                    zeros.add(module_of(tensor.name))
-    return frozenset(zeros)
+    names = [tensor.name for tensor in adapter.headers.tensors]
+    with safe_open(adapter.headers.tensors[0].file, "pt") as file:
+        matrices = (name for name in names if name.endswith(("lora_B.weight", "lora_embedding_B")))
+        return frozenset(module_of(name) for name in matrices if not bool(file.get_tensor(name).any()))
