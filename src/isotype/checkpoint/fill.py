@@ -188,8 +188,8 @@ def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placemen
     name, dtype, turn = source.target, placement.dtypes[source.target], placement.turn
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
     for row in range(shape[0]):
-        part, reader = rows_of(model, source, files, name, shape, row, row + 1) or (source, files)
-        values = read_source(model, part, reader, dtype, turn).get(name)
+        part = rows_of(model, source, name, shape, row, row + 1) or source
+        values = read_source(model, part, files, dtype, turn).get(name)
         if part is not source and (values is None or values.shape != (1, *shape[1:])):
             part, values = source, read_source(model, source, files, dtype, turn)[name]
         assert values is not None
@@ -320,10 +320,8 @@ def read_source(
     return turn(source, values)
 
 
-def rows_of(
-    model: Any, source: Source, files: Tensors, name: str, shape: torch.Size, start: int, stop: int
-) -> tuple[Source, Tensors] | None:
-    """Return the part of a source that gives rows `start` to `stop` of the tensor `name`, and the part's reader.
+def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
+    """Return the part of a source that gives rows `start` to `stop` of the tensor `name`.
 
     The part has one tensor of each pattern per row, or these rows of all tensors. If neither gives the rows, return None.
     """
@@ -333,12 +331,12 @@ def rows_of(
         some = tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
         part = replace(source, tensors=some)
         if _makes(model, part, name, rows):
-            return part, files
+            return part
     # A conversion may permute the rows of a matrix, but not experts.
     if len(shape) != 3 and source.conversion is not None:
         return None
-    sliced = _sliced(source, files, shape[0], start, stop)
-    return sliced if sliced is not None and _makes(model, sliced[0], name, rows) else None
+    sliced = _sliced(source, shape[0], start, stop)
+    return sliced if sliced is not None and _makes(model, sliced, name, rows) else None
 
 
 def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
@@ -350,40 +348,19 @@ def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Reader of rows `start` to `stop` of tensors; `whole` maps a header of these rows to the whole tensor's header."""
-
-    files: Tensors
-    whole: Mapping[TensorHeader, TensorHeader]
-    start: int
-    stop: int
-
-    def tensor(self, header: TensorHeader) -> torch.Tensor:
-        whole = self.whole[header]
-        values = self.files.tensor(whole)
-        if whole.dtype is None:  # blocks of a GGUF file, in bytes
-            return values.view(whole.shape[0], -1)[self.start : self.stop].view(-1)
-        return values[self.start : self.stop]
-
-
-def _sliced(
-    source: Source, files: Tensors, rows: int, start: int, stop: int
-) -> tuple[Source, Tensors] | None:
-    """Return a source with only rows `start` to `stop` of each tensor, and its reader; None if a tensor cannot be cut."""
-    whole: dict[TensorHeader, TensorHeader] = {}
+def _sliced(source: Source, rows: int, start: int, stop: int) -> Source | None:
+    """Return a source with only rows `start` to `stop` of each tensor; None if a tensor cannot be cut."""
 
     def cut(header: TensorHeader) -> TensorHeader:
         size = header.bytes // rows
-        begin = header.begin and header.begin + start * size
-        shape = (stop - start, *header.shape[1:])
-        part = replace(header, shape=shape, bytes=size * (stop - start), begin=begin)
-        whole[part] = header
-        return part
+        shape, begin = (stop - start, *header.shape[1:]), header.begin + start * size
+        return replace(header, shape=shape, bytes=size * (stop - start), begin=begin)
 
     tensors = []
     for tensor, pattern in source.tensors:
-        alike = all(part.shape[:1] == (rows,) and part.bytes % rows == 0 for part in tensor.parts)
+        alike = all(
+            part.begin and part.shape[:1] == (rows,) and part.bytes % rows == 0 for part in tensor.parts
+        )
         if not alike or tensor.problem is not None or (tensor.constants and tensor.scheme is None):
             return None
         scheme = tensor.scheme
@@ -400,4 +377,4 @@ def _sliced(
         constants = tuple(map(cut, tensor.constants))
         part = replace(tensor, weight=cut(tensor.weight), constants=constants, scheme=scheme)
         tensors.append((part, pattern))
-    return replace(source, tensors=tuple(tensors)), _Rows(files, whole, start, stop)
+    return replace(source, tensors=tuple(tensors))

@@ -46,7 +46,7 @@ class StoredWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """Return the model's tensor `name`, memory-mapped in the stored dtype or dequantized to float32."""
-        return self._read_whole(self._sources[name])[name]
+        return self._read(self._sources[name])[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
@@ -65,13 +65,12 @@ class StoredWeights:
             plain = MappedFiles().tensor(source.tensors[0][0].weight)[where].clone()
             self.bytes_read += plain.nbytes
             return plain
-        size, files = self.shapes[name], MappedFiles()
-        part = rows_of(self._model, source, files, name, size, start, stop) if size and not dim else None
-        read_from, reader = part or (source, files)
-        rows = read_source(self._model, read_from, reader, torch.float32, self._turn).get(name)
+        size = self.shapes[name]
+        part = rows_of(self._model, source, name, size, start, stop) if size and not dim else None
+        rows = self._read(part or source).get(name)
         if rows is None or (part and rows.shape != (stop - start, *size[1:])):
-            part, read_from, rows = None, source, self._read_whole(source)[name]
-        self.bytes_read += sum(header.bytes for tensor, _ in read_from.tensors for header in tensor.parts)
+            part, rows = None, self._read(source)[name]
+        self.bytes_read += sum(header.bytes for t, _ in (part or source).tensors for header in t.parts)
         return rows if part else rows[where].clone()
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +85,7 @@ class StoredWeights:
         self.bytes_read += blocks.nbytes + scales.nbytes
         return blocks, scales
 
-    def _read_whole(self, source: Source) -> dict[str, torch.Tensor]:
+    def _read(self, source: Source) -> dict[str, torch.Tensor]:
         # The files are mapped only for this call: pages of a mapped file count as memory in use.
         return read_source(self._model, source, MappedFiles(), torch.float32, self._turn)
 

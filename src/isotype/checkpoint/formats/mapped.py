@@ -36,7 +36,7 @@ class MappedFiles:
         self._storages: dict[Path, Any] = {}
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return a tensor of the header's shape and dtype; bytes `[header.bytes]` if torch lacks its dtype."""
+        """Return a tensor (or rows of one) as `header` describes it; bytes `[header.bytes]` if torch lacks its dtype."""
         if not header.begin:  # a tensor that is not contiguous in its torch file
             return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
@@ -106,13 +106,16 @@ Work = TypeVar("Work")
 
 @dataclass
 class StagedTensors:
-    """Tensors in a buffer, which are overwritten when the next piece of work is requested; read like `MappedFiles`."""
+    """Tensors in a buffer, which are overwritten when the next piece of work is requested."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        begin = self.at[header]
+        """Return a tensor in the buffer, or rows of one, like `MappedFiles.tensor`."""
+        names = (header.file, header.name)
+        whole = header if header in self.at else next(h for h in self.at if (h.file, h.name) == names)
+        begin = self.at[whole] + header.begin - whole.begin
         raw = self.buffer[begin : begin + header.bytes]
         return raw if header.dtype is None else raw.view(header.dtype).view(header.shape)
 
