@@ -241,27 +241,20 @@ class PlanInspection:
         return sum({(s.file, s.name): s.bytes for t in self.plan.tensors for s in t.sources}.values())
 
 
-def inspect_plan(
-    path: str | Path,
-    *,
-    dtype: str = "auto",
-    quantization: str | None = None,
-    device: str = "auto",
-    revision: str | None = None,
-    base_memory: int | None = None,
-) -> PlanInspection:
+def inspect_plan(path: str | Path, *, revision: str | None = None, **request: Any) -> PlanInspection:
     """Plan the load of a checkpoint from its headers and config alone.
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.
-        dtype, quantization, device, revision, base_memory: the arguments of `isotype.resolve_precision`.
+        revision: branch, tag or commit of a hub id.
+        **request: other arguments of `isotype.resolve_precision`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or incomplete; the error names every problem.
         PrecisionError: the device or the library versions cannot run the requested policy.
     """
     checkpoint = open_checkpoint(path, revision)
-    policy = resolve_precision(path, dtype, quantization, device, revision=revision, base_memory=base_memory)
+    policy = resolve_precision(path, revision=revision, **request)
     headers = checkpoint.headers or hub_headers(checkpoint.name, revision)
     model = skeleton(config_of(checkpoint), policy)
     plan = load_plan(model, headers, policy)
