@@ -18,6 +18,7 @@ from isotype.core import files
 from isotype.core.files import (
     STAGING,
     discard,
+    made_once,
     publish_directory,
     publish_files,
     recover,
@@ -232,6 +233,20 @@ def test_publishing_files_finishes_an_unfinished_publication_first(tmp_path: Pat
     write(tmp_path / STAGING / "model", NEW)
     replace_files(tmp_path)
     assert top_files(tmp_path) == {**NEW, "only-middle": "middle"}
+
+
+def test_a_folder_is_made_once_and_whole(tmp_path: Path):
+    def fail(part: Path) -> None:
+        (part / "a").touch()
+        raise ZeroDivisionError
+
+    folder = tmp_path / "cache" / "folder"
+    with pytest.raises(ZeroDivisionError):
+        made_once(folder, fail)
+    assert list(folder.parent.iterdir()) == []
+    for write in (lambda part: (part / "b").touch(), fail):
+        assert made_once(folder, write) == folder
+        assert [path.name for path in folder.iterdir()] == ["b"]
 
 
 def test_recover_leaves_other_files_alone_and_takes_a_missing_directory(tmp_path: Path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
-import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +19,7 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import gguf_bar_hidden, without_bars
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, Problem, SaveError, first_line
-from isotype.core.files import fsync_tree, write_failure
+from isotype.core.files import made_once, write_failure
 from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
 
 _ENDS = (".json", ".model", "_config.json")
@@ -147,20 +145,8 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
     path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"
     target = root / f"{path.stem}-{_fingerprint(path)}-tokenizer"
-    if target.is_dir():
-        return target
-    scratch = root / f".{target.name}.{uuid.uuid4().hex}"
     try:
-        scratch.mkdir(parents=True)
-        _convert(path, headers.metadata, scratch)
-        fsync_tree(scratch)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-            # Another process has written the same copy in the meantime.
-        return target
+        return made_once(target, lambda folder: _convert(path, headers.metadata, folder))
     except Exception as error:
         failure = write_failure(error, root)
         if failure is None:
@@ -168,8 +154,6 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
         what, expected = f"{target}: {failure[1]}", "a directory that can be written, with room"
         fix = "free some room, or set ISOTYPE_CACHE to another directory"
         raise SaveError.of("the tokenizer of a GGUF file cannot be written", what, expected, fix) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _fingerprint(path: Path) -> str:

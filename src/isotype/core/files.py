@@ -19,7 +19,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import chain, count
@@ -47,6 +48,27 @@ def fsync_tree(directory: Path) -> None:
         for name in files:
             bring_to_disk(Path(root) / name)
         bring_to_disk(Path(root))
+
+
+def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Return `folder`; if it does not exist, `write` first fills it under a temporary name.
+
+    Several processes may do this at the same time.
+    """
+    if folder.is_dir():
+        return folder
+    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    try:
+        part.mkdir(parents=True)
+        write(part)
+        fsync_tree(part)
+        part.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
 
 
 def publish_directory(built: Path, final: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +19,7 @@ import numpy
 
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import DataError
+from isotype.core.files import made_once
 from isotype.data.pictures import NEEDS_PILLOW
 
 NAME = "shapes"
@@ -106,27 +105,19 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 def shapes_folder() -> Path:
     """Return the folder of the data set, which is drawn in the first call; raise DataError without pillow."""
-    folder = default_cache_dir() / f"{NAME}-{_VERSION}"
-    if folder.is_dir():
-        return folder
+    return made_once(default_cache_dir() / f"{NAME}-{_VERSION}", _write_splits)
+
+
+def _write_splits(folder: Path) -> None:
     if find_spec("PIL") is None:
         raise DataError(f"The data set 'embedded:{NAME}' cannot be drawn", [NEEDS_PILLOW])
     from PIL import Image
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        for split in _ROWS:
-            (part / split).mkdir()
-            with (part / split / "metadata.jsonl").open("w", encoding="utf-8") as file:
-                for at, (_, pixels, question, answer) in enumerate(rows(split)):
-                    name = f"{at:03}.png"
-                    Image.fromarray(pixels).save(part / split / name)
-                    row = {"file_name": name, "prompt": question, "completion": answer}
-                    file.write(json.dumps(row) + "\n")
-        part.replace(folder)
-    except OSError:
-        shutil.rmtree(part, ignore_errors=True)
-        if not folder.is_dir():  # else another process has drawn the pictures
-            raise
-    return folder
+    for split in _ROWS:
+        (folder / split).mkdir()
+        with (folder / split / "metadata.jsonl").open("w", encoding="utf-8") as file:
+            for at, (_, pixels, question, answer) in enumerate(rows(split)):
+                name = f"{at:03}.png"
+                Image.fromarray(pixels).save(folder / split / name)
+                row = {"file_name": name, "prompt": question, "completion": answer}
+                file.write(json.dumps(row) + "\n")
