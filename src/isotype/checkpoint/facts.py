@@ -45,7 +45,8 @@ def facts_of_module(model: Any) -> ModelFacts:
     config = getattr(base, "config", None)
     if not is_config(config):  # a config of another library
         config = None
-    quantization = _layers_quantization(base, config) or quantization_of(config)
+    named = quantization_of(config)  # may describe layers that were replaced
+    quantization = _layers_quantization(base, named.skip_modules if named else ()) or named
     prefixes: tuple[str, ...] = ()  # of the names of adapter parameters
     if getattr(model, "peft_config", None) or has_own_adapters(model):
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
@@ -70,10 +71,8 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
     return any(c.__name__ == name and c.__module__.startswith("bitsandbytes.") for c in type(module).__mro__)
 
 
-def _layers_quantization(model: nn.Module, config: Any) -> QuantizationFacts | None:
-    """Return the quantization of most bitsandbytes layers, or None. (The config may describe layers that were replaced.)"""
-    quantization = quantization_of(config)
-    skip = quantization.skip_modules if quantization else ()
+def _layers_quantization(model: nn.Module, skip: tuple[str, ...]) -> QuantizationFacts | None:
+    """Return the quantization of most bitsandbytes layers, or None; `skip` are its `skip_modules`."""
     counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
