@@ -83,7 +83,7 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int, **arguments: Any) -> Any:
-    """Return the generated token ids `[tokens]`, int64; generation ends at the last position for which the model has an embedding."""
+    """Return the generated token ids `[tokens]`, int64; generation ends at the last position of the model."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
     limit, length = positions(model), inputs["input_ids"].shape[1]

@@ -75,7 +75,7 @@ def start_of(settings: Settings) -> Settings:
 
 
 def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
-    """Yield a problem if the method trains adapters for another task, and for each argument that contradicts the adapter."""
+    """Yield a problem for an adapter of another task, and for each argument that contradicts the adapter."""
     task, wanted = task_of(adapter.config), settings.method.task_type
     if task not in (wanted, None):
         merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
@@ -159,7 +159,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def brings_tokens(training: Any) -> bool:
-    """Return True if `--chat_template_path` names another model: TRL then takes its chat template and adds its new tokens."""
+    """Return True if `--chat_template_path` names another model, whose new tokens TRL then adds."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
@@ -184,7 +184,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the reference model is the model without its adapter: the adapter is new and changes no base weight."""
+    """Return True if the model without its adapter is the reference: the adapter is new and changes no base weight."""
     new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 

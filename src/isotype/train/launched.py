@@ -80,7 +80,7 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def requested_sharding(training: Any) -> Sharding | None:
-    """Return the sharding that `--fsdp` or `accelerate launch` requests, even if it is not supported; None without a request."""
+    """Return the requested sharding, even if it is not supported; None if none is requested."""
     if training.fsdp:
         config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
         return Sharding(

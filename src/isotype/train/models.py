@@ -118,7 +118,7 @@ _REFERENCE = "ref"
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Return the model; if it is sharded and the loss needs a reference, with the reference adapter, which TRL cannot add."""
+    """Return the model; a sharded model gets the reference adapter, if the loss needs it, because TRL cannot add it."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() stores the policy on the model"
@@ -206,7 +206,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank is above the width (smaller side) of all adapted layers; add a note if it is above some."""
+    """Raise UsageError if the rank is above the width (smaller side) of all adapted layers; note if it is above some."""
     rank, targets = getattr(config, "r", None), config.target_modules
     widths = [
         min(module.in_features, module.out_features)
@@ -344,7 +344,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts that get adapters: those of `--adapt`; else only the language model if no row has a picture; None for all."""
+    """Return the parts that get adapters: those of `--adapt`; else the language model if no row has a picture, or None (all)."""
     if settings.extra.adapt is not None:
         return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

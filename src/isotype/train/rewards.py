@@ -23,7 +23,7 @@ BUILT_IN = (
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
-    """Return the reward functions (TRL's by name, others by dotted path: `my_rewards.length`), and the reward model's path."""
+    """Return reward functions, by TRL's name or a dotted path (`my_rewards.length`), and the reward model's path."""
     functions: list[Any] = [reward_model] if reward_model else []
     problems = []
     for name in names or ():

@@ -185,7 +185,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
 
 @contextmanager
 def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
-    """Hold the lock of the output directory in the process that writes, so that a second run into this directory is refused."""
+    """Hold the lock of the output directory in the process that writes, so that no second run writes into it."""
     if not settings.training.should_save:
         yield
         return

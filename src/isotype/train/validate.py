@@ -245,7 +245,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
 
 
 def _read_later(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--chat_template_path` or `--reward_model_name_or_path`, which the trainer will read, does not exist."""
+    """Yield a problem if the trainer cannot read `--chat_template_path` or `--reward_model_name_or_path`."""
     from transformers import AutoConfig, AutoTokenizer
 
     scorer = "a directory or hub id with a model that scores texts"

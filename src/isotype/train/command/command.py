@@ -41,7 +41,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""For each `Spec.kind`: parser of a text, types accepted from YAML and Python, and for messages the expected value and an example."""
+"""For each `Spec.kind`: parser, types accepted from YAML and Python; for messages: expected value, example."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Command:
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and the values that differ from FILE."""
+        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and values that differ from FILE."""
         config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
@@ -239,7 +239,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults of arguments that the command has dropped from the file; None if no word can write one of them."""
+        """Return the defaults of arguments that only the file sets; None if one of them cannot be written as a word."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -278,7 +278,7 @@ class Command:
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Return the command with `--dtype` as its only argument for the compute dtype; None requests the checkpoint's dtype."""
+    """Return the command with `--dtype` as its only argument for the compute dtype; None: the checkpoint's dtype."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}
@@ -297,7 +297,7 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Return the command with `--quantization` as its only argument for storage; None stores the base in the compute dtype."""
+    """Return the command with `--quantization` as its only argument for storage; None: the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None if memory is None else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))

@@ -125,7 +125,7 @@ def _object(name: str, value: Any) -> Any:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return a parser that does not convert the texts of training arguments, and the names of the caller's own arguments."""
+    """Return a parser that keeps training arguments as texts, and the names of the caller's own arguments."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)

@@ -56,7 +56,7 @@ class Settings:
         return METHODS[self.command.method]
 
     def but(self, **values: Any) -> Settings:
-        """Return the settings with values that the run has decided; names that no dataclass of the method has are dropped."""
+        """Return the settings with values that the run has decided; names that the method lacks are dropped."""
         decided = {**self.decided, **values}
         parts = dict(zip(HOLDERS, _built(self.command, decided), strict=True))
         return replace(self, extra=parts.pop("isotype"), decided=decided, **parts)
@@ -189,7 +189,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes of transformers' TrainingArguments that the policy decides; the constructor would refuse bf16 on some machines."""
+"""Attributes of TrainingArguments that the policy decides; its constructor would refuse bf16 on some machines."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Translates names of axolotl for which tables.yaml is not enough: the method, the rows, and how often to save and evaluate."""
+"""Translates names of axolotl for which tables.yaml is not enough: for the method, the rows, and intervals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Convert the events per epoch in `name` to an interval, as a share of all steps; None if this is the whole training."""
+    """Convert the events per epoch in `name` to an interval, a share of all steps; None if it is the whole training."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1

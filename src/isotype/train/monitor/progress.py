@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, narrower than the console by the width of ^C: a terminal prints ^C behind the live line, which must not wrap."""
+    """`inner`, narrower than the console by the width of ^C, which a terminal prints behind the live line."""
 
     inner: RenderableType
 

@@ -86,7 +86,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before an update whose loss or gradient is not finite, raise TrainingError with the operator that is the cause."""
+        """Before an update with a loss or gradient that is not finite, raise TrainingError with the operator."""
         self.settle()
         self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
         if self._skipping is None:

@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: whether they are complete, their order, and the random states of the data order."""
+"""The checkpoints in an output directory: manifests, damages, and the random states of the data order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write a new checkpoint's manifest: the time of saving (a copy may have other file times), file sizes and checksums."""
+    """Write a checkpoint's manifest: the time of saving (a copy may have other file times), sizes and checksums."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -146,7 +146,7 @@ def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return the time of saving in seconds since the epoch, from the manifest; without one, from the trainer state's file."""
+    """Return the time of saving in seconds since the epoch, from the manifest or the trainer state's file."""
     manifest = read_json(checkpoint / MANIFEST) or {}
     if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
@@ -230,7 +230,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save what this process needs to continue in the middle of an epoch: random states, completions, a changed reference."""
+    """Save this process's state in the middle of an epoch: random states, completions, a changed reference model."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:

@@ -73,7 +73,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
-    """Write `run_report.html` and `run_report.json` into a directory, each by renaming a complete file; return their paths."""
+    """Write `run_report.html` and `run_report.json` (complete or not at all), and return their paths."""
     directory = Path(directory)
     html, data = to_html(record), to_json(record)
     try:

@@ -128,7 +128,7 @@ _USED_MOST: Mapping[str, str] = {
     "learning_rate": "learning rate of the optimizer",
     "optim": "transformers' name of the optimizer",
 }
-"""Help texts of the most used arguments of `isotype sft`: for the texts of all, TRL would be imported, which takes seconds."""
+"""Help texts of the most used arguments of `isotype sft`: to import TRL for the texts of all takes seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:
@@ -165,7 +165,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """Return the plan, with the pictures of `--image` if it is given; raise UsageError if their number of tokens is unknown."""
+    """Return the plan with the pictures of `--image`; raise UsageError if their number of tokens is unknown."""
     if options.image is None:
         return plan
     from isotype.checkpoint.opened import config_of, open_model

@@ -1,4 +1,4 @@
-"""Batches and losses of the training methods for a trace, without a data set. They have the training's shapes and dtypes."""
+"""Batches and losses with the shapes and dtypes of a training, for a trace without a data set."""
 
 from __future__ import annotations
 

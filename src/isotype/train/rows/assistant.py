@@ -106,7 +106,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template at `path`; None for another model's template with which TRL finds the targets."""
+    """Return the tokenizer with the template at `path`; None if TRL takes it from a model and finds the targets."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)

@@ -33,7 +33,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data, from which no rows are held back yet; `evaluates` requires a test split (default: if evaluation is on)."""
+    """Read the data before rows are held back; `evaluates` requires a test split (default: if evaluation is on)."""
     evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -83,7 +83,7 @@ def hold_back(settings: Settings, data: Any) -> Any:
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits; if the chat template accepts only text, with the text parts of each message joined by line breaks."""
+    """Return the splits; for a chat template that accepts only text, the text parts of each message are joined."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
     chats = {}  # for each split, the columns whose type allows contents in parts; all columns of chats if types are unknown

@@ -1,4 +1,4 @@
-"""Summary of the training data, which is printed before the training: lengths, padding, and an example with its loss mask."""
+"""Summarizes the training data before the training: lengths, padding, and an example with its loss mask."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the number of epochs as transformers counts them: the last batch and the last step of an epoch can be smaller."""
+    """Return the number of epochs as transformers counts them, with a smaller last batch and last step in each."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps

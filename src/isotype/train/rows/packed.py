@@ -52,7 +52,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """If a trainer joins rows although its attention needs a mask, replace its collator and return a note; else return None."""
+    """If a trainer joins rows although its attention needs a mask, replace the collator and return a note; else None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None

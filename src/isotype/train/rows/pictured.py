@@ -102,7 +102,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs, and int64 `[rows, tokens]`: `GIVEN`, `LEARNED`, or `PICTURE` + number of the picture."""
+        """Return the processor's outputs, and int64 `[rows, tokens]`: `GIVEN`, `LEARNED`, or `PICTURE` + n for picture n."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -199,7 +199,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's placeholder for a picture, and the text by which the processor replaces it for this size."""
+        """Return the template's placeholder for a picture, and the text that replaces it for a picture of this size."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -268,5 +268,5 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`: True for a token with a character in `span`; `places` has their start and end, `[tokens, 2]`."""
+    """Return bool `[tokens]`: True for tokens with a character in `span`; `places` `[tokens, 2]` has their spans."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

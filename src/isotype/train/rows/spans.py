@@ -61,7 +61,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of message `at`; the assistant's begins after the prompt for an answer, others after the previous message."""
+    """Return the span of message `at`; that of the assistant begins after the prompt for an answer."""
     end = (
         len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
@@ -89,7 +89,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return where the assistant's text begins in the first message: after the prompt that the template adds for an answer."""
+    """Return where the assistant's text begins in a first message: after the template's prompt for an answer."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
