@@ -162,7 +162,7 @@ def trained_kind(root: Path) -> str | None:
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete the result of an earlier run of the other kind: programs would read the files of both runs together."""
+    """Delete an earlier result of the other kind (adapter or model): programs would read the files of both together."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
