@@ -21,7 +21,7 @@ every parameter that is not quantized to float32.
 
 **What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with
 less than 1 % of the memory of all weights. Trainable weights in float32 are masters, which small updates
-need: a note tells their cost. The extra memory is (4 - 2) bytes for each element of these weights.
+need: a note names their cost.
 
 **How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without
 loss. For other weights, or without access to their values, the report marks the fix as unsafe.

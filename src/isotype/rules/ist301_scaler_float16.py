@@ -1,8 +1,11 @@
 """
 **What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them: a division by the scale in
 float16 would turn small gradients into zero. A gradient has its parameter's dtype, so some
-trainable parameter is float16: an adapter in the base model's dtype, a trained copy (`modules_to_save`), an
-adapter that `.half()` cast with its model, or an adapter from a float16 file.
+trainable parameter is float16:
+
+- an adapter in the base model's dtype, or a trained copy (`modules_to_save`);
+- an adapter that `.half()` cast with its model;
+- an adapter from a float16 file.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`

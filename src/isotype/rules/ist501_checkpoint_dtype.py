@@ -18,10 +18,12 @@ names another dtype than that of the weights in the file.
 
     model = isotype.load(path, isotype.resolve_precision(path))      # or dtype="auto"
 
-**What is not reported.** Trainable weights; weights that the model's author keeps in float32; adapters;
-quantized layers; dtypes that the policy requests; a checkpoint dtype that the device does not run natively; a
-float32 checkpoint in 16 bits, which is always an explicit request. The extra memory is the number of elements
-times the difference of the two item sizes.
+**What is not reported.**
+
+- trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
+- dtypes that the policy requests;
+- a checkpoint dtype that the device does not run natively;
+- a float32 checkpoint in 16 bits, which is always an explicit request.
 
 **How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (it does if the values
 come from the checkpoint), else unsafe. Rounded digits can only be restored by loading the weights again.

@@ -2,8 +2,8 @@
 **What it means.** The attention kernel that the model requests does not exist on the device, or does not
 support the dtype of queries, keys and values.
 
-**Why it is bad.** FlashAttention supports float16 and bfloat16 only, on NVIDIA GPUs of compute capability 8.0
-and later and on AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on
+**Why it is bad.** FlashAttention supports only float16 and bfloat16, and only NVIDIA GPUs of compute capability 8.0
+and later and AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on
 a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
 CPUs. `sdpa` selects a slower kernel instead, which materializes all scores or runs in float32.
 

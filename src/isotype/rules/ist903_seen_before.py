@@ -2,10 +2,13 @@
 **What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
 learns nothing useful for generation.
 
-**Why it happens.** A causal model runs without its causal mask: an encoder's class is used for a language
-model (`BertLMHeadModel` without `is_decoder=True`), a 4-D mask of zeros replaces the model's mask, an attention
-function drops `is_causal`, or a convolution is padded on both sides. Or the loss compares the label of a token
-with the prediction at the same position instead of the prediction one token earlier.
+**Why it happens.** A causal model runs without its causal mask, or the loss compares the label of a token with the
+prediction at the same position instead of the prediction one token earlier. The mask is missing if
+
+- an encoder's class is used for a language model (`BertLMHeadModel` without `is_decoder=True`);
+- a 4-D mask of zeros replaces the model's mask;
+- an attention function drops `is_causal`;
+- a convolution is padded on both sides.
 
 **An example that fails**
 

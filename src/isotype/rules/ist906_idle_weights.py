@@ -2,8 +2,11 @@
 **What it means.** The loss does not depend on an adapter or another trainable weight. The gradient of this
 weight is exactly zero, whatever its values are.
 
-**Why it happens.** The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`), a gate of 0 multiplies the
-adapter's result, the result is overwritten later, or the forward does not use the trained copy (`modules_to_save`).
+**Why it happens.** One of these:
+
+- The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`).
+- A gate of 0 multiplies the adapter's result, or the result is overwritten later.
+- The forward does not use the trained copy (`modules_to_save`).
 
 **An example that fails**
 
