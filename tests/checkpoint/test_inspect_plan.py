@@ -62,6 +62,13 @@ def test_the_command_prints_groups_and_reasons(tmp_path, capsys):
     assert said["pinned"].startswith("kept by the model's author: input_layernorm, norm")
 
 
+def test_names_of_a_gguf_file_are_said_to_be_others_once(capsys):
+    assert main(["inspect", "embedded:smollm2", "--plan", "--dtype", "float32", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("renamed") == 1
+    assert "renamed: the files have other names for all tensors" in out
+
+
 def test_json_has_every_tensor_with_its_place(saved, capsys):
     path = saved("qwen3-moe", torch.bfloat16)
     assert main(["inspect", str(path), "--plan", "--quantization", "nf4", "--device", "cpu", "--json"]) == 0

@@ -73,8 +73,9 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
             if pattern.fullmatch(name) and (action.kind != "boundary" or parameters):
                 yield module
             continue
-        buffers = {key: (module, key) for key in _buffers(module)}
-        for key, target in (buffers if action.kind == "buffer" else parameters).items():
+        of_buffers = action.kind == "buffer"
+        targets = {key: (module, key) for key in _buffers(module)} if of_buffers else parameters
+        for key, target in targets.items():
             if pattern.fullmatch(f"{name}.{key}" if name else key):
                 yield target
 

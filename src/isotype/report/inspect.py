@@ -174,7 +174,8 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 def plan_lines(inspection: PlanInspection) -> list[str]:
     """Return lines about tensors that are not simply read and stored, and the policy's warnings."""
     plan = inspection.plan
-    lines = [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
+    lines = ["renamed: the files have other names for all tensors"] if _all_renamed(inspection) else []
+    lines += [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
     for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
         lines.append(f"initialised: {listed(names)}: {reason}")
     surplus = list(dict.fromkeys(starred(tensor.weight.name) for tensor in plan.match.surplus))
@@ -219,6 +220,7 @@ def plan_json(inspection: PlanInspection) -> dict[str, Any]:
 
 def _plan_table(inspection: PlanInspection) -> Table:
     table = _table("tensors", "count", "stored", "loaded", "conversion", "shape", "bytes")
+    renamed = _all_renamed(inspection)
     for group in inspection.groups:
         changed = group.stored != group.storage
         table.add_row(
@@ -226,16 +228,22 @@ def _plan_table(inspection: PlanInspection) -> Table:
             str(group.count),
             Text(group.stored),
             Text(group.storage + (" (pinned)" if group.pinned else ""), style="bold" if changed else ""),
-            Text(_how(group)),
+            Text(_how(group, renamed)),
             shapes_of(group),
             format_bytes(group.bytes),
         )
     return table
 
 
-def _how(group: PlanGroup) -> str:
+def _all_renamed(inspection: PlanInspection) -> bool:
+    """Return whether every tensor is renamed: then a single line replaces the word in all rows."""
+    return all(group.how.startswith("renamed") for group in inspection.groups)
+
+
+def _how(group: PlanGroup, renamed: bool) -> str:
+    how = (group.how.removeprefix("renamed").removeprefix(", ") or "as stored") if renamed else group.how
     many = group.sources // group.count
-    return f"{group.how} (of {many})" if many > 1 and group.how != "as stored" else group.how
+    return f"{how} (of {many})" if many > 1 and how != "as stored" else how
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:

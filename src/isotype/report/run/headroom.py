@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isotype.precision.ranges import FLOAT16_LARGEST
@@ -72,15 +71,11 @@ def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
         values = [sample.largest[number] for sample in headroom.samples]
         high = sorted(values)[math.ceil(0.9 * len(values)) - 1]
         third = len(values) // 3
-        first, last = (_median(part) for part in (values[:third], values[-third:])) if third else (0.0, 0.0)
+        first, last = map(statistics.median, (values[:third], values[-third:])) if third else (0.0, 0.0)
         change = last / first if len(values) >= _LEAST and 0 < first < math.inf else None
         room = FLOAT16_LARGEST / high if high else math.inf
-        blocks.append(BlockHeadroom(name, _median(values), high, room, change))
+        blocks.append(BlockHeadroom(name, statistics.median(values), high, room, change))
     return tuple(blocks)
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(sorted(values))
 
 
 def in_words(headroom: Headroom) -> str:
