@@ -73,24 +73,22 @@ def verdict(report: Record) -> str:
     match report.status:
         case "fails":
             short = [f"also {lacking}"] if report.fits is False else []
-            if report.miswired:
-                return f"This step trains something other than intended: {'; '.join([*rest, *short])}"
-            return f"This step fails on {title}: {'; '.join([*rest, *short])}"
+            fact = "trains something other than intended" if report.miswired else f"fails on {title}"
+            return f"This step {fact}: {'; '.join([*rest, *short])}"
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
         case "unknown":
             return f"Unknown whether this step runs on {title}: {'; '.join(filter(None, (unseen, counted)))}"
         case "costs":
-            unmeasured = "" if report.ranges in (None, "measured") else _UNMEASURED
-            unseen_towers = _unseen(report) if report.unseen else ""
-            return f"This step runs on {title}, with {'; '.join(filter(None, (counted, unmeasured, unseen_towers)))}"
+            unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
+            towers = [_unseen(report)] if report.unseen else []
+            return f"This step runs on {title}, with {'; '.join([counted, *unmeasured, *towers])}"
         case "unmeasured":
-            return f"Every dtype of this step fits on {title}; {'; '.join([_UNMEASURED, *rest])}"
+            return f"{title} accepts every dtype of this step; {'; '.join([_UNMEASURED, *rest])}"
         case "partial":
             return f"The text of this step runs on {title}; {'; '.join([_unseen(report), *rest])}"
         case "clean":
-            largest = report.largest
-            room = "" if largest is None else f", headroom of float16 {largest.headroom:.2g}"
+            room = "" if report.largest is None else f", headroom of float16 {report.largest.headroom:.2g}"
             checked = f"{plural(report.operators, 'operator')} checked{room}"
             return f"This step runs clean on {title}: {'; '.join([checked, *rest])}"
 
