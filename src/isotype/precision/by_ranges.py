@@ -40,7 +40,7 @@ _UNSEEN = (
 _SUBNORMAL = 2.0**-15
 """Weights with a smaller median magnitude lose digits: below 2^-14 float16 has fewer significant bits than bfloat16."""
 _PRODUCTS = 64.0
-"""Accepted product of the largest gradient and the largest input, over 65504: both rarely occur at the same token."""
+"""Limit of a layer's largest gradient times its largest input, in units of 65504: the two rarely occur at one token."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """The quantization that a request for this storage has, regardless of `layers`; None for float storage."""
+        """The argument `quantization` of a request for this storage, without `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
