@@ -347,7 +347,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask `[batch, tokens]` that is True for the logits that count."""
+    """Return a mask `[batch, tokens]` that is True for the logits to compare: not of padding, not before a label -100."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:

@@ -37,10 +37,10 @@ _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 def standard_chats(
     row: Row, names: Counter[str] | None = None, *, conversations: bool = True
 ) -> Row | Problem:
-    """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats; or a problem.
+    """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats.
 
-    A single message in place of an answer becomes a list. A column `system` becomes the first message of a conversation
-    without a system message, as in LLaMA-Factory.
+    A row with a problem gives this problem instead. A single message in place of an answer becomes a list. A column
+    `system` becomes the first message of a conversation without a system message, as in LLaMA-Factory.
 
     Args:
         names: counts the messages of each speaker; None if they are not counted.
