@@ -177,7 +177,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Return the loss over a batch of token ids as long as the longest completion, for a data set with only prompts."""
+    """Return the loss over a made-up batch for a data set of prompts; its rows have the length of the longest completion."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128

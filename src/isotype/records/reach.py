@@ -142,7 +142,7 @@ class Unreached:
         weight: name of the parameter.
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
-        behind: modules whose forward had ended with gradients on before the first use, in order.
+        behind: modules whose forward ran with gradients on and ended before the first use, in order.
         ignored: whether the parameter is used with gradients on, but the loss does not depend on the result.
     """
 

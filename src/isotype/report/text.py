@@ -119,7 +119,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the least width of a table without borders that breaks no word, and no cell of a `no_wrap` column."""
+    """Return the width that a table without borders needs to break no word. Columns with `no_wrap` also break no line."""
     _, right, _, left = table.padding
     widths = [
         max(
