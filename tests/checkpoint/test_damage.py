@@ -190,11 +190,16 @@ def test_experts_are_said_not_to_be_measured(name: str, stacks: int) -> None:
     assert damages.notes == ((expected,) if stacks else ())
 
 
-def test_a_model_with_adapters_of_transformers_is_measured() -> None:
-    model = tiny_model("llama").float().eval()
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+@pytest.mark.parametrize("by", ["peft", "transformers"])
+def test_adapters_are_not_measured(by: str) -> None:
+    model, config = tiny_model("llama").float().eval(), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    if by == "peft":
+        model = peft.get_peft_model(model, config)
+    else:
+        model.add_adapter(config)
     damages = isotype.measure_quality(model, tiny_batch("llama"), exact=(), progress=False)
     assert len(damages.layers) == LAYERS["llama"]
+    assert damages.notes == ()
 
 
 def test_a_divergence_is_summed_up_on_a_device_without_float64() -> None:

@@ -27,7 +27,7 @@ from isotype.core.operators import operator_name
 from isotype.model.experts.stack import stacked_weights
 from isotype.model.fitted import nearest_values
 from isotype.model.quantize import quantize_4bit, quantize_int8
-from isotype.model.walk import kind_of
+from isotype.model.walk import is_tuner_layer, kind_of, places
 from isotype.precision.damages import MEASURED, Damages, LayerDamage
 from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
@@ -298,8 +298,10 @@ class Session:
         self.rows = EmbeddedRows()  # type: ignore[no-untyped-call]
         base = without_peft(measured.model)
         chosen = quantized_weights(base)
-        named = base.named_parameters(remove_duplicate=False)
-        self.layers = Layers([base_name(n.removesuffix(".weight")) for n, _ in named if n in chosen])
+        adapted = tuple(f"{place.name}." for place in places(base) if is_tuner_layer(place.module))
+        named = [n for n, _ in base.named_parameters(remove_duplicate=False) if n in chosen]
+        wanted = (n for n in named if ".base_layer." in n or not n.startswith(adapted))
+        self.layers = Layers([base_name(n.removesuffix(".weight")) for n in wanted])
         weights = PlainWeights(torch.float32, self.device)
         self.bar = Bar("measuring quantization damage", progress)
         self.twin = twin_of(measured.model, weights, self.layers, self.bar.advance, measured.read)
