@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.fold import stands_for
+from isotype.precision.policy import LayerStorage
 from isotype.train.models import weightless_model
 from tests.adapters import loaded
 from tests.checkpoint.test_weightless import facts
@@ -62,6 +65,14 @@ def test_layers_that_are_chosen_by_number_fold_afterwards(config, lora):
     assert "LoraLayer" in [cls.__name__ for cls in type(layer).__mro__]
 
 
+@pytest.mark.parametrize("form", ["int8", "nf4-32"])
+def test_layers_that_a_policy_stores_otherwise_fold_afterwards(config, form):
+    choice = LayerStorage("model.layers.3.self_attn.q_proj", form)
+    policy = replace(policy_for(config, quantization="nf4"), layers=(choice,))
+    model = weightless_model(config, policy, lora={"r": 4}, fold=True)
+    assert [int(name.rsplit(".", 1)[1]) for name in stands_for(model)] == [0, 2, 3, 4, 7]
+
+
 def test_a_module_that_is_not_there_is_named(config):
     with pytest.raises(UsageError, match="q_prj") as caught:
         weightless_model(config, policy_for(config), lora={"target_modules": ["q_prj"]})
@@ -90,3 +101,16 @@ def test_a_classifier_head(config):
     )
     assert type(model.get_base_model()).__name__ == "LlamaForSequenceClassification"
     assert model.get_base_model().score.modules_to_save["default"].weight.shape == (1, 64)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_head_that_gets_no_adapter_limits_no_rank(name):
+    """The score of a reward model has the width 1, and GPT-2's Conv1D layers were not counted."""
+    import transformers
+
+    config = CONFIGS[name]()
+    settings = {"model_class": transformers.AutoModelForSequenceClassification, "num_labels": 1}
+    model = weightless_model(config, policy_for(config), lora={"r": 4, "task_type": "SEQ_CLS"}, **settings)
+    assert not any("above the width" in note for note in model.adapter_notes)
+    with pytest.raises(UsageError, match="at most 64, the width of the widest adapted layer"):
+        weightless_model(config, policy_for(config), lora={"r": 65, "task_type": "SEQ_CLS"}, **settings)

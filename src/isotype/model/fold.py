@@ -111,7 +111,8 @@ def _state(state: Any) -> tuple[Any, ...] | None:
     if state is None:
         return None
     absmax = getattr(state, "absmax", None)
-    return (state.dtype, state.quant_type, getattr(absmax, "dtype", None), _state(state.state2))
+    dtypes = (state.dtype, state.quant_type, getattr(absmax, "dtype", None))
+    return (*dtypes, state.blocksize, _state(state.state2))
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from isotype.checkpoint.adapter import attach
 from isotype.checkpoint.formats.hub import local_snapshot
@@ -32,7 +33,7 @@ from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
 from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
-from isotype.model.targets import Adapt, choose_targets, save_drawn, task_type_of
+from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_reference
@@ -208,10 +209,11 @@ def check_module_names(model: Any, config: Any) -> None:
 def _check_rank(model: Any, config: Any) -> None:
     """Raise UsageError if the rank is above the width (smaller side) of all adapted layers; note if it is above some."""
     rank, targets = getattr(config, "r", None), config.target_modules
+    whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
-        min(module.in_features, module.out_features)
+        width
         for name, module in model.named_modules()
-        if hasattr(module, "in_features") and hasattr(module, "out_features") and _is_target(name, targets)
+        if (width := _width(module)) and _is_target(name, targets) and name.rpartition(".")[2] not in whole
     ]
     narrow = [width for width in widths if rank is not None and width < rank]
     if rank is None or not narrow:
@@ -229,6 +231,12 @@ def _check_rank(model: Any, config: Any) -> None:
         f"at most {max(widths)}, the width of the widest adapted layer (the narrowest has {min(widths)})",
         f"--lora_r {min(16, max(widths))} is common; --use_peft False trains every weight",
     )
+
+
+def _width(module: Any) -> int | None:
+    """Return the smaller side of a linear layer or of transformers' Conv1D (GPT-2), or None for other modules."""
+    names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
+    return min(int(getattr(module, name)) for name in names) if hasattr(module, names[0]) else None
 
 
 def _is_target(name: str, targets: Any) -> bool:
@@ -285,7 +293,7 @@ def weightless_model(
         model_class: a model class or auto class of transformers; None for the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
         fold: True to fold equal layers (see `isotype.model.fold`): before adapters are added, or afterwards if the
-            quantizer or the adapters' config selects layers by number.
+            policy, the quantizer or the adapters' config selects layers by number.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
@@ -301,7 +309,7 @@ def weightless_model(
 
         with _adapter_arguments():
             lora = LoraConfig(**{"target_modules": "all-linear", "task_type": task_type_of(model), **lora})
-    if early := fold and not _chosen_by_number(skipped_modules(config), lora):
+    if early := fold and not policy.layers and not _chosen_by_number(skipped_modules(config), lora):
         fold_layers(model)
     model = store(model, policy)
     if lora is not None:
