@@ -260,6 +260,24 @@ def test_the_repaired_command():
     )
 
 
+def test_what_is_left_is_found_in_a_check_of_the_repaired_command():
+    """What a trace with changed settings still had was printed; the training decides its policy anew."""
+    command = parse_command("sft", ["--model_name_or_path", "m", "--device", "t4"])[0]
+    fix = Fix("compute in float32", "safe", actions=(Action("setting", "autocast", "float32"),))
+    in_the_trace, in_the_check = (Finding(code, "warning", "") for code in ("IST203", "IST404"))
+    checked = []
+
+    def remaining(changed):
+        checked.append(changed)
+        return [(in_the_check, "no fix is known")]
+
+    left = [(in_the_trace, "")]
+    repaired = repaired_command(command, [fix], left, present=False, remaining=remaining)
+    assert repaired.text.endswith("--dtype float32\nleft:      IST404: no fix is known")
+    assert (checked[0]["device"], checked[0]["dtype"]) == ("t4", "float32")
+    assert repaired_command(command, [], left, remaining=remaining).unresolved == left
+
+
 def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
     """What --fix prints is one plan, traced as a whole: checked in turn, the repaired command has nothing left."""
     argv = (config, "--device", "t4", "--length", 16, "--dtype", "bfloat16")

@@ -13,6 +13,8 @@ from torch import nn
 
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.boundary import Boundary
+from isotype.model.experts.quantize import quantize_parts
+from isotype.model.experts.stack import place_stack
 from isotype.preflight.apply import apply_actions, take_back
 from isotype.records.finding import Action
 from tests.refusals import refused
@@ -240,6 +242,19 @@ def test_the_compute_dtype_of_a_4bit_layer(before: torch.dtype | None) -> None:
     assert (model["proj"].compute_dtype, model["proj"].compute_type_is_set) == (BF16, True)
     take_back(undos)
     assert (model["proj"].compute_dtype, model["proj"].compute_type_is_set) == kept
+
+
+@pytest.mark.parametrize("kind", ["compute", "state"])
+@pytest.mark.parametrize("storage", ["nf4", "int8"])
+def test_the_dtype_of_quantized_experts(kind: Any, storage: str) -> None:
+    """The action set an attribute of the parametrization's holder, which nothing reads."""
+    model = nn.ModuleDict({"experts": nn.Module()})
+    dense = torch.ones(2, 64, 64)
+    place_stack(model["experts"], "up", *quantize_parts([dense], dense.shape, storage, FP32))
+    undos = apply_actions(model, [Action(kind, "experts.parametrizations.up", "bfloat16")])
+    assert model["experts"].up.dtype == BF16
+    take_back(undos)
+    assert model["experts"].up.dtype == FP32
 
 
 def test_a_boundary_that_was_there_comes_back() -> None:

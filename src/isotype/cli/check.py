@@ -21,6 +21,7 @@ from isotype.train.preflight.plan import Options, Repaired, StepPlan, repaired_c
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
 if TYPE_CHECKING:
+    from isotype.records.finding import Finding
     from isotype.report.check.report import Report
 
 
@@ -80,6 +81,7 @@ def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Rep
     defer_compiler()
     import_uncompiled("bitsandbytes")
     from isotype.preflight.repair import plan as planned
+    from isotype.preflight.repair import unresolved
     from isotype.train.preflight.step import check_plan
 
     report = check_plan(plan, _phases(options))
@@ -93,7 +95,12 @@ def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Rep
         report = replace(report, findings=findings)
     if not options.fix:
         return report, None
-    return report, repaired_command(command, *planned(report, command=True), present=present)
+
+    def remaining(changed: Command) -> Sequence[tuple[Finding, str]]:
+        return unresolved(check_plan(plan_of(options, changed), _phases(options)))
+
+    fixes, left = planned(report, command=True)
+    return report, repaired_command(command, fixes, left, present=present, remaining=remaining)
 
 
 def _phases(options: Options) -> tuple[str, ...]:

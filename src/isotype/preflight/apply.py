@@ -18,6 +18,7 @@ from isotype.core.names import base_name, starred
 from isotype.model.boundary import BoundarySettings, boundary_of, cast_floats, set_boundary
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.enforce import exchange, fresh_rotary
+from isotype.model.experts.stack import held_stack
 from isotype.model.fold import stands_for
 from isotype.model.quantized import keep_training_layout, quantization_states, restore_layout
 from isotype.model.walk import own_float_parameters, places, plain_tensors
@@ -173,10 +174,14 @@ def _set_input(module: nn.Module, value: str) -> list[Undo]:
 
 
 def _set_state(layer: Any, value: str) -> list[Undo]:
-    return [replace(state, "dtype", parse_dtype(value)) for state in quantization_states(layer)]
+    stack = held_stack(layer)
+    states = quantization_states(layer) if stack is None else [stack]
+    return [replace(state, "dtype", parse_dtype(value)) for state in states]
 
 
 def _set_compute(layer: Any, value: str) -> list[Undo]:
+    if held_stack(layer) is not None:  # stacked experts are multiplied in the dtype of their dense values
+        return _set_state(layer, value)
     return [
         replace(layer, "compute_dtype", parse_dtype(value)),
         replace(layer, "compute_type_is_set", True),

@@ -226,6 +226,11 @@ def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Fi
     return sum(f.severity == "error" for f in after) <= sum(f.severity == "error" for f in before)
 
 
+def unresolved(report: Report) -> list[tuple[Finding, str]]:
+    """Return the errors and warnings of a report, each with the reason why it remains."""
+    return [(finding, _reason(finding, False)) for finding in report.findings if finding.severity != "note"]
+
+
 def _reason(finding: Finding, unsafe: bool) -> str:
     if not finding.fixes:
         return "no fix is known"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -178,8 +178,15 @@ def repaired_command(
     unresolved: Sequence[tuple[Finding, str]] = (),
     *,
     present: bool = True,
+    remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command; the text also lists what no argument can change."""
+    """Apply the fixes to a training command; the text also lists what no argument can change.
+
+    Args:
+        unresolved: findings without a fix in the traced step, each with the reason.
+        remaining: checks a changed command, whose policy is decided anew, and returns its findings, each with the
+            reason; None if no command is checked.
+    """
     repaired, by_hand = command, []
     for fix in fixes:
         for action in fix.actions:
@@ -187,8 +194,11 @@ def repaired_command(
         if not any(_argument(action) for action in fix.actions):
             by_hand.append(fix.description)
     final = without_absent_device(repaired, present)
+    changed = not repaired.same_settings(command)
+    if changed and not by_hand and remaining is not None:
+        unresolved = remaining(repaired)
     printed = printed_command(final.tokens(), indent=4)
-    lines = [] if repaired.same_settings(command) else [f"repaired:\n{printed}"]
+    lines = [f"repaired:\n{printed}"] if changed else []
     lines += [f"by hand:   {text}" for text in by_hand]
     lines += [f"left:      {finding.code}: {reason}" for finding, reason in unresolved]
     return Repaired("\n".join(lines) or "nothing to repair", fixes, unresolved, final)
