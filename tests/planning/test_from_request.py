@@ -289,3 +289,13 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None
     assert plan.chosen is None
     assert {row.longest for row in plan.rows if row.checkpointing == "every layer"} == {0}
     assert least_length(config) == 102
+
+
+def test_a_refused_storage_is_an_error_where_it_is_the_only_one(config: Path) -> None:
+    """The plan printed only a headline, `no quantization: 1 conflict in the precision asked for`."""
+    with pytest.raises(PrecisionError, match="quantization mxfp4, but"):
+        planned(config, "1GiB", quantization="mxfp4")
+    plan = planned(config, "1GiB", device="t4,h100", quantization="mxfp4")
+    devices = ["NVIDIA T4", "NVIDIA H100 SXM 80 GB"]
+    assert [text.partition(":")[0] for text in plan.refused] == [f"mxfp4 on {device}" for device in devices]
+    assert all("converts no weights to it" in text for text in plan.refused)

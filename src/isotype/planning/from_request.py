@@ -227,7 +227,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
         return {profile.name: room for profile in profiles}
     rooms = {profile.name: room_of(profile) for profile in profiles}
     problems = [
-        Problem(f"--device {name}: {room.words}", "an amount of memory", "give --max-memory, such as 24GiB")
+        Problem(f"--device {name}: {room.words}", "an amount of memory", "isotype plan … --max-memory 24GiB")
         for name, room in rooms.items()
         if room.size is None
     ]

@@ -13,7 +13,7 @@ import torch
 
 from isotype.checkpoint.opened import Checkpoint
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import CheckpointError, PrecisionError, UsageError
+from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, UsageError
 from isotype.core.formats import MIXED, MXFP4
 from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.record import Row, Time, Workload
@@ -191,7 +191,7 @@ class Search:
             try:
                 policy, ranges = policy_by_ranges(self.checkpoint, precision, base.device, when=base.ranges)
             except PrecisionError as refusal:
-                self.refused.append(f"{storage or 'no quantization'}: {refusal.headline}")
+                self._refuse(precision.quantization or "no quantization", refusal)
                 continue
             for fsdp in shardings:
                 plan = replace(
@@ -203,9 +203,17 @@ class Search:
                 except (UsageError, CheckpointError) as refusal:
                     if not policy.quantization:
                         raise
-                    self.refused.append(f"{policy.form}: {refusal.headline}")
+                    self._refuse(policy.form, refusal)
                     break
                 yield step
+
+    def _refuse(self, storage: str, refusal: IsotypeError) -> None:
+        """Note why a storage cannot be trained; raise the error if the plan has no other storage and no other device."""
+        if len(self._storages()) == 1 and len(self.request.devices) == 1:
+            raise refusal
+        titles = ", ".join(profile.title for profile in self.profiles)
+        problems = "; ".join(f"{problem.given} (expected {problem.expected})" for problem in refusal.problems)
+        self.refused.append(f"{storage} on {titles}: {problems or refusal.headline}")
 
     @property
     def _may_mix(self) -> bool:
