@@ -30,13 +30,14 @@ def test_no_old_name_is_one_still(names: set[str]) -> None:
     [
         (
             "--evaluation_strategy steps",
-            "--evaluation_strategy: renamed\n.*--eval_strategy\n.*--eval_strategy VALUE",
+            "--evaluation_strategy: renamed\n.*--eval_strategy\n.*--eval_strategy steps",
         ),
-        ("--per_gpu_train_batch_size 4", "fix +--per_device_train_batch_size VALUE"),
+        ("--per_gpu_train_batch_size 4", "fix +--per_device_train_batch_size 4"),
+        ("--per_gpu_train_batch_size --bf16", "fix +--per_device_train_batch_size VALUE"),
         ("--no_cuda", "fix +--use_cpu True"),
         ("--warmup_ratio 0.1", "fix +--warmup_steps 0.1, a share of all steps"),
-        ("--max-seq-length=512", "--max-seq-length: renamed\n.*\n.*--max_length VALUE"),
-        ("--torch_dtype bfloat16", "fix +--dtype auto"),
+        ("--max-seq-length=512", "--max-seq-length: renamed\n.*\n.*--max_length 512"),
+        ("--torch_dtype bfloat16", "fix +--dtype bfloat16"),
         ("--overwrite_output_dir", "--overwrite_output_dir: removed"),
         ("--tokenizer x", "the tokenizer is the model's"),
         ("--group_by_length", "fix +--train_sampling_strategy group_by_length"),
@@ -50,5 +51,25 @@ def test_an_old_name_gets_its_new_one(flag: str, words: str) -> None:
 def test_in_a_config_file_too(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: x\nevaluation_strategy: steps\n")
-    with pytest.raises(UsageError, match="evaluation_strategy: renamed"):
+    with pytest.raises(UsageError, match=r"evaluation_strategy: renamed\n.*\n.*--eval_strategy steps"):
         parse_settings(METHODS["sft"], ["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--quantization 4bit", "did you mean nf4?"),
+        ("--quantization int4", "did you mean nf4?"),
+        ("--quantization 8-bit", "did you mean int8?"),
+        ("--sequence_len 512", "did you mean --max_length?"),
+        ("--use_lora True", "did you mean --use_peft?"),
+        ("--use_unsloth True", "isotype sft --help lists all"),
+        ("--learning_rate 2e-4,", "--learning_rate 2e-05"),
+        ("--per_device_train_batch_size two", "--per_device_train_batch_size 8"),
+    ],
+)
+def test_what_is_suggested_does_what_was_meant(words: str, fix: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_settings(METHODS["sft"], ["--model_name_or_path", "x", *words.split()])
+    (problem,) = caught.value.problems
+    assert problem.fix == fix

@@ -28,6 +28,24 @@ def test_what_is_to_be_left_out_has_been_tried(arguments: list[str], fix: str) -
     parse_settings(METHODS["sft"], MODEL)
 
 
+@pytest.mark.parametrize(
+    ("rows", "group", "fix"),
+    [
+        ("4", "3", "--num_generations 2 or --per_device_train_batch_size 6"),
+        ("2", "3", "--num_generations 2 or --per_device_train_batch_size 3"),
+    ],
+)
+def test_groups_that_fill_no_batch_get_values_that_were_tried(rows: str, group: str, fix: str) -> None:
+    """The fix was `leave --num_generations out`, which TRL refuses as well."""
+    argv = [*MODEL, "--per_device_train_batch_size", rows, "--num_generations", group]
+    with pytest.raises(UsageError) as caught:
+        parse_settings(METHODS["grpo"], argv)
+    (problem,) = caught.value.problems
+    assert problem.fix == fix
+    for words in fix.split(" or "):
+        parse_settings(METHODS["grpo"], [*argv, *words.split()])
+
+
 def test_a_schedule_says_what_it_takes() -> None:
     settings = parse_settings(METHODS["sft"], [*MODEL, "--lr_scheduler_type", "cosine_with_min_lr"])
     with pytest.raises(UsageError) as caught:

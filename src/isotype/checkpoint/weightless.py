@@ -35,7 +35,7 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
         return cls
     what = f"model_type {config.model_type!r} with architectures {config.architectures}"
     expected = f"a class of {getattr(model_class, '__name__', 'transformers')}"
-    fix = "give model_class=, or a checkpoint of an architecture that transformers has"
+    fix = "a checkpoint of an architecture for which transformers has such a class, or model_class= in Python"
     raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 

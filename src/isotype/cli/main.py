@@ -39,6 +39,9 @@ CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
 """Commands whose results are files: they continue if standard output is closed."""
 
+_OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
+"""Methods that isotype does not have, although their names are similar to those of other methods."""
+
 _METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
 _USAGE = f"""\
 usage: isotype COMMAND [ARGUMENT …]
@@ -152,7 +155,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         return demo
     if command not in COMMANDS:
         known = (*METHODS, "demo", *COMMANDS)
-        close = difflib.get_close_matches(command, known, n=1)
+        close = () if command in _OF_TRL else difflib.get_close_matches(command, known, n=1)
         fix = f"did you mean isotype {close[0]}?" if close else "isotype --help describes them"
         expected = "one of " + ", ".join(known)
         raise UsageError.of("unknown command", f"isotype {command}", expected, fix)

@@ -23,7 +23,7 @@ _OTHER_NAMES: Mapping[str, str] = {
         ("model_name_or_path", "model model_id base_model"),
         ("dataset_name", "data dataset dataset_path"),
         ("output_dir", "out output"),
-        ("max_length", "max_seq_len seq_len context_length cutoff_len"),
+        ("max_length", "max_seq_len seq_len context_length cutoff_len sequence_len"),
         ("lora_r", "r rank lora_rank"),
         ("lora_alpha", "alpha"),
         ("lora_dropout", "dropout"),
@@ -33,11 +33,14 @@ _OTHER_NAMES: Mapping[str, str] = {
         ("dtype", "precision mixed_precision"),
         ("device", "device_map"),
         ("quantization", "quantize bits"),
+        ("use_peft", "use_lora lora finetuning_type full_finetuning"),
         ("resume_from_checkpoint", "resume"),
     )
     for other in others.split()
 }
 """Short names, and names in other libraries, -> names of isotype's arguments."""
+_OTHER_VALUES = {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}
+"""Names of values in other libraries -> isotype's names."""
 _KINDS = {
     "int": ("a whole number", "8"),
     "float": ("a number", "0.1"),
@@ -97,7 +100,7 @@ class Parser(ValueParser):
         flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
-        problems = [self._unknown_name(token.split("=")[0]) for token in flags]
+        problems = [self._unknown_name(*name_and_value(tokens, token)) for token in flags]
         fix = "leave the value out, or write the name of its argument before it"
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
 
@@ -108,8 +111,8 @@ class Parser(ValueParser):
         named = [action.option_strings for action in actions_of(self) if action.option_strings]
         return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 
-    def _unknown_name(self, name: str) -> Problem:
-        if (former := renamed(name, self.dests())) is not None:
+    def _unknown_name(self, name: str, value: str) -> Problem:
+        if (former := renamed(name, self.dests(), value)) is not None:
             return former
         meant = closest(name, self.known_names())
         listed = f"a known name: {', '.join(meant)}" if meant else "a known name"
@@ -150,7 +153,9 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     """Return the problem of a value that is not among the choices; the problem names the most similar choices."""
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
-    meant = [lower[name] for name in difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)]
+    other = _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""))
+    near = difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)
+    meant = [other] if other in known else [lower[name] for name in near]
     fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
     return Problem(what, f"one of {', '.join(known)}", fix)
 
@@ -160,7 +165,7 @@ def closest(name: str, known: Sequence[str]) -> list[str]:
     bare = {known_name.lstrip("-").replace("-", "_"): known_name for known_name in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
     meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
-    near = difflib.get_close_matches(wanted, bare, n=3)
+    near = difflib.get_close_matches(wanted, bare, n=3, cutoff=0.7)
     first = [meant] if meant in bare else []
     longer = sorted((candidate for candidate in bare if wanted and candidate.startswith(wanted)), key=len)
     return [bare[candidate] for candidate in dict.fromkeys([*first, *longer, *near])][:3]
@@ -195,7 +200,7 @@ RENAMED: Mapping[str, tuple[str, str]] = {
     "dispatch_batches": ("accelerator_config", """'{"dispatch_batches": true}'"""),
     "xpu_backend": ("ddp_backend", ""),
     # TRL
-    "torch_dtype": ("dtype", "auto"),
+    "torch_dtype": ("dtype", ""),
     "max_seq_length": ("max_length", ""),
     "dataset_config_name": ("dataset_config", ""),
     "gradient_checkpointing_use_reentrant": (
@@ -241,12 +246,22 @@ REMOVED: Mapping[str, str] = {
 """Name of a removed argument -> what to write instead."""
 
 
-def renamed(flag: str, names: Collection[str]) -> Problem | None:
-    """Return the problem of an argument that transformers or TRL renamed or removed (`--no-cuda`), or None for others."""
+def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
+    """Return the name of a flag among unknown tokens, and its value: `--name=VALUE`, or the token after it; "" without one."""
+    name, equals, value = flag.partition("=")
+    after = tokens[tokens.index(flag) + 1 :][:1]
+    return name, value if equals else "".join(token for token in after if not token.startswith("-"))
+
+
+def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
+    """Return the problem of an argument that transformers or TRL renamed or removed (`--no-cuda`), or None for others.
+
+    `asked` is the value on the command line or in the file; the fix repeats it if it stays valid.
+    """
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:
-        fix = f"--{new} {value or 'VALUE'}"
+        fix = f"--{new} {value or asked or 'VALUE'}"
         return Problem(f"{flag}: renamed", f"the name in transformers 5 and TRL 1: --{new}", fix)
     if old in REMOVED and old not in names:
         return Problem(f"{flag}: removed", "an argument that transformers 5 or TRL 1 has", REMOVED[old])

@@ -99,7 +99,8 @@ class Spec:
             right = isinstance(raw, types) and (bool in types or not isinstance(raw, bool))
             value = raw if right else None
         if value is None:
-            return None, Problem(f"--{self.name} {raw}", expected, f"--{self.name} {example}")
+            example = example if self.default in (None, "") else self.default
+            return None, Problem(f"--{self.name} {raw}", expected, f"--{self.name} {_word(example)}")
         if self.choices and value not in self.choices:
             return None, wrong_choice(f"--{self.name} {raw}", str(value), map(str, self.choices))
         return value, None

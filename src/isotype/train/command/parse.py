@@ -103,7 +103,7 @@ def _add(
 ) -> list[Problem]:
     arguments = specs(method)
     if name not in arguments:
-        return [unknown_name(name, list(arguments))]
+        return [unknown_name(name, list(arguments), raw)]
     value, problem = arguments[name].read(raw)
     if problem is not None:
         return [problem]
@@ -187,7 +187,9 @@ def read_config(path: str, method: str) -> ConfigFile:
     os.environ.update(env)
     known = specs(method)
     headline = f"{path} requests what isotype does not do" if problems else f"unknown names in {path}"
-    problems += [unknown_name(str(key), sorted(known)) for key in content if key not in known]
+    problems += [
+        unknown_name(str(key), sorted(known), value) for key, value in content.items() if key not in known
+    ]
     if problems:
         raise UsageError(headline, problems)
     values: dict[str, Value] = {}
@@ -230,8 +232,8 @@ def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     return values, {key.value: key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
 
 
-def unknown_name(name: str, known: Sequence[str]) -> Problem:
-    former = renamed(name, known)
+def unknown_name(name: str, known: Sequence[str], value: Any = "") -> Problem:
+    former = renamed(name, known, str(value) if isinstance(value, (str, int, float)) else "")
     if former is not None:
         return former
     meant = closest(name, known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -168,10 +168,12 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
         wrong = list(number_problems(command.given))
         message = one_line(error)
         named = {name: command[name] for name in command.specs} | _values(command, decided)
-        works = partial(_works_without, kinds, command, decided)
+        works = partial(_works, kinds, command, decided)
         fix = cure_by_name(message, command.values, named, f"isotype {command.method}")
-        if cures := [f"--{name}" for name in sorted(command.values) if works(name)]:
+        if cures := [f"--{name}" for name in sorted(command.values) if works(**{name: None})]:
             fix = f"leave {' or '.join(cures)} out"
+        elif "num_generations" in message and (cures := list(_whole_groups(command, works))):
+            fix = " or ".join(cures)
         conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
         raise UsageError("invalid arguments", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
@@ -203,12 +205,21 @@ def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, A
     return built
 
 
-def _works_without(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], name: str) -> bool:
+def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], **values: Any) -> bool:
     try:
-        _constructed(kinds, command.but(**{name: None}), decided)
+        _constructed(kinds, command.but(**values), decided)
     except (ValueError, TypeError, OSError, ImportError, OverflowError):
         return False
     return True
+
+
+def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
+    """Yield arguments with which the completions of whole groups fill a batch: a smaller group, and a larger batch."""
+    rows, group = command["per_device_train_batch_size"], command["num_generations"]
+    larger = range(rows + 1, rows + group + 1)
+    choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
+    for name, values in choices.items():
+        yield from [f"--{name} {value}" for value in values if works(**{name: value})][:1]
 
 
 def target_modules(value: Any) -> Any:
