@@ -355,6 +355,53 @@ def test_what_the_hub_returns_is_checked(monkeypatch: pytest.MonkeyPatch, stream
     assert list(loaded["test"]) == rows
 
 
+def test_files_of_a_folder_that_are_not_read_are_named() -> None:
+    row = '{"text": "a"}'
+    for name in ("d/train.jsonl", "d/extra.jsonl", "d/test.jsonl", "d/more/train.jsonl"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        write(name, row)
+    said: list[str] = []
+    load("d", said=said)
+    assert said == ["d: not read: extra.jsonl, test.jsonl, more/train.jsonl"]
+    load("d/train.jsonl", said=said)
+    load("d", evaluate=True, said=said)
+    assert said[1:] == ["d: not read: extra.jsonl, more/train.jsonl"]
+
+
+def test_an_empty_row_behind_the_sample_is_named() -> None:
+    """TRL raised KeyError: 'text' for null, and trained on the empty answer."""
+    for last in (None, ""):
+        table = pyarrow.table({"prompt": ["a"] * 1500, "completion": ["b"] * 1499 + [last]})
+        pyarrow.parquet.write_table(table, "t.parquet")
+        assert "t.parquet, row 1500: column 'completion' is" in refusal("t.parquet")
+    assert len(load("t.parquet", "grpo")["train"]) == 1500
+
+
+def test_pairs_need_the_same_first_message() -> None:
+    """TRL ended with "Cannot apply chat template to an empty conversation"."""
+    write("t.jsonl", lines({"chosen": CHATML, "rejected": [{"role": "user", "content": "c"}, *ASSISTANT]}))
+    for method in ("dpo", "kto"):
+        assert "line 1: 'chosen' and 'rejected' begin with different messages" in refusal("t.jsonl", method)
+    assert len(load("t.jsonl", "reward")["train"]) == 1
+
+
+def test_a_key_that_occurs_twice_is_refused() -> None:
+    write("t.jsonl", '{"text": "a", "text": "b"}')
+    assert "t.jsonl, line 1: not JSON: the key 'text' occurs twice in an object" in refusal("t.jsonl")
+
+
+def test_a_prompt_that_is_a_list_of_texts_is_refused() -> None:
+    """The line about captions called `.get` of a text."""
+    write("t.jsonl", '{"prompt": ["a"], "completion": ["b"]}')
+    assert "column 'prompt' holds text where a message belongs" in refusal("t.jsonl")
+
+
+def test_a_format_is_no_data_set() -> None:
+    """`datasets` reads every JSON file below the working folder, such as the model's config."""
+    write("train.jsonl", '{"text": "a"}')
+    assert "'json' is a format of `datasets`" in refusal("json")
+
+
 def test_a_hub_data_set_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def from_hub(path: str, **kwargs: Any) -> Any:
         raise ValueError("Config name is missing.\nPlease pick one among: ['main']")

@@ -61,6 +61,7 @@ def test_what_is_cut():
     assert lengths.cut(25) == (
         "2 of 4 rows are longer than max_length 25: 20 of 100 tokens are cut; the longest has 40"
     )
+    assert lengths.cut(25, True) == "2 of 4 rows are longer than max_length 25: left out; the longest has 40"
     assert "2 of 4 rows (of 400, a sample)" in str(Lengths((10, 20, 30, 40), 400).cut(25))
 
 

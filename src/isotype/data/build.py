@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed, plural
 from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row, unread_line
-from isotype.data.columns import Survey, columns_problem, quoted, survey
+from isotype.data.columns import Survey, columns_problem, empty_rows, formats_of, quoted, survey
 from isotype.data.locate import PARQUET, LocalData, data_error
 from isotype.data.methods import METHODS
 from isotype.data.pictures import PICTURE_COLUMNS, SUFFIXES, broken, broken_rows, picture_problem, pictures_in
 from isotype.data.placed import QUESTION
-from isotype.data.reading import Reading
+from isotype.data.reading import OPTIONAL_SOURCES, Reading
 from isotype.data.rows import CELL_SUFFIXES, captioned, digest_or_problem, generate, read_rows, unreadable
 from isotype.data.shapes import Shape, to_feature
 from isotype.data.sharegpt import roles_line
@@ -209,7 +209,8 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
 
 def _captions_line(source: str, row: Row | None) -> str | None:
     prompt = (row or {}).get("prompt")
-    content = prompt[0].get("content") if isinstance(prompt, list) and prompt else None
+    question = prompt[0] if isinstance(prompt, list) and prompt else None
+    content = question.get("content") if isinstance(question, Mapping) else None
     if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
         return None
     return f"{source}: captions are trained as answers to '{QUESTION}'; columns 'prompt' and 'completion' set another question"
@@ -333,6 +334,8 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         sample, changed = _sample(plain, parts, reading, names)
         changed |= spelled
         converted = reading.apply(first)
+    if hasattr(dataset, "__len__"):
+        sample += _empty_ones(plain, parts, job)
     result = survey(sample, job.method, job.text_field, word="row")
     problems = result.problems("row")
     if changed and not problems:
@@ -350,6 +353,21 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         unread_line(everything, _unread(result, rest, dataset, job), SAMPLED_ROWS),
     )
     return Prepared(problems, dataset=dataset, first=result.first, notes=tuple(filter(None, notes)))
+
+
+def _empty_ones(dataset: Any, parts: Parts, job: Job) -> Iterator[tuple[str, int, object]]:
+    """Yield up to 1,000 rows behind the sample of each part whose text or list is empty."""
+    needed = {name for form in formats_of(job.method, job.text_field) for name in form.required}
+    mapped = job.reading.columns
+    needed |= set() if mapped is None else mapped.sources - OPTIONAL_SOURCES
+    rows = empty_rows(dataset, needed & {*dataset.column_names})
+    start = 0
+    for source, count in parts:
+        end = len(dataset) if count is None else start + count
+        behind = (row for row in rows if start + SAMPLED_ROWS <= row < end)
+        for row in islice(behind, SAMPLED_ROWS):
+            yield source, row - start + 1, job.reading.apply(dataset[row])
+        start = end
 
 
 def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:

@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
@@ -182,6 +183,12 @@ class _Plan:
         for name in self.chats:
             yield from chat_problems(name, row[name])
         yield from message_problems(row, self.chats, self.method, METHODS[self.method].takes_pictures)
+        method = METHODS[self.method]
+        # Of such a pair the common messages become the prompt; a reward model takes both conversations whole.
+        if method.loss != "reward" and "prompt" not in self.turns and not same_beginning(row):
+            expected = "conversations with the same first messages, which are the prompt"
+            fix = "write the question in both, or in a column 'prompt'"
+            yield Problem("'chosen' and 'rejected' begin with different messages", expected, fix)
         if not self.turns:
             return
         mixed = mixed_turns(row, self.turns)
@@ -191,6 +198,33 @@ class _Plan:
             kind, first = ("messages", "text") if self.plain else ("text", "messages")
             expected, fix = f"{first}, as on {self.place}", "write all rows as text, or all as messages"
             yield Problem(f"{kind} in {quoted(self.turns)}", expected, fix)
+
+
+def same_beginning(row: Row) -> bool:
+    """Return True if the conversations `chosen` and `rejected` begin with the same message, or are no conversations."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return True
+    return bool(chosen[:1] == rejected[:1])
+
+
+def empty_rows(dataset: Any, columns: Iterable[str]) -> list[int]:
+    """Return the numbers of rows of a stored data set with null, an empty text or an empty list in one of the columns."""
+    import pyarrow.compute as compute
+
+    numbers: set[int] = set()
+    for name in columns:
+        values: Any = dataset.select_columns([name]).with_format("arrow")[:][name]
+        kind, lengths = values.type, None
+        if str(kind) in ("string", "large_string"):
+            lengths = compute.binary_length(values)
+        elif str(kind).startswith(("list", "large_list")):
+            lengths = compute.list_value_length(values)
+        empty = (
+            compute.is_null(values) if lengths is None else compute.equal(compute.fill_null(lengths, 0), 0)
+        )
+        numbers.update(compute.indices_nonzero(empty).to_pylist())
+    return sorted(numbers)
 
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:

@@ -10,6 +10,7 @@ name. If some files have such names, each other file becomes a split, named afte
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +75,23 @@ def _load_local(local: LocalData, streaming: bool, job: Job) -> DatasetDict | It
     from datasets import DatasetDict, IterableDatasetDict
 
     prepared = _checked(local.name, local.splits, job, lambda split: prepare(local, split, job))
+    if line := local.unread(job.wanted):
+        job.say(line)
     if streaming:
         return IterableDatasetDict({split: item.stream() for split, item in prepared.items()})
     return DatasetDict({split: item.build() for split, item in prepared.items()})
 
 
+_BUILDERS = re.compile("arrow|audiofolder|csv|imagefolder|json|pandas|parquet|text|webdataset|xml")
+"""Names with which `datasets.load_dataset` reads files of the working folder instead of a hub data set."""
+
+
 def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> DatasetDict | IterableDatasetDict:
     import datasets
 
+    if _BUILDERS.fullmatch(name):
+        what = f"'{name}' is a format of `datasets`: every such file below the working folder would be read"
+        raise data_error(name, [Problem(what, "a file, a folder or a hub id", "--dataset_name train.jsonl")])
     why = ""
     try:
         with offline_if_unreachable() as why:

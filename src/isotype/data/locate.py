@@ -6,13 +6,13 @@ import difflib
 import errno
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 from isotype.core.errors import DataError, Problem
-from isotype.core.names import grouped, plural
+from isotype.core.names import grouped, listed, plural
 from isotype.data import drawn
 from isotype.data.columns import quoted
 from isotype.data.pictures import SUFFIXES
@@ -48,11 +48,25 @@ class LocalData:
     Attributes:
         splits: files of every split, or the directory of the split if `saved`.
         saved: True if `save_to_disk` wrote the data set.
+        folder: the directory that was named; None for a file or an embedded data set.
     """
 
     name: str
     splits: Mapping[str, tuple[Path, ...]]
     saved: bool = False
+    folder: Path | None = None
+
+    def unread(self, wanted: Collection[str]) -> str | None:
+        """Return a line that names the data files of the directory in other splits and in its folders, or None."""
+        if self.folder is None:
+            return None
+        others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
+        files = {path for paths in self.splits.values() for path in paths}
+        deeper = (
+            [] if self.saved else [path for path in _data_files(self.folder.glob("*/*")) if path not in files]
+        )
+        names = [str(path.relative_to(self.folder)) for path in (*others, *deeper)]
+        return f"{self.name}: not read: {listed(names)}" if names else None
 
 
 def data_error(name: str, problems: Sequence[Problem]) -> DataError:
@@ -86,7 +100,9 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
     if wrong is not None:
         raise data_error(name, [wrong])
     if mode is not None:
-        return _find_in_directory(name, path) if stat.S_ISDIR(mode) else _find_file(name, path, test_split)
+        if not stat.S_ISDIR(mode):
+            return _find_file(name, path, test_split)
+        return replace(_find_in_directory(name, path), folder=path)
     if looks_like_path(name):
         raise data_error(name, [_missing(path)])
     return None

@@ -20,7 +20,7 @@ PRESETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # Rows of tatsu-lab/stanford_alpaca have an instruction, sometimes an input, and an output.
     "alpaca": {"prompt": ("instruction", "input"), "completion": ("output",)},
 }
-_OPTIONAL = frozenset({"input"})  # Alpaca's rows may lack this column
+OPTIONAL_SOURCES = frozenset({"input"})  # Alpaca's rows may lack this column
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ColumnMap:
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
         """Return the row with the trainer's column names, or the problem of a missing column; other columns stay."""
-        missing = sorted(self.sources - _OPTIONAL - set(row))
+        missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
             return Problem(
                 f"no column {', '.join(map(repr, missing))}, which {self.origin} names",

@@ -275,7 +275,8 @@ def _build(run: Run, console: Console) -> Built:
     for name, text in describe.head_rows(trainer):
         say(console, f"{name}: {text}")
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
-    cut = lengths and lengths.cut(training.max_length)
+    # A reward trainer leaves long rows out, and `dropped` names their number.
+    cut = lengths and settings.method.loss != "reward" and lengths.cut(training.max_length)
     twice = lengths and lengths.begun_twice()
     dated = day_note(run, trainer.processing_class)
     more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))

@@ -242,5 +242,5 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     line += f", with a completion of {plan.completion:,}" if plan.completion else ""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
-    cut = lengths.cut(limit)
+    cut = lengths.cut(limit, whole=settings.method.loss == "reward")
     return replace(plan, length=plan.longest or longest, data="; ".join((cut or line, counted, *notes)))

@@ -53,17 +53,17 @@ class Lengths:
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
-    def cut(self, limit: int | None) -> str | None:
-        """Describe the rows that are cut to `limit` tokens; None if no row is longer."""
+    def cut(self, limit: int | None, whole: bool = False) -> str | None:
+        """Describe the rows that are cut to `limit` tokens, or left out if `whole`; None if no row is longer."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
         rows = f"{len(over):,} of {len(self.tokens):,} rows"
         sample = f" (of {self.rows:,}, a sample)" if len(self.tokens) < self.rows else ""
         are = "is" if self.rows == 1 else "are"
+        done = "left out" if whole else f"{sum(over):,} of {sum(self.tokens):,} tokens are cut"
         return (
-            f"{rows}{sample} {are} longer than max_length {limit}: {sum(over):,} of {sum(self.tokens):,} tokens are cut; "
-            f"the longest has {self.longest:,}"
+            f"{rows}{sample} {are} longer than max_length {limit}: {done}; the longest has {self.longest:,}"
         )
 
 
