@@ -92,6 +92,10 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten._scaled_dot_product_efficient_attention.default", (D, D, D), "Only fp32, half & bf16 supported at the moment"),
         ("cuda", "aten._scaled_dot_product_efficient_attention.default", (B, B, B, F), "invalid dtype for bias - should match query's dtype"),
         ("cuda", "aten._scaled_dot_product_cudnn_attention.default", (F, F, F), "No available kernel. Aborting execution."),
+        ("cpu", "aten.nll_loss_forward.default", (F, torch.int32), "expected target dtype to be Long or Byte, but got Int"),
+        ("cuda", "aten.mul_.Tensor", (I, F), "result type Float can't be cast to the desired output type Long"),
+        ("cpu", "aten.add.Tensor", (torch.float8_e4m3fn, torch.float8_e4m3fn), "\"add_cpu\" not implemented for 'Float8_e4m3fn'"),
+        ("cuda", "aten.mm.default", (torch.float8_e4m3fn, torch.float8_e4m3fn), "\"mm_cuda\" not implemented for 'Float8_e4m3fn'"),
         ("cuda", "aten._fused_adamw_.default", (B, F, F, F, F), "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"),
     ],
 )  # fmt: skip

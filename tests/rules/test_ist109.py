@@ -33,5 +33,39 @@ def test_svd_in_bfloat16() -> None:
     assert finding.notes == (f"the device raises: {real_step(Spectral(BF16), {'x': X}).error}",)
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, dtype=BF16).requires_grad_(False).to(torch.float8_e4m3fn)
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table(x)
+        return self.proj((rows + rows).float())
+
+
+@pytest.mark.real_cpu
+def test_a_sum_of_float8() -> None:
+    ids = {"x": torch.zeros(2, dtype=torch.long)}
+    assert "not implemented for 'Float8_e4m3fn'" in str(real_step(Table(), ids).error)
+    (finding,) = verified(Table(), ids, "IST109")
+    assert finding.cause == "table.weight is float8_e4m3fn"
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * (x.float() & torch.ones(2, 4))
+
+
+def test_masks_of_floats_are_helped_by_no_other_float_dtype() -> None:
+    (finding,) = verified(Counts(), {"x": torch.ones(2, 4)}, "IST109")
+    assert finding.message == "aten.bitwise_and.Tensor has no kernel for float32 on this device"
+    assert [fix.description.partition(" at ")[0] for fix in finding.fixes] == ["use bool or integer tensors"]
+
+
 def test_svd_in_float32() -> None:
     assert found(RULE, traced(Spectral(FP32), {"x": X})) == []

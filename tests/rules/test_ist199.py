@@ -49,6 +49,18 @@ def test_any_other_error() -> None:
     assert finding.fixes[0].actions[0].kind == "advice"
 
 
+def test_an_error_of_autograd_that_the_real_step_raises_too() -> None:
+    model = nn.Linear(4, 4)
+    (finding,) = found(RULE, traced(model, lambda linear: linear.weight.add_(1).mean()))
+    assert finding.severity == "error"
+    assert "a leaf Variable that requires grad is being used in an in-place operation" in finding.cause
+
+
+def test_an_error_about_integers_blames_no_float() -> None:
+    (finding,) = refused(RuntimeError("expected dtype Float for the scores but got index dtype Int"))
+    assert finding.message.startswith("the step was not traced beyond the forward")
+
+
 def test_a_step_that_was_followed() -> None:
     assert found(RULE, traced(llama(), batch())) == []
 

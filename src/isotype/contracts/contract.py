@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from isotype.contracts.families import families_of
+from isotype.contracts.families import families_of, integer_refusal
 from isotype.contracts.pattern import (
     CORRUPTS,
     LETTERS,
@@ -31,6 +31,14 @@ CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
 """A table for each instruction set with kernels for other dtypes; the first one decides what was not measured."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_PRODUCTS = frozenset({"mul", "mm", "addmm"})
+_NOT_IN_FLOAT8 = frozenset(
+    {
+        "add", "baddbmm", "bmm", "convolution", "div", "exp", "gelu", "linalg_vector_norm", "log",
+        "log_softmax", "mean", "native_layer_norm", "neg", "pow", "relu", "rsqrt", "rsub", "sigmoid", "silu",
+        "softmax", "sqrt", "sub", "sum", "tanh",
+    }
+)  # fmt: skip
 _MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
 
 UNSPECIFIED = "?"
@@ -150,8 +158,11 @@ class Contracts:
         return self._memo[op, dtypes]
 
     def _judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
+        refused = integer_refusal(op, dtypes)
+        if refused:
+            return Verdict(False, message=refused, assumed=self.kind != "cpu")
         if not _FLOAT8.isdisjoint(dtypes) and op not in _MIXES_FLOAT8:
-            return _float8_verdict(dtypes)
+            return _float8_verdict(op, self.kind, dtypes)
         letters = [LETTERS.get(dtype, "") for dtype in dtypes]
         if "" in letters or set(letters) <= {"i"}:
             return None
@@ -265,14 +276,18 @@ def _table(name: str) -> Table:
     return read_table(TABLES / f"{name}.json")
 
 
-def _float8_verdict(dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """Return the verdict on float8 operands, which no operator promotes; None if all operands have one float dtype.
+def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
+    """Return the verdict on float8 operands; None if nothing is known: they have one float dtype, and the operator is rare.
 
-    See `promoteTypes` in c10/core/ScalarType.cpp.
+    No operator promotes float8, see `promoteTypes` in c10/core/ScalarType.cpp. A CPU multiplies float8 (measured, torch
+    2.13), other devices only copy it.
     """
     floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
     if len(floats) < 2:
-        return None
+        name = op.split(".")[1].strip("_")
+        refused = name in _NOT_IN_FLOAT8 or (kind != "cpu" and name in _PRODUCTS)
+        says = f"\"{name}_{kind}\" not implemented for '{str(floats[0]).removeprefix('torch.').capitalize()}'"
+        return Verdict(False, message=says, assumed=True) if refused else None
     first, second = (str(dtype).removeprefix("torch.") for dtype in floats[:2])
     message = f"Promotion for Float8 Types is not supported, attempted to promote {first} and {second}"
     return Verdict(False, message=message, assumed=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import VARLEN_ATTENTION
-from isotype.contracts.pattern import CORRUPTS, fill, letters_in
+from isotype.contracts.pattern import CORRUPTS, Spelled, fill, letters_in
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
@@ -275,6 +275,14 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1, 2, 3),
         devices=_CUDA,
     ),
+    # Masks: `&`, `|` and `~` take integers and bools only.
+    Family(
+        _ops("bitwise_and bitwise_and_ bitwise_or bitwise_or_ bitwise_xor bitwise_xor_ bitwise_not bincount"),
+        alike=(0, 1),
+        exact=True,
+        only="i",
+        refusal="not implemented for '{0:name}'",
+    ),
     # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise before they are
     # dispatched; the errors of the others name the kernel.
     *(
@@ -325,6 +333,28 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )
 """The rules, in the order in which torch checks them."""
+
+
+_TARGETS = (torch.int64, torch.uint8)
+_BOOL_MINUS = (
+    "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying to invert a mask, use the `~` "
+    "or `logical_not()` operator instead."
+)
+
+
+def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
+    """Return torch's error for integer or bool operands that an overload refuses, which tables do not tell apart; or ""."""
+    name = op.split(".")[1]
+    if name in ("nll_loss_forward", "nll_loss2d_forward") and not dtypes[1].is_floating_point:
+        got = f"expected target dtype to be Long or Byte, but got {Spelled(dtypes[1]):name}"
+        return "" if dtypes[1] in _TARGETS else got
+    if name in ("sub", "sub_", "rsub") and torch.bool in dtypes:
+        return _BOOL_MINUS
+    wider = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+    if name in ("add_", "sub_", "mul_", "div_") and wider is not None and not dtypes[0].is_floating_point:
+        said = "result type {:name} can't be cast to the desired output type {:name}"
+        return "" if dtypes[0].is_complex else said.format(Spelled(wider), Spelled(dtypes[0]))
+    return ""
 
 
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import torch
 
 from isotype.core.errors import PrecisionError
@@ -45,6 +48,19 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     # torch raises if it is asked about the meta device.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
+
+
+_INTEGERS = {
+    torch.int64: r"\b[Ll]ong\b",
+    torch.int32: r"(?<!long )\b[Ii]nt\b",
+    torch.bool: r"\b[Bb]ool\b",
+}
+"""The names of dtypes of labels, indices and masks in torch's errors."""
+
+
+def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
+    """Return the first of `dtypes` that is int64, int32 or bool and that torch's error names; None if there is none."""
+    return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 
 class NoAutocast:

@@ -152,6 +152,9 @@ class Call:
         rounded_at: `file:line` of this rounding, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
         numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
+        outside: a known index that the operator refuses, and the size of the table that it reads.
+        undefined: number of results that are NaN whatever the weights are: rows of a softmax that are masked as a whole, or
+            a mean over no label.
     """
 
     op: str
@@ -169,6 +172,8 @@ class Call:
     rounded_at: str = ""
     emptied: int = 0
     numbers: tuple[tuple[str, float], ...] = ()
+    outside: tuple[int, int] | None = None
+    undefined: int = 0
 
     @property
     def floats(self) -> list[Operand]:

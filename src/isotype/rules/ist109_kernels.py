@@ -25,10 +25,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import UNSAFE, Call, Trace
+from isotype.records.trace import FLOATS, UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
 from isotype.rules.kit.words import advice, device_error, fix
@@ -61,7 +63,17 @@ _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on thi
 
 def find(trace: Trace) -> Iterator[Finding]:
     for finding in _without_kernel(trace):
-        dtype, where = dtype_name(finding.operands[0].dtype), short(finding.source)
+        dtypes = [operand.dtype for operand in finding.operands if operand.dtype in FLOATS]
+        if any(dtype.itemsize == 1 for dtype in dtypes):
+            yield finding  # the cause names the float8 tensor, which need not be the first
+            continue
+        dtype, where = dtype_name(dtypes[0]), short(finding.source)
+        if dtypes[0] in (
+            torch.float32,
+            torch.float64,
+        ):  # a mask of floats: no cast to another float dtype helps
+            masks = advice(finding.source, f"use bool or integer tensors at {where}", ".bool()")
+            finding = replace(finding, fixes=(masks,))
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")
     refused = {call.source: call for call in trace.breaches() if _is_unsafe(call)}
     yield from map(_unsafe, refused.values())

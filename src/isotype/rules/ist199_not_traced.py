@@ -33,6 +33,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from isotype.core.dtypes import named_integer
 from isotype.core.names import plural, short
 from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Failure, Trace
@@ -50,6 +51,13 @@ _DTYPES = re.compile(
     re.IGNORECASE,
 )
 
+_CERTAIN = re.compile(
+    r"leaf Variable|modified by an inplace operation|modified inplace|graph a second time|one_hot is only|Muon only|"
+    r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
+    r"can require gradients|if no padding token is defined"
+)
+"""Errors of autograd, of optimizers' constructors and of Python: they do not depend on values, so the real step raises them."""
+
 _REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError")
 
 
@@ -60,7 +68,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     if ist403_packed_raw.explains(trace, failure) or _without_state(trace, failure):
         return
     error = is_about_dtypes(failure)
-    blamed = contract_rule.of_failure(trace, failure, "IST199") if error else None
+    blames = error and named_integer(failure.error) is None
+    blamed = contract_rule.of_failure(trace, failure, "IST199") if blames else None
     if blamed is not None:
         yield blamed
         return
@@ -73,7 +82,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     how = "run the real step under the live recorder: isotype run SCRIPT"
     yield Finding(
         code="IST199",
-        severity="error" if error else "warning",
+        severity="error" if error or _CERTAIN.search(failure.error) else "warning",
         message=message,
         module=failure.module,
         phase=failure.phase,

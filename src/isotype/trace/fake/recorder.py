@@ -28,8 +28,9 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.contracts.contract import Contracts, is_exempt
-from isotype.contracts.families import by_shapes
+from isotype.contracts.families import by_shapes, integer_refusal
 from isotype.contracts.pattern import CORRUPTS
+from isotype.core.dtypes import named_integer
 from isotype.core.errors import first_line
 from isotype.core.operators import (
     BFLOAT16_WITHOUT_MEMORY,
@@ -53,6 +54,7 @@ from isotype.trace.fake.arguments import (
 from isotype.trace.fake.code import named_arguments
 from isotype.trace.fake.gradients import Gradients
 from isotype.trace.fake.kernels import Kernels, refusal
+from isotype.trace.fake.known import Known
 from isotype.trace.fake.reach import InputReach
 from isotype.trace.fake.twin import fake_like, forget_fakes
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
@@ -111,6 +113,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.lines = lines or {}
         self.deadline = math.inf
         self.values = Values()
+        self.known = Known(self.values)
         self.gradients = Gradients()
         self.reach = InputReach()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -174,6 +177,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if id(tensor) not in self._outside:
             with without_modes():
                 fake = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
+                if not tensor.is_meta:
+                    self.known.give(fake, tensor.detach().cpu())
                 if tensor.numel() <= LIMIT and not tensor.is_meta:
                     self.values.give(fake, tensor.detach().cpu().clone())
             self._outside[id(tensor)] = (tensor, fake)
@@ -225,7 +230,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             breach is not None and not tensors
         ):  # the operator creates a tensor whose dtype is too small for its numbers
             tensors = [("result", result)]
+        decided = self.known.decide(func, args, result, self.calls)
         self._write(func, args, kwargs, tensors, result, place, breach)
+        if decided:
+            self.calls[-1] = replace(self.calls[-1], **decided)
         if self.phase == "forward":
             self.gradients.used(func, tensors, result, self.names, place)
             self.reach.follow(func, tensors, result)
@@ -265,14 +273,35 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
             mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
+        dtypes = [tensor.dtype for _, tensor in tensors]
+        if named_integer(verdict.message, dtypes) is not None:
+            return self._without_integers(func, args, kwargs, tensors), Breach(
+                verdict.message, verdict.assumed, None
+            )
         if verdict.message == CORRUPTS:
             result, breach = self._run(func, args, kwargs, tensors, edited)
             return result, breach or Breach(CORRUPTS, verdict.assumed, torch.float32)
         target, fixed = self._target(func, tensors, edited)
+        fixed = fixed and self._accepts(name, tensors, target)
         message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
         message = message or by_shapes(name, args, verdict.message)
         breach = None if fixed else Breach(message, verdict.assumed, target)
         return self._run_converted(func, args, kwargs, target), breach
+
+    def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        """Run an operator that refuses an integer operand, as if this operand had the dtype of the float operands."""
+        if schema_of(func).mutates:
+            return args[0]
+        dtypes = [tensor.dtype for _, tensor in tensors]
+        floats = [dtype for dtype in dtypes if dtype in FLOATS]
+        if not floats or integer_refusal(operator_name(func), dtypes):
+            return self.kernels.run(func, args, kwargs)  # the fake kernel accepts the operand
+
+        def cast(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, torch.Tensor) and leaf.dtype not in FLOATS
+            return aten._to_copy.default(leaf, dtype=floats[0]) if is_tensor else leaf
+
+        return func(*map_leaves(cast, args), **map_leaves(cast, kwargs))
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
         """Store the results' values if they are known; else drop the values of tensors that the operator writes."""
@@ -321,9 +350,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if edited is not None:
             return edited, True
         side = self._side(tensors)
-        alike = tuple(side if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
-        verdict = self.contracts.judge(operator_name(func), alike)
-        if len(set(floats)) == 1 or not (verdict is None or verdict.accepted):
+        if len(set(floats)) == 1 or not self._accepts(operator_name(func), tensors, side):
             return torch.float32, False  # the operator has a kernel for float32, and none for this dtype
         of_model = {
             tensor.dtype
@@ -333,6 +360,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if len(of_model) == 1:
             return of_model.pop(), False
         return side if side in floats else max(floats, key=attrgetter("itemsize"), default=side), False
+
+    def _accepts(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bool:
+        """Return whether the device runs an operator, as far as is known, whose float operands all have this dtype."""
+        alike = tuple(dtype if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
+        verdict = self.contracts.judge(name, alike)
+        return verdict is None or verdict.accepted
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
         """Return the dtype of the part of the model that the float tensors come from."""
@@ -366,6 +399,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         # A function that does not support the 16-bit dtype (`torch.fft`, `torch.quantile`) runs in float32.
         if not floats or not is_about_dtypes(error) or (alone and not self._lacks(func, floats)):
             return None
+        if named_integer(str(error), (tensor.dtype for _, tensor in tensors)) is not None:
+            return None  # no cast of the float operands helps
         edited = self._edited(self._place())
         if edited is not None:
             return edited

@@ -256,7 +256,8 @@ class _Step:
             self.recorder.reach.begin(name, value)
             ledger.count(value, "inputs")
             if name in self.known:
-                self.recorder.values.give(value, self.known[name], counted=True)
+                self.recorder.known.give(value, self.known[name])
+                self.recorder.values.give(value, self.known[name], counted=value.dim() >= _OF_TILES)
                 self.recorder.values.came_rounded(value, name)
         ledger.add("inputs", self.setup.ahead * ledger.alive("inputs"))
 
@@ -380,8 +381,10 @@ class _Step:
             if self.code.generate is not None:
                 self.code.generate(self.twin)
             else:
-                unlabelled = {name: value for name, value in self.inputs.items() if name != "labels"}
-                self.loss_of(self.twin, unlabelled)
+                labels = inspect.signature(self.twin.forward).parameters.get("labels")
+                required = labels is not None and labels.default is inspect.Parameter.empty
+                dropped = () if required else ("labels",)
+                self.loss_of(self.twin, {k: v for k, v in self.inputs.items() if k not in dropped})
 
 
 def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -394,13 +397,13 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: copies of small inputs, and the original pictures in tiles."""
+    """Return the inputs whose values the step may use: copies of small inputs, original integers and pictures in tiles."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)
         if not value.is_meta
         and not isinstance(value, FakeTensor)
-        and (value.numel() <= LIMIT or value.dim() >= _OF_TILES)
+        and (value.numel() <= LIMIT or value.dim() >= _OF_TILES or not value.is_floating_point())
     }
 
 

@@ -1,0 +1,126 @@
+"""
+**What it means.** An operator refuses an integer or bool tensor: an index is outside of the table that it reads, or token
+ids, labels or masks have a dtype that the operator does not take.
+
+**Why it happens.** A token was added to the tokenizer but the embeddings were not resized, rows are longer than the
+table of positions, or labels are not below the number of classes. Labels come from NumPy as int32 or from JSON as
+floats, a mask is bool where the code computes `1 - mask`, or code multiplies one-hot rows with a float weight.
+
+**Why it is bad.** The step fails. On a GPU it fails later and elsewhere, with `CUDA error: device-side assert triggered`.
+
+**An example that fails**
+
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})        # id 32000; the embedding has 32000 rows
+    model(**tokenizer(texts, padding=True, return_tensors="pt"))
+
+**Repaired**
+
+    model.resize_token_embeddings(len(tokenizer))
+
+**What is not reported.** Indices that depend on weights, which a check does not know.
+
+**How safe is the fix?** New rows of an embedding are random: they have to be trained, and saved with the adapter
+(`modules_to_save`, `trainable_token_indices`).
+
+**Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.dtypes import dtype_name, named_integer
+from isotype.core.names import grouped, short
+from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.trace import Call, Operand, Trace
+from isotype.rules.kit.groups import Broken, Claim
+from isotype.rules.kit.words import advice, cause_text, device_says, evidence
+
+TITLE = "Token ids, labels or masks that an operator refuses"
+
+
+def _refused(call: Call) -> Operand | None:
+    """Return the integer operand that the device's message names; None if it names none."""
+    message = call.breach.message if call.breach is not None else ""
+    dtype = named_integer(message, (operand.dtype for operand in call.operands))
+    return next((operand for operand in call.operands if operand.dtype == dtype), None)
+
+
+def _is_integer(broken: Broken) -> bool:
+    return _refused(broken.call) is not None
+
+
+CLAIMS = (Claim("step", _is_integer, grouped=False),)
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Yield a finding per line for indices outside of their table, and for integer operands that a device refuses."""
+    outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
+    for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
+        yield _outside(calls[0], calls)
+    refused = (call for call in trace.breaches() if _refused(call) is not None and not call.recomputed)
+    for calls in grouped(refused, lambda call: (call.op, call.source)).values():
+        yield _dtype(calls[0], calls, trace)
+
+
+def _outside(call: Call, calls: list[Call]) -> Finding:
+    assert call.outside is not None
+    index, size = call.outside
+    indices = next(operand for operand in call.operands[1:] if not operand.dtype.is_floating_point)
+    table, cause = call.operands[0], indices.origin.cause
+    of = table.origin.name if table.origin.kind == "parameter" else f"the tensor at {short(call.source)}"
+    labels = "nll_loss" in call.op
+    message = (
+        f"label {index} is not one of {size} classes"
+        if labels
+        else f"index {index} is outside of {size} rows"
+    )
+    at = f" at {short(cause.source)}" if cause.source else ""
+    whose = (
+        f"the input {cause.name}" if cause.kind == "input" else f"what {cause.name or 'the step'} returns{at}"
+    )
+    return finding_at(
+        "IST111",
+        "error",
+        message,
+        call,
+        calls,
+        cause=f"{whose} has {index}" + ("" if labels else f", {of} has {size} rows"),
+        evidence=evidence(indices.origin),
+        fixes=(_advice(call, labels, cause.kind == "input", size),),
+    )
+
+
+def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
+    if labels:
+        return advice(
+            call.source, f"give labels from 0 to {size - 1}, -100 for what does not count, or more classes"
+        )
+    if of_input:
+        return advice(
+            call.module, f"resize_token_embeddings(len(tokenizer)), or give ids from 0 to {size - 1}"
+        )
+    return advice(call.source or call.module, f"give rows of at most {size} tokens, or a longer table")
+
+
+def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
+    refused = _refused(call)
+    assert refused is not None
+    dtype, where = dtype_name(refused.dtype), short(call.source)
+    name = call.op.split(".")[1]
+    how = (
+        "call .long() on the labels" if "nll_loss" in name
+        else "write ~mask instead of 1 - mask" if name in ("sub", "sub_", "rsub")
+        else f"cast the {dtype} tensor to the other operand's dtype"
+    )  # fmt: skip
+    return finding_at(
+        "IST111",
+        "error",
+        f"{name} does not take this {dtype} tensor",
+        call,
+        calls,
+        cause=cause_text(refused.origin.cause, trace.owners),
+        evidence=evidence(refused.origin),
+        notes=device_says(call),
+        fixes=(advice(call.source or call.module, f"{how} at {where}" if where else how),),
+    )

@@ -1,0 +1,211 @@
+"""Results that known values decide, whatever the weights are: an index outside of its table, a result that is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from isotype.compat.torch import operator_packet, without_functions, without_modes
+from isotype.records.trace import Call
+from isotype.trace.fake.values import LIMIT, Values
+
+aten = torch.ops.aten
+
+_MOST = 1 << 20
+"""Maximum number of elements of a score whose masked positions are followed."""
+_INTEGERS = "_isotype_integers"
+_MASKED = "_isotype_masked"
+_NAN = "_isotype_nan"
+_SAME = frozenset({aten.clone, aten._to_copy, aten.detach, aten.alias, aten.native_dropout, aten.sub})
+"""Operators whose first result has its elements at the places of the first operand."""
+_SCALED = frozenset({aten.mul, aten.div, aten.mul_, aten.div_})
+_MOVED = frozenset(
+    {
+        aten.view, aten._unsafe_view, aten.expand, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze,
+        aten.slice, aten.select,
+    }
+)  # fmt: skip
+"""Operators whose result consists of elements of the first operand, at places that the other arguments decide."""
+_FILLS = frozenset({aten.masked_fill, aten.masked_fill_})
+_CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
+"""Operators that code uses to replace NaN."""
+_MEAN = 1
+
+
+class Known:
+    """Follows integers and masked positions through a step on fake tensors.
+
+    Args:
+        values: the known values of the step's tensors.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the value of an input of integers that is too large for `Values`."""
+        if value.numel() > LIMIT and value.dtype in (torch.int64, torch.int32):
+            setattr(tensor, _INTEGERS, value)
+
+    def decide(self, func: Any, args: Any, result: Any, calls: list[Call]) -> dict[str, Any]:
+        """Return the fields `outside` and `undefined` of the call that is recorded next, without their defaults.
+
+        If the operator replaces a result that was NaN, the earlier call in `calls` loses its `undefined`.
+        """
+        packet = operator_packet(func)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is None:
+            return {}
+        with without_functions(), without_modes():
+            self._cleared(packet, args, calls)
+            self._follow(packet, func, first, args, result)
+            outside = next(self._outside(packet, args), None)
+            undefined = self._undefined(packet, args)
+        if undefined:
+            setattr(result if isinstance(result, torch.Tensor) else result[0], _NAN, len(calls))
+        return {
+            **({"outside": outside} if outside else {}),
+            **({"undefined": undefined} if undefined else {}),
+        }
+
+    def _cleared(self, packet: Any, args: Any, calls: list[Call]) -> None:
+        if packet in _CLEARS:
+            for at in (getattr(arg, _NAN) for arg in args if hasattr(arg, _NAN)):
+                calls[at] = replace(calls[at], undefined=0)
+
+    def _follow(self, packet: Any, func: Any, first: torch.Tensor, args: Any, result: Any) -> None:
+        """Store with an operator's result the integers, masked positions and NaN of its first operand."""
+        output = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(output, torch.Tensor) or output.numel() > max(_MOST, first.numel()):
+            return
+        masked = self._masked_by(packet, args, output)
+        if masked is not None:
+            in_place = output is first
+            setattr(output, _MASKED, (masked, output._version + in_place))
+        if packet not in _MOVED and packet not in _SAME and packet not in _SCALED:
+            return
+        if hasattr(first, _NAN):
+            setattr(output, _NAN, getattr(first, _NAN))
+        kept = {_INTEGERS: getattr(first, _INTEGERS, None), _MASKED: self._masked(first)}
+        for name, value in kept.items():
+            moved = func(value, *args[1:]) if value is not None and packet in _MOVED else value
+            if moved is None or (packet in _SCALED and (name == _INTEGERS or not self._positive(args[1]))):
+                continue
+            setattr(output, name, (moved, output._version) if name == _MASKED else moved)
+
+    def _masked_by(self, packet: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        """Return the positions of `output` that are minus infinity after a mask was applied; None for other operators."""
+        if packet in _FILLS:
+            mask, value, before = self._values.of(args[1]), self._number(args[2]), self._masked(args[0])
+            if mask is None or value is None:
+                return None
+            if value == -math.inf:
+                return (mask | before if before is not None else mask).expand(output.shape)
+            return None if before is None else before & ~mask
+        if packet in (aten.add, aten.add_, aten.baddbmm, aten.addmm):
+            parts = [self._masked(arg) for arg in args[: 2 if packet in (aten.add, aten.add_) else 1]]
+        elif packet is aten.where and len(args) == 3 and (chosen := self._values.of(args[0])) is not None:
+            kept = [self._masked(arg) for arg in args[1:]]
+            if all(part is None for part in kept):
+                return None
+            yes, no = (torch.zeros((), dtype=torch.bool) if part is None else part for part in kept)
+            parts = [torch.where(chosen, yes, no)]
+        else:
+            return None
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        return (known[0] if len(known) == 1 else known[0] | known[1]).expand(output.shape)
+
+    def _masked(self, value: Any) -> torch.Tensor | None:
+        """Return the positions of a tensor or a number that are minus infinity; None if none is known."""
+        if not isinstance(value, torch.Tensor):
+            number = self._number(value)
+            return torch.ones((), dtype=torch.bool) if number == -math.inf else None
+        if not value.is_floating_point():
+            return None
+        followed: tuple[torch.Tensor | None, int] = getattr(value, _MASKED, (None, 0))
+        if followed[0] is not None and followed[1] == value._version:
+            return followed[0]
+        known = self._values.of(value)
+        positions = None if known is None else torch.isneginf(known)
+        return positions if positions is not None and bool(positions.any()) else None
+
+    def _number(self, value: Any) -> float | None:
+        if isinstance(value, torch.Tensor):
+            known = self._values.of(value) if value.numel() == 1 else None
+            return None if known is None else float(known)
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def _positive(self, factor: Any) -> bool:
+        number = self._number(factor)
+        return number is not None and 0 < number < math.inf
+
+    # ------------------------------------------------------------------------------------------------- decisions
+
+    def _outside(self, packet: Any, args: Any) -> Iterator[tuple[int, int]]:
+        """Yield the (index, size) of each index that the operator refuses, because its table has fewer entries."""
+        read = _INDICES.get(packet)
+        for indices, size, lowest, ignored in read(args) if read else ():
+            numbers = self._integers(indices)
+            if numbers is None or not numbers.numel() or numbers.dtype == torch.bool:
+                continue
+            least, most = (int(number) for number in torch.aminmax(numbers.long()))
+            if lowest <= least and most < size:
+                continue
+            wrong = numbers[((numbers < lowest) | (numbers >= size)) & (numbers != ignored)]
+            if wrong.numel():
+                yield int(wrong.max() if int(wrong.max()) >= size else wrong.min()), size
+
+    def _undefined(self, packet: Any, args: Any) -> int:
+        """Return how many rows of a softmax, or losses, are NaN because every element of the row, or label, is masked."""
+        if packet in (aten._softmax, aten._log_softmax) and args[0].dim():
+            masked = self._masked(args[0])
+            return 0 if masked is None else int(masked.all(args[1]).sum())
+        if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward) and args[3] == _MEAN:
+            labels = self._integers(args[1])
+            return int(labels is not None and bool((labels == args[4]).all()))
+        return 0
+
+    def _integers(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.is_floating_point():
+            return None
+        known = self._values.of(tensor)
+        return getattr(tensor, _INTEGERS, None) if known is None else known
+
+
+_Read = Callable[[Any], Iterator[tuple[torch.Tensor, int, int, int | None]]]
+
+
+def _of_embedding(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+    yield args[1], args[0].shape[0], 0, None
+
+
+def _of_labels(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+    yield args[1], args[0].shape[min(1, args[0].dim() - 1)], 0, args[4]
+
+
+def _of_selection(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+    if args[0].dim():
+        yield args[2], args[0].shape[args[1]], 0, None
+
+
+def _of_indices(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+    for dim, index in enumerate(args[1]):
+        if index is not None and index.dtype in (torch.int64, torch.int32):
+            yield index, args[0].shape[dim], -args[0].shape[dim], None
+
+
+_INDICES: dict[Any, _Read] = {
+    aten.embedding: _of_embedding,
+    aten.nll_loss_forward: _of_labels,
+    aten.nll_loss2d_forward: _of_labels,
+    aten.gather: _of_selection,
+    aten.index_select: _of_selection,
+    aten.index: _of_indices,
+}
+"""Operators that read a table, and the function that returns their indices, the table's size, the lowest and the ignored index."""

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.reality import real_step
+from tests.rules.traces import FP32, found, traced
+from tests.small import Net, ids, line
+
+RULE = "ist111_integers"
+
+
+class Ending(nn.Module):
+    """A layer and a function of its output, `[2, 4, 8]`."""
+
+    def __init__(self, ending: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.ending = nn.Linear(8, 8), ending
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ending(self.layer(x))
+
+
+X = {"x": torch.ones(2, 4, 8)}
+OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "label": (lambda h: F.cross_entropy(h.flatten(0, 1), torch.full((8,), 8)), "label 8 is not one of 8 classes"),
+    "row": (lambda h: h.gather(1, torch.full((2, 1, 8), 4)), "index 4 is outside of 4 rows"),
+    "negative": (lambda h: h.index_select(1, torch.tensor([-1])), "index -1 is outside of 4 rows"),
+    "list": (lambda h: h[:, torch.tensor([0, -5])], "index -5 is outside of 4 rows"),
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "int32": (
+        lambda h: F.cross_entropy(h.flatten(0, 1), torch.zeros(8, dtype=torch.int32)),
+        "nll_loss_forward does not take this int32 tensor",
+    ),
+    "inverted": (lambda h: h * (1 - torch.ones(4, 1).bool()), "rsub does not take this bool tensor"),
+    "one-hot": (
+        lambda h: F.one_hot(torch.zeros(4, dtype=torch.long), 4) @ h[0],
+        "mm does not take this int64 tensor",
+    ),
+    "counts": (
+        lambda h: torch.zeros(8, dtype=torch.long).add_(h[0, 0]).float(),
+        "add_ does not take this int64 tensor",
+    ),
+}
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("name", [*OUTSIDE, *REFUSED])
+def test_what_the_real_step_refuses(name: str) -> None:
+    ending, message = {**OUTSIDE, **REFUSED}[name]
+    assert real_step(Ending(ending), X).phase == "forward"
+    (finding,) = found(RULE, traced(Ending(ending), X, phases=("forward",)))
+    assert (finding.severity, finding.message) == ("error", message)
+    assert line(finding.source).startswith("test_ist111.py")
+
+
+def test_a_token_without_a_row() -> None:
+    batch = ids()
+    batch["ids"][0, 0] = 16
+    (finding,) = found(RULE, traced(Net(1), batch))
+    assert finding.cause == "the input ids has 16, embed.weight has 16 rows"
+    assert finding.fixes[0].description == "resize_token_embeddings(len(tokenizer)), or give ids from 0 to 15"
+
+
+def test_a_row_of_many_tokens() -> None:
+    many = {"ids": torch.zeros(4, 5000, dtype=torch.long)}
+    assert found(RULE, traced(Net(1), many, phases=("forward",))) == []
+    many["ids"][3, -1] = 17
+    (finding,) = found(RULE, traced(Net(1), many, phases=("forward",)))
+    assert finding.message == "index 17 is outside of 16 rows"
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        lambda h: F.cross_entropy(h.flatten(0, 1), torch.tensor([7, -100] * 4)),
+        lambda h: h[:, torch.tensor([3, -4])],
+        lambda h: h * ~torch.ones(4, 1).bool(),
+        lambda h: h - torch.ones(4, 1, dtype=torch.int32),
+    ],
+)
+def test_what_runs_is_silent(ending: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    trace = traced(Ending(ending), X)
+    assert found(RULE, trace) == []
+    assert trace.failure is None
+    assert Ending(ending)(X["x"]).dtype == FP32
