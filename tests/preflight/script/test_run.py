@@ -213,6 +213,35 @@ def test_a_loss_of_the_script_is_judged_after_the_first_step(
     assert "loop.py:5" in after
 
 
+@pytest.mark.parametrize(("unscale", "expected"), [("", 1), ("scaler.unscale_(optimizer)", 0)])
+def test_gradients_that_are_clipped_before_they_are_unscaled(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, unscale: str, expected: int
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x, labels=None):\n"
+        "        return {'loss': super().forward(x).square().mean()}\n"
+        "model = Net(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=8.0)\n"
+        "with torch.autocast('cpu', torch.float16):\n"
+        "    loss = model(torch.ones(2, 8), torch.ones(2))['loss']\n"
+        "scaler.scale(loss).backward()\n"
+        f"{unscale}\n"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\n",
+        encoding="utf-8",
+    )
+    status, _, err = _run(capsys, str(script))
+    assert status == 0
+    assert (
+        err.count("warning[IST308]: gradients are clipped while the loss scale multiplies them") == expected
+    )
+    assert err.count("loop.py:12 runs before the gradients are unscaled") == expected
+
+
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("raw_loop", "broken"))
     assert (status, out) == (1, "")

@@ -170,10 +170,10 @@ class Diagnosis:
         self._setup_seen = setup = self._setup()
         if setup is not None and (self.report is None or not self.report.complete):
             self._live = judge(self.watch.trace(setup))
-        elif setup is not None and self._speaks and (self.watch.unreached or not self._loss_traced):
+        elif setup is not None and self._speaks:
             modules = {unreached.module for unreached in self.watch.unreached}
-            if not self._loss_traced:
-                modules.add("")  # the script's own code, which computes the loss
+            if not self._loss_traced or setup.scaler:
+                modules.add("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(self.watch.trace(setup)) if f.severity != "note"]
             self._say_late([finding for finding in findings if finding.module in modules])
         if (model := self.watch.model) is not None:

@@ -1,0 +1,69 @@
+"""
+**What it means.** Gradients are clipped while they are still multiplied by the loss scale of a GradScaler.
+
+**Why it is bad.** The scale begins at 65,536, so that nearly every norm exceeds the limit: each step's gradients are cut
+to the limit divided by the scale, whatever their size. Adam hides this almost, but its epsilon and moments do not fit such
+gradients; SGD stops learning. No error is raised.
+
+**An example that costs**
+
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+
+**Repaired**
+
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)                                  # does not unscale a second time
+
+**What is not reported.** A check of a model does not run the script's clipping: only `isotype run` reports it. Trainers of
+transformers, accelerate and Lightning unscale before they clip.
+
+**How safe is the fix?** Safe: the limit then applies to the gradients of the loss.
+
+**Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599; harubaru/waifu-diffusion #64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import short
+from isotype.records.finding import Finding, finding_at
+from isotype.records.trace import Call, Trace
+from isotype.rules.kit.words import advice
+
+TITLE = "Gradients that are clipped before they are unscaled"
+
+_CLIPS = ("aten._foreach_mul_.", "aten._foreach_clamp_", "aten.mul_.", "aten.clamp_")
+"""In-place operators of `clip_grad_norm_` and `clip_grad_value_`."""
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    """Yield a finding if code of the step clips gradients between the backward and the GradScaler's unscale."""
+    unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
+    backward = [call for call in trace.calls[:unscaled] if call.phase == "backward" and _of_gradients(call)]
+    measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))
+    clips = [
+        call
+        for at, call in enumerate(backward)
+        if call.op.startswith(_CLIPS) and (at > measured or "clamp" in call.op)
+    ]
+    if not clips:
+        return
+    where = short(clips[0].source) or "the clipping"
+    yield finding_at(
+        "IST308",
+        "warning",
+        "gradients are clipped while the loss scale multiplies them",
+        clips[0],
+        clips,
+        cause=f"{where} runs before the gradients are unscaled",
+        fixes=(advice(clips[0].source, f"call scaler.unscale_(optimizer) before {where}"),),
+    )
+
+
+def _of_gradients(call: Call) -> bool:
+    return bool(call.operands) and call.operands[0].origin.kind == "gradient"

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from isotype.records.trace import Call
+from tests.rules.samples import call, operand, trace
+from tests.rules.traces import FP32, found
+
+RULE = "ist308_clipped_scaled"
+GRADIENT = operand(FP32, "gradient", "layer.weight")
+
+
+def of_gradient(op: str, **given: Any) -> Call:
+    return call(op, GRADIENT, result=FP32, phase="backward", module="", **given)
+
+
+BACKWARD = call("aten.mm.default", GRADIENT, result=FP32, phase="backward")
+NORM = of_gradient("aten._foreach_norm.Scalar")
+SCALED = of_gradient("aten._foreach_mul_.Tensor")
+CLAMPED = of_gradient("aten._foreach_clamp_min_.Scalar")
+UNSCALED = call("aten._amp_foreach_non_finite_check_and_unscale_.default", GRADIENT, phase="unscale")
+
+
+def test_a_norm_and_a_clamp_before_the_unscale() -> None:
+    for calls in ((BACKWARD, NORM, SCALED, UNSCALED), (BACKWARD, CLAMPED, UNSCALED)):
+        (finding,) = found(RULE, trace(calls=calls, scaler=True))
+        assert finding.severity == "warning"
+        assert finding.message == "gradients are clipped while the loss scale multiplies them"
+        assert finding.fixes[0].description == "call scaler.unscale_(optimizer) before model.py:1"
+
+
+def test_clipping_after_the_unscale_or_without_one() -> None:
+    assert found(RULE, trace(calls=(BACKWARD, UNSCALED, NORM, SCALED), scaler=True)) == []
+    assert found(RULE, trace(calls=(BACKWARD, NORM, SCALED))) == []
+
+
+def test_a_product_of_a_gradient_in_a_backward_of_the_user() -> None:
+    assert found(RULE, trace(calls=(of_gradient("aten.mul_.Tensor"), NORM, UNSCALED), scaler=True)) == []
+    other = call("aten.mul_.Tensor", operand(torch.float32), phase="backward")
+    assert found(RULE, trace(calls=(NORM, other, UNSCALED), scaler=True)) == []
