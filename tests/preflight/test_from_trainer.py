@@ -93,6 +93,20 @@ def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: P
     assert not report.trace.reach.undecided
 
 
+def test_a_dtype_that_only_the_generation_of_a_step_refuses(path: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.model.norm.float()  # the fused head of training casts, the head of generation does not
+    trainer = trl.GRPOTrainer(
+        model=model,
+        args=arguments(trl.GRPOConfig, tmp_path, num_generations=2, max_completion_length=4, bf16=False),
+        reward_funcs=reward_by_words,
+        train_dataset=datasets.Dataset.from_list(rows("grpo")),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+    )
+    (error,) = isotype.check(trainer, verify=False).errors
+    assert (error.phase, error.cause) == ("generate", "model.norm.weight is float32")
+
+
 def test_a_pair_of_answers_is_measured_over_its_completions(path: Path, tmp_path: Path) -> None:
     trainer = make("dpo", path, tmp_path)
     reach = isotype.check(trainer, verify=False).trace.reach

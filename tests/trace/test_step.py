@@ -121,6 +121,15 @@ def test_generation_runs_without_gradients_labels_and_autocast() -> None:
     assert seen.all() == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
 
 
+def test_generation_keeps_labels_that_the_forward_requires() -> None:
+    class Critic(nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * labels
+
+    inputs = {"x": torch.ones(2, 2), "labels": torch.ones(2, 2)}
+    assert trace_step(StepCode(Critic(2, 2), inputs), replace(SETUP, phases=("generate",))).failure is None
+
+
 def test_generation_of_ones_own() -> None:
     asked = Seen()
     setup = replace(SETUP, phases=("generate",))

@@ -336,6 +336,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 _TARGETS = (torch.int64, torch.uint8)
+_BCE = "binary_cross_entropy_with_logits"
 _BOOL_MINUS = (
     "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying to invert a mask, use the `~` "
     "or `logical_not()` operator instead."
@@ -351,9 +352,11 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
     if name in ("sub", "sub_", "rsub") and torch.bool in dtypes:
         return _BOOL_MINUS
     wider = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    if name in ("add_", "sub_", "mul_", "div_") and wider is not None and not dtypes[0].is_floating_point:
+    integer = next((dtype for dtype in dtypes if not dtype.is_floating_point), None)
+    written = dtypes[0] if name in ("add_", "sub_", "mul_", "div_") else None
+    if wider is not None and integer is not None and (written == integer or name.startswith(_BCE)):
         said = "result type {:name} can't be cast to the desired output type {:name}"
-        return "" if dtypes[0].is_complex else said.format(Spelled(wider), Spelled(dtypes[0]))
+        return "" if integer.is_complex else said.format(Spelled(wider), Spelled(integer))
     return ""
 
 

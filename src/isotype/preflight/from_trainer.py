@@ -25,7 +25,8 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     """Return the request for the first step of a trainer before `train()`, with the trainer's loss and arguments.
 
     The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO,
-    RLOO), the request is for forward and backward over prompt and completion, without generation and rewards.
+    RLOO), the request is for forward and backward over prompt and completion, without rewards, and for one token that the
+    trainer generates outside of autocast, unless vLLM generates.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -52,8 +53,12 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         loss = _loss_of_trainer(trainer, batch)
         mapped = isinstance(batch, Mapping)
         wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
+    request = _request(trainer.model, loss, trainer.args)
+    if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
+        rollout = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
+        request = replace(request, phases=(*request.phases, "generate"), generate=rollout)
     return replace(
-        _request(trainer.model, loss, trainer.args),
+        request,
         wiring=wiring,
         others=batches[1:] if isinstance(batch, Mapping) else (),
         scaler=bool(trainer.args.fp16) or (scaler is not None and scaler.is_enabled()),
@@ -189,6 +194,11 @@ def _over_completions(trainer: Any) -> LossOf:
         return -log_probs.mean()
 
     return LossOf(loss, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _generate(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids).logits
+    return logits
 
 
 def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:

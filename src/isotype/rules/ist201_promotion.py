@@ -22,7 +22,7 @@ dtype and its result back, so it returns float32 again.
 
 - matmuls that autocast runs in float32 on purpose, and matmuls of adapters;
 - quantized layers with a wide compute dtype (IST404);
-- casts in the code of a published transformers model, whose authors chose that arithmetic (routers, state-space scans);
+- casts in the code of a published transformers model, whose authors chose that arithmetic (routers, state-space scans), and TRL's fused head;
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
 - matmuls that have less than 2 % of the FLOPs of all matmul-like calls and make the step less than 1.1 times slower.
 
@@ -49,6 +49,8 @@ from isotype.rules.kit.words import TRANSFORMERS, actions, and_its_like, cause_t
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 
+_OF_TRL = "/trl/kernels/"
+"""TRL's fused head adds up its gradients in float32. On a GPU its products stay in 16 bits."""
 _LEAST_SHARE = 0.02
 _LEAST_SLOWDOWN = 1.1
 
@@ -110,7 +112,9 @@ def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
     if not wide or any(costs.by_autocast(operand.origin.cause) for operand in wide):
         return None
     roots = tuple(costs.root(operand.origin) for operand in wide)
-    if any(cause.kind == "cast" and TRANSFORMERS in cause.source for cause in roots):
+    if _OF_TRL in call.source or any(
+        cause.kind == "cast" and TRANSFORMERS in cause.source for cause in roots
+    ):
         return None
     # The input explains more than the weight.
     flowing = next((i for i, operand in enumerate(wide) if operand.origin.kind != "parameter"), 0)

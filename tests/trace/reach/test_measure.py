@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import peft
@@ -44,6 +45,19 @@ def _real(fault: WiringFault, made: tuple[nn.Module, dict[str, torch.Tensor]]) -
         return fault.real(*made)
     except RuntimeError:
         return False  # it refuses the faulty batch by itself
+
+
+def test_a_forward_that_a_library_has_replaced_is_that_of_the_copy() -> None:
+    model, batch = built("llama")
+    first = model.forward
+
+    def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return first(*args, **kwargs)
+
+    model.forward = MethodType(replaced, model)  # as TRL's `add_fused_lm_head` does
+    reach = measure_reach(model, batch)
+    assert reach is not None
+    assert (reach.unused, reach.undecided) == ((), ())
 
 
 @pytest.mark.parametrize("name", NAMES)

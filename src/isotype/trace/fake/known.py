@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import operator_packet, without_functions, without_modes
+from isotype.compat.torch import operator_packet, version_of, without_functions, without_modes
 from isotype.records.trace import Call
 from isotype.trace.fake.values import LIMIT, Values
 
@@ -85,7 +85,7 @@ class Known:
         masked = self._masked_by(packet, args, output)
         if masked is not None:
             in_place = output is first
-            setattr(output, _MASKED, (masked, output._version + in_place))
+            setattr(output, _MASKED, (masked, (version_of(output) or 0) + in_place))
         if packet not in _MOVED and packet not in _SAME and packet not in _SCALED:
             return
         if hasattr(first, _NAN):
@@ -95,7 +95,7 @@ class Known:
             moved = func(value, *args[1:]) if value is not None and packet in _MOVED else value
             if moved is None or (packet in _SCALED and (name == _INTEGERS or not self._positive(args[1]))):
                 continue
-            setattr(output, name, (moved, output._version) if name == _MASKED else moved)
+            setattr(output, name, (moved, version_of(output) or 0) if name == _MASKED else moved)
 
     def _masked_by(self, packet: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         """Return the positions of `output` that are minus infinity after a mask was applied; None for other operators."""
@@ -129,7 +129,7 @@ class Known:
         if not value.is_floating_point():
             return None
         followed: tuple[torch.Tensor | None, int] = getattr(value, _MASKED, (None, 0))
-        if followed[0] is not None and followed[1] == value._version:
+        if followed[0] is not None and followed[1] == (version_of(value) or 0):
             return followed[0]
         known = self._values.of(value)
         positions = None if known is None else torch.isneginf(known)

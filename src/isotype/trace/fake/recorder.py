@@ -28,7 +28,7 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.contracts.contract import Contracts, is_exempt
-from isotype.contracts.families import by_shapes, integer_refusal
+from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.dtypes import named_integer
 from isotype.core.errors import first_line
@@ -292,9 +292,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Run an operator that refuses an integer operand, as if this operand had the dtype of the float operands."""
         if schema_of(func).mutates:
             return args[0]
-        dtypes = [tensor.dtype for _, tensor in tensors]
-        floats = [dtype for dtype in dtypes if dtype in FLOATS]
-        if not floats or integer_refusal(operator_name(func), dtypes):
+        floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
+        if not floats or "nll_loss" in operator_name(func):
             return self.kernels.run(func, args, kwargs)  # the fake kernel accepts the operand
 
         def cast(leaf: Any) -> Any:
