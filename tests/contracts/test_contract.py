@@ -93,6 +93,8 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten._scaled_dot_product_efficient_attention.default", (B, B, B, F), "invalid dtype for bias - should match query's dtype"),
         ("cuda", "aten._scaled_dot_product_cudnn_attention.default", (F, F, F), "No available kernel. Aborting execution."),
         ("cpu", "aten.nll_loss_forward.default", (F, torch.int32), "expected target dtype to be Long or Byte, but got Int"),
+        ("cpu", "aten.nll_loss_forward.default", (F, I, D), "expected scalar type Float but found Double"),
+        ("cpu", "aten.lerp_.Scalar", (D, F), "expected dtype double for `end` but got dtype float"),
         ("cuda", "aten.mul_.Tensor", (I, F), "result type Float can't be cast to the desired output type Long"),
         ("cpu", "aten.add.Tensor", (torch.float8_e4m3fn, torch.float8_e4m3fn), "\"add_cpu\" not implemented for 'Float8_e4m3fn'"),
         ("cuda", "aten.mm.default", (torch.float8_e4m3fn, torch.float8_e4m3fn), "\"mm_cuda\" not implemented for 'Float8_e4m3fn'"),
@@ -277,6 +279,27 @@ def test_one_bad_element_of_a_list_breaks_the_contract() -> None:
     params, grads, moments, steps = (F, F), (F, B), (F, F, F, F), (F, F)
     verdict = CPU.judge("aten._fused_adamw_.default", params + grads + moments + steps)
     assert verdict == Verdict(False, (), "expected scalar type Float but found BFloat16")
+
+
+REAL: dict[str, Any] = {
+    "nll_loss_forward": lambda dtype: torch.nn.functional.nll_loss(
+        torch.ones(2, 2), torch.tensor([0, 1]), torch.ones(2, dtype=dtype)
+    ),
+    "_prelu_kernel": lambda dtype: torch.prelu(torch.ones(2, 2), torch.ones(2, dtype=dtype)),
+    "mse_loss": lambda dtype: torch.nn.functional.mse_loss(torch.ones(2), torch.ones(2, dtype=dtype)),
+}
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("name", REAL)
+def test_a_mixture_with_float64_is_judged_by_those_with_bfloat16(name: str) -> None:
+    verdict = CPU.judge(f"aten.{name}.default", (F, I, D) if "nll" in name else (F, D))
+    if verdict is None or verdict.accepted:
+        assert REAL[name](D).isfinite()
+    else:
+        with pytest.raises(RuntimeError):
+            REAL[name](D)
+    assert name == "mse_loss" or verdict is not None
 
 
 def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -> None:

@@ -39,6 +39,10 @@ def test_a_plain_layer_around_codes() -> None:
         ),
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x64 and 1x2048)", "holds packed codes"),
         (
+            "RuntimeError: only Tensors of floating point dtype can require gradients",
+            "holds uint8 codes, which have no gradient",
+        ),
+        (
             "TypeError: nn.Module.to only accepts floating point or complex dtypes, but got desired dtype=torch.uint8",
             "a module is cast to uint8, the dtype of packed codes",
         ),

@@ -190,6 +190,8 @@ class Contracts:
         breach = next((message for message in breaches if message is not None), None)
         if breach is not None:
             return Verdict(False, message=breach, assumed=True)
+        if self.kind == "cpu" and "d" in pattern and not families:
+            return _refusal_of_doubles(self.measured or self.reference, op, pattern, integer)
         verdict = _look_up(self.reference, op, pattern, integer)
         accepted = verdict is not None and verdict.accepted
         if verdict is not None and not accepted and not any(mark in verdict.message for mark in _CPU_ONLY):
@@ -276,6 +278,27 @@ def _table(name: str) -> Table:
     return read_table(TABLES / f"{name}.json")
 
 
+_SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
+"""Patterns with float64 -> patterns that are measured for every operator: the narrower dtype beside the wider, and the reverse."""
+
+
+def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
+    """Return a refusal of mixed dtypes with float64, which is measured for few operators; None if nothing is known.
+
+    An operator refuses the mixture if it refuses both mixtures of float32 and bfloat16 at the same places, and bfloat16
+    itself is not the reason.
+    """
+    if "f" not in pattern:
+        return None
+    message = ""
+    for shift in _SHIFTED:
+        entry = table.operators.get(op, {}).get(pattern.translate(shift))
+        message = table.messages[entry] if isinstance(entry, int) else ""
+        if not message or any(mark in message for mark in _CPU_ONLY):
+            return None
+    return Verdict(False, message=fill(message, letters_in(pattern), integer), assumed=True)
+
+
 def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
     """Return the verdict on float8 operands; None if nothing is known: they have one float dtype, and the operator is rare.
 
@@ -284,7 +307,7 @@ def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verd
     """
     floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
     if len(floats) < 2:
-        name = op.split(".")[1].strip("_")
+        name = op.partition(".")[2].partition(".")[0].strip("_")
         refused = name in _NOT_IN_FLOAT8 or (kind != "cpu" and name in _PRODUCTS)
         says = f"\"{name}_{kind}\" not implemented for '{str(floats[0]).removeprefix('torch.').capitalize()}'"
         return Verdict(False, message=says, assumed=True) if refused else None

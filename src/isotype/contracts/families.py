@@ -345,7 +345,9 @@ _BOOL_MINUS = (
 
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
     """Return torch's error for integer or bool operands that an overload refuses, which tables do not tell apart; or ""."""
-    name = op.split(".")[1]
+    name = op.partition(".")[2].partition(".")[0]
+    if len(dtypes) < 2 and name != "rsub":
+        return ""
     if name in ("nll_loss_forward", "nll_loss2d_forward") and not dtypes[1].is_floating_point:
         got = f"expected target dtype to be Long or Byte, but got {Spelled(dtypes[1]):name}"
         return "" if dtypes[1] in _TARGETS else got

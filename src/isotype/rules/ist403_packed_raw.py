@@ -22,7 +22,7 @@ to integers from 0 to 255.
 this.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
-unslothai/unsloth-zoo #1132; huggingface/peft #929, #1999; MNoorFawi/curlora #5;
+unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; MNoorFawi/curlora #5;
 TransformerLensOrg/TransformerLens #1276.
 """
 
@@ -48,6 +48,7 @@ _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
 # torch's errors of a product with one packed column, fake and real: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
+_NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradients")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
@@ -192,6 +193,12 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
         if near is None:
             return None
         return f"{near.name} holds packed codes, {list(near.shape)}", _unpack(near, failure)
+    codes = next((w for w in owners.values() if w.dtype in _CODES), None)
+    if codes is not None and _NO_GRADIENT.search(failure.error):
+        how = "train only parameters that is_floating_point, or leave this layer out of the quantization (llm_int8_skip_modules)"
+        return f"{codes.name} holds {dtype_name(codes.dtype)} codes, which have no gradient", advice(
+            codes.module, how
+        )
     if "only accepts floating point or complex dtypes" not in failure.error:
         return None
     dtype = failure.error.rpartition("torch.")[2]
