@@ -25,8 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.records.finding import Finding, Fix, finding_at
@@ -68,10 +66,8 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield finding  # the cause names the float8 tensor, which need not be the first
             continue
         dtype, where = dtype_name(dtypes[0]), short(finding.source)
-        if dtypes[0] in (
-            torch.float32,
-            torch.float64,
-        ):  # a mask of floats: no cast to another float dtype helps
+        # The operator takes no float mask: a cast to another float dtype does not help.
+        if dtypes[0].itemsize >= 4:
             masks = advice(finding.source, f"use bool or integer tensors at {where}", ".bool()")
             finding = replace(finding, fixes=(masks,))
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")

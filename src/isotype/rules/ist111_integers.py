@@ -34,7 +34,7 @@ from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Operand, Trace
 from isotype.rules.kit.groups import Broken, Claim
-from isotype.rules.kit.words import advice, cause_text, device_says, evidence
+from isotype.rules.kit.words import advice, cause_text, device_error, evidence
 
 TITLE = "Token ids, labels or masks that an operator refuses"
 
@@ -121,6 +121,6 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         calls,
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),
-        notes=device_says(call),
+        notes=device_error(call),
         fixes=(advice(call.source or call.module, f"{how} at {where}" if where else how),),
     )
