@@ -24,6 +24,7 @@ from isotype.contracts.contract import (
     contracts_for,
     contracts_of,
     read_table,
+    tables_in,
 )
 from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in
 from isotype.contracts.measure import (
@@ -45,6 +46,7 @@ with seeing(MACHINE):
 TABLE = contracts_of(HERE).measured
 assert TABLE is not None
 WHOLE = read_table(TABLES / f"{CPU_TABLES[0]}.json")
+RELEASES = [table.name for table in tables_in(TABLES) if table.kind == "cpu" and table.name not in CPU_TABLES]
 RECORDED: dict[str, list[Any]] = json.loads(EXAMPLES.read_text(encoding="utf-8"))
 CPU = torch.device("cpu")
 
@@ -106,19 +108,21 @@ def test_the_recorded_dtypes_of_an_example_are_accepted(name: str) -> None:
             assert op in broken or verdict is None or verdict.accepted, op
 
 
-@pytest.mark.parametrize("name", CPU_TABLES[1:])
+@pytest.mark.parametrize("name", [*CPU_TABLES[1:], *RELEASES])
 def test_a_table_that_lists_differences_lists_nothing_else(name: str, tmp_path: Path) -> None:
     written, whole = (
         json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8")),
         read_table(TABLES / f"{name}.json"),
     )
+    base, same_torch = written["base"], name in CPU_TABLES
+    assert base == CPU_TABLES[0] if same_torch else name.startswith(f"{base}-torch")
     assert set(written["operators"]) < set(whole.operators) == set(WHOLE.operators)
-    assert whole.torch_version == WHOLE.torch_version
-    made = difference(
-        {**written, "messages": list(whole.messages), "operators": whole.operators}, CPU_TABLES[0]
-    )
+    assert (whole.torch_version == WHOLE.torch_version) == same_torch
+    measured = {**written, "messages": list(whole.messages), "operators": whole.operators}
+    made = difference(measured, base, same_torch=same_torch)
     assert (made["operators"], made["messages"]) == (written["operators"], written["messages"])
-    write_json(tmp_path / f"{CPU_TABLES[0]}.json", json.loads((TABLES / f"{CPU_TABLES[0]}.json").read_text()))
+    for other in CPU_TABLES:
+        write_json(tmp_path / f"{other}.json", json.loads((TABLES / f"{other}.json").read_text()))
     write_json(tmp_path / f"{name}.json", made)
     assert read_table(tmp_path / f"{name}.json") == whole
 
@@ -132,7 +136,9 @@ def test_a_difference_to_another_torchs_table_is_refused() -> None:
 def test_the_table_of_this_machine_is_that_of_its_instruction_set(any_cpu: str) -> None:
     contracts = contracts_for("cpu")
     assert contracts is contracts_of(device_profile("cpu")) is contracts_for(any_cpu)
-    assert contracts.measured == read_table(TABLES / f"{any_cpu}.json")
+    assert contracts.table is not None
+    assert contracts.table.variant == any_cpu.partition("-")[2]
+    assert contracts.measured == read_table(TABLES / f"{contracts.table.name}.json")
 
 
 def test_the_tables_stay_small() -> None:

@@ -81,6 +81,14 @@ def test_the_shipped_tables_are_named_by_the_scheme() -> None:
     shipped = tables_in(TABLES)
     assert {"cpu-avx2", "cpu-avx512", "cpu-amx"} <= {table.name for table in shipped}
     assert all(table.torch for table in shipped)
+    for release, table in (
+        ("2.13.0+cpu", "cpu-avx2"),
+        ("2.14.1", "cpu-avx2"),
+        ("2.15.0", "cpu-avx2-torch2.15"),
+    ):
+        chosen = nearest(shipped, "cpu", "avx2", release)
+        assert chosen is not None
+        assert chosen.name == table
     assert table_name("cuda", (7, 5), "2.13.0+cu130") == "cuda-sm75-torch2.13"
     assert table_name("cpu", None, "2.13.0") == "cpu-torch2.13"
 

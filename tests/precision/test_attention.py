@@ -111,4 +111,4 @@ def test_a_float32_mask_is_refused_where_the_memory_efficient_kernel_takes_the_c
 
 def test_torch_is_one_whose_conditions_were_read() -> None:
     """Of a later one sdp_utils.cpp is read again; of a binary alone, what `strings libtorch_cuda.so` shows of its checks."""
-    assert RELEASE <= (2, 14)
+    assert RELEASE <= (2, 15)

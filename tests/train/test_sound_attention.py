@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +28,18 @@ def _as_with_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_torch_still_brings_the_faulty_kernel() -> None:
-    assert attention.RELEASE <= (2, 14), (
-        "2.15 brings cuDNN 9.26: the switch can go with the releases before it"
-    )
+    """If pyproject.toml allows only releases with cuDNN 9.26 (2.15 is the first), the switch can go."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    bounds = next(each for each in project["project"]["dependencies"] if each.startswith("torch>="))
+    oldest = tuple(map(int, re.findall(r"\d+", bounds)[:2]))
+    _, last = attention._NAN_RELEASES
+    assert oldest <= last
+
+
+@pytest.mark.lacking("" if torch.version.cuda else "this torch has no cuDNN")
+def test_the_releases_are_those_whose_cudnn_is_older() -> None:
+    installed, (first, last) = attention.RELEASE, attention._NAN_RELEASES
+    assert installed < first or (torch.backends.cudnn.version() < 92600) == (installed <= last)
 
 
 @pytest.mark.parametrize(

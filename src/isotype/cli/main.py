@@ -25,6 +25,7 @@ from isotype.cli.output import (
 from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.compat.torchvision import importable
+from isotype.compat.triton import leave_garbage
 from isotype.core import VERSION
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import TerminalConsole, libraries_shown
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and command in ("check", "plan"):
         # The process ends after the report. Garbage collection would take a tenth of its time, and as much again at its end.
         gc.disable()
-        atexit.register(gc.freeze)
+        atexit.register(leave_garbage)
     if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect", "quality"):
         prepare_library_caches()
     try:

@@ -1,4 +1,4 @@
-"""torch (2.10 to 2.14): its private names under public names of isotype.
+"""torch (2.10 to 2.15): its private names under public names of isotype.
 
 Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or has
 changed its meaning. docs/compat.md lists the names that this file reads, and those that it replaces.

@@ -2,10 +2,11 @@
 
     python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
+    python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
 
-The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` contains all operators, the tables of
-other instruction sets contain only the operators that differ. The variable `ONEDNN_MAX_CPU_ISA` makes a CPU use a
-smaller instruction set.
+The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` contains all operators; the tables of
+other instruction sets, and of other torch releases, contain only the operators that differ. The variables
+`ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` make a CPU use a smaller instruction set.
 
 The measurement replays every example in `tables/examples.json` with new tensors of a few elements. The float operands
 get combinations of float32, bfloat16 and float16 (also float64 if an example has it):
@@ -215,14 +216,15 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
     }
 
 
-def difference(table: Mapping[str, Any], base: str) -> dict[str, Any]:
+def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) -> dict[str, Any]:
     """Return the part of a table that differs from the table `base` (`cpu-avx2`); `read_table` merges the two.
 
     Raises:
-        ValueError: the base has other operators, or was measured with another version of torch.
+        ValueError: the base has other operators, or, under `same_torch`, was measured with another version of torch.
     """
     other = read_table(TABLES / f"{base}.json")
-    if other.torch_version != table["torch"] or set(other.operators) != set(table["operators"]):
+    another = same_torch and other.torch_version != table["torch"]
+    if another or set(other.operators) != set(table["operators"]):
         raise ValueError(
             f"{base} has other operators, or was measured with torch {other.torch_version}: measure it again"
         )
@@ -338,7 +340,11 @@ def main() -> None:
     if output.is_dir():
         capability = torch.cuda.get_device_capability() if options.device == "cuda" else None
         output /= f"{table_name(options.device, capability, torch.__version__)}.json"
-    write_json(output, difference(table, options.base) if options.base else table)
+    if options.base:
+        table = difference(
+            table, options.base, same_torch=not output.stem.startswith(f"{options.base}-torch")
+        )
+    write_json(output, table)
     count = sum(map(len, table["operators"].values()))
     seconds = time.perf_counter() - started
     print(f"{output}: {len(table['operators'])} operators, {count} patterns in {seconds:.1f} s")

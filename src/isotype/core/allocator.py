@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch 2.10 to 2.14 reads; the first one is for all accelerators."""
+"""Variables that torch 2.10 to 2.15 reads; the first one is for all accelerators."""
 
 EXPANDABLE = "expandable_segments:True"
 

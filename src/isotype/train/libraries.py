@@ -17,7 +17,7 @@ from isotype.data.methods import Method
 logger = logging.getLogger("isotype")
 
 LAST_TESTED = {
-    "torch": "2.14",
+    "torch": "2.15",
     "transformers": "5.24",
     "trl": "1.16",
     "accelerate": "1.15",

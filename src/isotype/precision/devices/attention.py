@@ -1,6 +1,6 @@
 """The attention kernel that torch selects on an NVIDIA GPU in `scaled_dot_product_attention`.
 
-The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.14), in the order of
+The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.15), in the order of
 `priority_order`:
 
 1. cuDNN's kernel on Hopper and large Blackwell GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as in
