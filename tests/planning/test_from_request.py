@@ -299,3 +299,17 @@ def test_a_refused_storage_is_an_error_where_it_is_the_only_one(config: Path) ->
     devices = ["NVIDIA T4", "NVIDIA H100 SXM 80 GB"]
     assert [text.partition(":")[0] for text in plan.refused] == [f"mxfp4 on {device}" for device in devices]
     assert all("converts no weights to it" in text for text in plan.refused)
+
+
+def test_a_length_that_training_rows_are_cut_to_is_kept(config: Path, formula: object) -> None:
+    """The goal replaced `--max_length` by the longest length that fits."""
+    settings = {
+        "device": "rtx4090",
+        "max_memory": "8MiB",
+        "lora_r": 4,
+        "quantization": "nf4",
+        "goal": "longest",
+    }
+    row = isotype.plan(config, max_length=128, **settings).chosen
+    assert row is not None
+    assert (row.length, row.command["max_length"]) == (128, 128)

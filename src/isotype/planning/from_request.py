@@ -256,9 +256,12 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 
 
 def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """Return the row that the goal picks; if none fits, add a row with the longest length that fits, and return it."""
+    """Return the row that the goal picks; if none fits, add a row with the longest length that fits, and return it.
+
+    For the goal `longest`, a row with the longest length is added, unless `--max_length` is set.
+    """
     fitting = picked(rows, goal)
-    if fitting is not None and goal != "longest":
+    if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
         return fitting
     long = picked([replace(row, fits=True) for row in rows if row.longest], "longest")
     if long is None or long.longest is None:

@@ -63,7 +63,8 @@ class Workload:
         longest: tokens of the data set's longest row; None if tokens were not counted.
         cut: share of the data set's rows that are longer than the plan's length; None if tokens were not counted.
         padding: share of a step's tokens that is padding; None if tokens were not counted.
-        packed_seconds: seconds of all epochs with `--packing`; None if unknown, or if rows are already packed.
+        packed_seconds: seconds of all epochs with `--packing`; None if unknown, if rows are already packed, or
+            if the method has no `--packing`.
         packs: least number of packed rows in an epoch; None if rows are not packed.
     """
 

@@ -77,7 +77,8 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
         return replace(work, steps=steps, seconds=time_of(steps), padding=padding, packs=packs)
     mean = longest_of_batches(some, row.rows)
     micro_batch = seconds(row.rows, max(1, round(mean)))
-    full = None if row.time is None else row.time.seconds / row.tokens
+    per_token = None if row.time is None else row.time.seconds / row.tokens
+    full = per_token if "packing" in request.command.specs else None
     return replace(
         work,
         seconds=None if micro_batch is None else steps * row.accumulation * micro_batch,
