@@ -938,6 +938,10 @@ def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a tokenizer of the kind WordLevel"):
         merge_adapter(adapter, tmp_path / "merged", stored="f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+    # So neither a command for it is printed, nor one that names it as the smallest format.
+    merged = merge_adapter(adapter, tmp_path / "merged")
+    assert not merged.exportable
+    assert merged.cheapest is None or "--gguf" not in merged.cheapest.arguments
 
 
 def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ _SIZES = {
 }
 _GATE_UP = "experts.gate_up_proj"
 _ENDS = ("token_embd.weight", "output.weight")
-_FIX = "leave --gguf out, and convert the merged model with llama.cpp's convert_hf_to_gguf.py"
+_FIX = "merge into a folder (-o NAME, without --gguf), and convert it with llama.cpp's convert_hf_to_gguf.py"
 _NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
@@ -114,9 +114,11 @@ def check_exportable(config: Any) -> Architecture:
     return architecture
 
 
-def is_exportable(config: Any) -> bool:
+def is_exportable(config: Any, tokenizer: Any) -> bool:
     try:
         check_exportable(config)
+        if tokenizer is not None:
+            _name_of_split(json.loads(tokenizer.backend_tokenizer.to_str()))
     except UsageError:
         return False
     return True
@@ -331,20 +333,17 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     or llama.cpp has no name for its pre-tokenizer.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = content["model"]
-    if model["type"] != "BPE":
-        what = f"a tokenizer of the kind {model['type']}"
-        raise _refused(what, "byte-level BPE, or BPE with byte tokens", _NO_TOKENIZER)
+    model, split = content["model"], _name_of_split(content)
     tokens, kinds = _tokens_and_types(content, tokenizer, rows)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
+        writer.add_tokenizer_pre(split)
         writer.add_token_scores(_scores(tokens, merges))
         writer.add_add_space_prefix(_prefixes_space(content))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split_name(content["pre_tokenizer"]))
+        writer.add_tokenizer_pre(split)
         writer.add_token_merges(merges)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
@@ -405,8 +404,15 @@ def _prefixes_space(content: Mapping[str, Any]) -> bool:
     return prepends or any(scheme in ("always", "first") for scheme in schemes)
 
 
-def _split_name(pre_tokenizer: Mapping[str, Any] | None) -> str:
-    parts = _token_parts(pre_tokenizer)
+def _name_of_split(content: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name for the pre-tokenizer; raise UsageError for a tokenizer that llama.cpp does not have."""
+    model = content["model"]
+    if model["type"] != "BPE":
+        what = f"a tokenizer of the kind {model['type']}"
+        raise _refused(what, "byte-level BPE, or BPE with byte tokens", _NO_TOKENIZER)
+    if model.get("byte_fallback"):
+        return "default"
+    parts = _token_parts(content["pre_tokenizer"])
     kinds = [part["type"] for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return "gpt-2"

@@ -145,7 +145,10 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
         return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)
     if remote is None:
-        what, expected = f"{model_id}: {'; '.join(notes)}", "a model on the hub, or an existing path"
+        what, expected = (
+            f"{model_id}: {notes[0].partition(': ')[0]}",
+            "a model on the hub, or an existing path",
+        )
         fix = "check the spelling and the network, or give a local path"
         raise CheckpointError.of("the headers on the hub cannot be read", what, expected, fix)
     return remote

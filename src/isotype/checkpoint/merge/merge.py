@@ -140,7 +140,9 @@ def merge_adapter(
             difference = outputs.compare(merged_in_float32(path, model_class))
             part = difference.kept
             if trained is not None and part is not None and (part < ENOUGH or size < _CHEAP):
-                cheap = cheapest(outputs, saved, _formats_to_try(saved, trained, target), saved.revision)
+                cheap = cheapest(
+                    outputs, saved, _formats_to_try(saved, trained, target, tokenizer), saved.revision
+                )
         report = MergeReport(
             adapter=saved.directory,
             output=final,
@@ -157,7 +159,7 @@ def merge_adapter(
             passed=_passed(saved.policy, target, stored),
             cheapest=cheap,
             answers=bool(getattr(model_class, "can_generate", bool)()),
-            exportable=stored is None and is_exportable(config_of(open_model(source, revision))),
+            exportable=stored is None and is_exportable(config_of(open_model(source, revision)), tokenizer),
         )
         _require_change(report, trained is not None and stored == trained.storage)
     return report
@@ -273,7 +275,9 @@ LEAST = 0.5
 """Fraction of the learning that a merge back into the training's format must keep; below it, nothing is written."""
 
 
-def _formats_to_try(adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype) -> tuple[Candidate, ...]:
+def _formats_to_try(
+    adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype, tokenizer: Any
+) -> tuple[Candidate, ...]:
     """Return the formats to try, fewest bits first; `policy` is that of the base in training, `target` the merged dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
@@ -283,7 +287,7 @@ def _formats_to_try(adapter: Adapter, policy: PrecisionPolicy, target: torch.dty
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
     forms = [Candidate(f"{base}--quantization nf4", "nf4", 4.5, original)]
     forms.append(Candidate("--quantization int8", "int8", 8, policy))
-    if is_exportable(config_of(checkpoint)):
+    if is_exportable(config_of(checkpoint), tokenizer):
         forms.append(Candidate("--gguf q8_0", "q8_0", 8.5, policy))
     wide = torch.bfloat16 if policy.plain == torch.float32 else policy.plain
     sixteen = dtype_name(target if target in (torch.bfloat16, torch.float16) else wide)
