@@ -73,7 +73,7 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
         "2 bfloat16 tensors are added to in place outside of the optimizer: what is smaller than half a rounding step is lost"
     )
     assert finding.cause.startswith("average.weight is bfloat16, and added to in place at test_ist503.py:")
-    assert finding.notes == ("half a rounding step of bfloat16 is between 1/512 and 1/256 of a value",)
+    assert finding.notes == ("bfloat16 loses an update below 1/512 of a value, and some below 1/256",)
 
 
 def test_the_rounding_is_real() -> None:

@@ -50,7 +50,7 @@ def test_images_of_unknown_size_are_left_out_and_that_is_said():
     config = CONFIGS["gemma3-vision"]()
     config.mm_tokens_per_image = None
     assert batch_notes(config) == (
-        "no row has a picture: --image 1024x768 gives each row a picture of that size, --images 2 two of them",
+        "no row has a picture: --image 1024x768 adds a picture of that size to each row, and --images 2 adds two",
     )
     assert batch_notes(config, NONE) == ("no row has a picture",)
 

@@ -258,7 +258,7 @@ def _hidden(
 def _output(
     spec: Spec, layer: _LayerTensors, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return Y, and with DoRA also the sum before the magnitude and the row norms of W + s B A, else None for both.
+    """Return Y; for DoRA also Y without bias and magnitude, and the row norms of W + s B A; otherwise None and None.
 
     Without DoRA, Y is still uninitialized, and `products` gets the entry that computes it.
     """

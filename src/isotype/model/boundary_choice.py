@@ -169,8 +169,8 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a norm without its boundary returns float32 for an input of the 16-bit `dtype`.
 
-    The norm runs on the meta device. Returns False if the norm has no weight of shape `[n]`, or raises for an input of
-    shape `[1, n]`.
+    The norm runs on the meta device. The result is False if the norm has no weight of shape `[n]`, or if it raises an
+    error for an input of shape `[1, n]`.
     """
     weights = {name: weight for name, weight in own_parameters(norm).items() if weight is not None}
     if all(weight.dim() != 1 for weight in weights.values()):

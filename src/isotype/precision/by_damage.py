@@ -102,7 +102,7 @@ class Mixture:
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4; it decides everything except the formats of single layers.
+    """Return the request with all layers in nf4: for all decisions but the format of each layer.
 
     If the request leaves `double_quant` open, the quantization constants are quantized: this costs little accuracy.
     """

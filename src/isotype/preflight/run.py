@@ -293,7 +293,7 @@ def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
-    """Return the setup with the changes of the `setting` actions among `actions`."""
+    """Return a copy of the setup in which the actions of kind `setting` are applied."""
     changes: dict[str, Any] = {a.target: setting_value(a.value) for a in actions if a.kind == "setting"}
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16

@@ -307,7 +307,7 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     if logits.kept is not None:
         formula = "1 - KL(trained || merged) / KL(trained || base)"
         yield "kept", f"{share(logits.kept)} of what was learned: {formula}, on {texts}"
-    apart = f"by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats; the base's differ by KL {logits.base_kl:.3g}"
+    apart = f"by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats; those of the base alone by KL {logits.base_kl:.3g}"
     yield "logits", f"differ from the trained model's in float32 {apart}"
     if logits.losses is not None:
         base, trained, merged = logits.losses

@@ -54,4 +54,4 @@ def _own_tensor(finding: Finding) -> Fix:
     return advice(finding.source, how, "key the buffer by dtype")
 
 
-find = contract_rule(__name__, "a shared {given} tensor is used with {expected}", _own_tensor)
+find = contract_rule(__name__, "a {given} buffer that calls share is used with {expected}", _own_tensor)

@@ -137,7 +137,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[
         source=call.source,
         cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to{in_place} at {short(call.source)}",
         notes=(
-            f"half a rounding step of {dtype_name(dtype)} is between 1/{2 * share} and 1/{share} of a value",
+            f"{dtype_name(dtype)} loses an update below 1/{2 * share} of a value, and some below 1/{share}",
         ),
         fixes=fixes,
     )

@@ -351,7 +351,7 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
     if policy.loss_scaling:
         what, fix = "no GradScaler", _SCALED
     headline = "the trainer and the policy disagree about loss scaling"
-    expected = "a GradScaler with float16 compute and with nothing else"
+    expected = "a GradScaler if the compute dtype is float16, and none otherwise"
     what = f"{what} with compute dtype {dtype_name(policy.compute)}"
     return PrecisionError.of(headline, what, expected, fix)
 

@@ -158,15 +158,14 @@ def test_check_warning_says_it_and_goes_on(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    pretend("cpu-amx", monkeypatch)  # a CPU that multiplies in bfloat16, so that float32 costs something
+    pretend("cpu-avx2", monkeypatch)  # a CPU without products in bfloat16
     elsewhere = str(uninterrupted[0] / "checkpoint-3")
     trainer, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check="warning"))
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train(resume_from_checkpoint=elsewhere)
     first, *others = [record.getMessage() for record in caplog.records if record.name == "isotype"]
     assert first.startswith("the values of the resumed checkpoint were rounded while they were loaded")
-    # The check of the first batch: TRL's head adds up the gradient of its input in float32.
-    assert [message[:7] for message in others] == ["IST201:"]
+    assert [message[:7] for message in others] == ["IST601:"], "the check of the first batch"
     assert trainer.state.global_step == 6
     caplog.clear()
     silent, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check=None))
@@ -344,7 +343,7 @@ def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_p
     assert refused(isotype.PrecisionError, trainer.train) == (
         "the trainer and the policy disagree about loss scaling\n"
         "  - no GradScaler with compute dtype float16\n"
-        "    expected  a GradScaler with float16 compute and with nothing else\n"
+        "    expected  a GradScaler if the compute dtype is float16, and none otherwise\n"
         "    fix       build the trainer with fp16=True and call isotype.enforce(trainer, policy) before "
         "trainer.train() (on a CPU, accelerate makes no GradScaler by itself)"
     )
@@ -393,7 +392,7 @@ def test_a_grad_scaler_too_many_is_an_error(path: Path, tmp_path: Path):
     assert refused(isotype.PrecisionError, trainer.train) == (
         "the trainer and the policy disagree about loss scaling\n"
         "  - a GradScaler with compute dtype bfloat16\n"
-        "    expected  a GradScaler with float16 compute and with nothing else\n"
+        "    expected  a GradScaler if the compute dtype is float16, and none otherwise\n"
         "    fix       build the trainer with fp16=False"
     )
 

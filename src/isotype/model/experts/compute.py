@@ -218,7 +218,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Apply dropout to a group's rows, or to the gradient that arrives behind the dropout."""
+        """Apply the dropout of a group to its rows, or to the gradient of the dropout's result."""
         probability = self.adapter.dropout
         if not probability:
             return rows

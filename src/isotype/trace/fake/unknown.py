@@ -78,7 +78,7 @@ class Use:
 
 
 class Numbers:
-    """Chooses the numbers that the code reads from unknown values, and counts the rounds of loops."""
+    """Chooses the numbers that the traced code reads from tensors without values; keeps the loops that they end."""
 
     def __init__(self) -> None:
         self._reads: Counter[tuple[CodeType, int]] = Counter()

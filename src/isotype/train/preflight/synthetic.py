@@ -61,7 +61,7 @@ def least_length(config: Any, pictures: Pictures | None = None) -> int:
 
 
 TEXT_ALONE = (
-    "no row has a picture: --image 1024x768 gives each row a picture of that size, --images 2 two of them"
+    "no row has a picture: --image 1024x768 adds a picture of that size to each row, and --images 2 adds two"
 )
 
 
