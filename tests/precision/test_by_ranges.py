@@ -190,7 +190,7 @@ def test_numbers_as_messages_write_them() -> None:
 
 
 def test_the_reason_says_what_was_not_measured() -> None:
-    note = "tokens reached 6 of 8 experts: the values of the others are unknown"
+    note = "tokens reached 6 of 8 experts: the values of the other experts are unknown"
     for block in (LIMIT, 4 * LIMIT):
         assert (
             decided(replace(measured(block=block), notes=(note,))).reasons["residual"].endswith(f"; {note}")

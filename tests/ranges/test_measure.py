@@ -247,4 +247,7 @@ def test_experts_that_no_token_reached_are_counted(name: str) -> None:
     every = sum(module.num_experts for module in holders.values())  # type: ignore[misc]
     assert 0 < len(chosen) < every
     (note,) = isotype.measure_ranges(model, batch=few).notes
-    assert note == f"tokens reached {len(chosen)} of {every} experts: the values of the others are unknown"
+    assert (
+        note
+        == f"tokens reached {len(chosen)} of {every} experts: the values of the other experts are unknown"
+    )

@@ -115,7 +115,7 @@ def _as_data(layer: Any) -> tuple[Layer, tuple[torch.Tensor, ...]]:
 
 @dataclass(frozen=True)
 class Reading:
-    """The description of a PEFT layer as data; it is cached because its creation takes as long as some products.
+    """A PEFT layer as data. The object is cached, because creating it takes as long as a few matrix products.
 
     Attributes:
         tensors: the layer's tensors in the order of `lora_linear`.
@@ -144,7 +144,7 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return the description of a PEFT layer, `former` if still valid; None if only PEFT's forward can compute the layer.
+    """Return a PEFT layer as data: `former` if it is still valid. None means that only PEFT's forward can compute the layer.
 
     Only PEFT's forward calls the hooks of inner modules, and gathers sharded weights (FSDP2).
     """
@@ -170,8 +170,8 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer with the active adapters.
 
     Attributes:
-        all: `__dict__` of the layer, and then of each other module whose children are compared.
-        called: `__dict__` of each module that PEFT's forward calls: of the base layer and of the active adapters' parts.
+        all: the `__dict__` of the layer, then the `__dict__` of every other module whose children are compared.
+        called: the `__dict__` of every module that PEFT's forward calls: the base layer and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """
 
@@ -192,7 +192,8 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether an inner module has hooks, except for those of a recorder; the layer's own hooks always run."""
+        """Return whether a module inside of the layer has hooks other than a recorder's; hooks on the layer itself always
+        run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

@@ -235,8 +235,8 @@ def fuse(
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments of the forward for that run. By default the inputs are a few tokens, which pass through
             the language model but through no vision tower.
-        budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU, and a quarter of the
-            free memory on a CPU, where dequantizing a weight takes more than half as long as the product. Sharded (FSDP2)
+        budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU. On a CPU it is a quarter
+            of the free memory, because dequantizing a weight takes more than half as long as its product. Sharded (FSDP2)
             models have no copies.
         device: for a model on the meta device, the kind (`"cpu"`, `"cuda"`) or profile of the device; None: the
             parameters' device.
@@ -325,7 +325,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Return (names of experts with adapters that one function now computes, id of a wrapper of other experts -> reason)."""
+    """Fuse experts with adapters; return (names of the fused experts, id of the wrapper of unfused experts -> reason)."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):

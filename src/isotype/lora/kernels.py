@@ -67,7 +67,7 @@ class Kernel:
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
     """Return the Python module that computes an operation on these tensors on a GPU; None for torch's operators.
 
-    The dtype of the first tensor decides which kernel it is. `detail` is the activation of a gated product.
+    The kernel is the one chosen for the first tensor's dtype. `detail` is the activation of a gated product.
     """
     first = tensors[0]
     if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():
@@ -215,7 +215,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision allowed, split-k allowed); torch 2.10 lacks split-k, so only the first value."""
+    """Return (reduced precision allowed, split-k allowed), or only the first value in torch 2.10, which lacks the second."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -8,8 +8,8 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 The function runs without autocast and does all casts itself, each once: of X, of the adapters' master weights, and of the
 gradients of these weights. The backward computes one gradient of X for all layers, and all gradients of A in one product.
 Base weights are frozen, so only X (if it is a gated product, its two factors) and the small X Aᵀ are saved. They are saved
-before Y is computed: gradient checkpointing stops its recomputation when a block's last tensor is saved, so it does not
-compute the last product of a block again.
+before Y is computed. Gradient checkpointing recomputes a block only up to its last saved tensor, and so skips the block's
+last product.
 """
 
 from __future__ import annotations
@@ -282,7 +282,8 @@ def _output(
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Compute the outputs in `products`, in one call of the compiled loops, unless the outputs are cast afterwards."""
+    """Compute the outputs in `products`: all in one call of the compiled loops, or one by one if they are cast
+    afterwards."""
     if not spec.keep:
         others = []
         for product in products:
@@ -442,5 +443,5 @@ def _through_input(
     if spec.gate is not None and d_x is not None:
         x, d_first, d_second = spec.gate.backward(d_x, *factors)
         return x, (d_first.view(ctx.shape).to(dtype), d_second.view(ctx.shape).to(other))
-    assert x is not None, "only a gated product whose gradient is wanted is formed later"
+    assert x is not None, "X is None only for a gated product that needs a gradient"
     return x, (None if d_x is None else d_x.view(ctx.shape).to(dtype), None)

@@ -25,7 +25,8 @@ Result = TypeVar("Result")
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
-    """Return the path of the file for measurements with this torch under some conditions, on this CPU or on GPUs named `card`."""
+    """Return the path of the file with the times that this torch reaches under some conditions on this CPU, or on GPUs named
+    `card`."""
     machine = [card, torch.__version__] if card else _machine()
     key = json.dumps([*conditions, *machine])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -100,8 +101,8 @@ def in_turns(
 ) -> dict[Name, list[float]]:
     """Time the calls that `prepare` returns, in turns after a warm-up turn; return name -> milliseconds in each turn.
 
-    All runs in a separate thread, without the caller's autocast, saved-tensor hooks (gradient checkpointing) or dispatch
-    modes.
+    The calls run in a separate thread, without the caller's autocast, saved-tensor hooks (gradient checkpointing) and
+    dispatch modes.
     """
     times: dict[Name, list[float]] = {}
 

@@ -30,7 +30,8 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """The argument of a gated MLP's last layer: it stands for `gate.product(first, second)`, so that this need not be saved."""
+    """The argument of a gated MLP's last layer: it represents the product `gate.product(first, second)`, which is not
+    saved."""
 
     gate: Gate
     first: torch.Tensor

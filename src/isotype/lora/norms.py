@@ -36,7 +36,7 @@ class NormParts:
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """Return an RMSNorm's parameters, which a run of the module on a few numbers shows; None for another module.
+    """Return the parameters of an RMSNorm, derived from a run of the module on a few numbers; None for another module.
 
     The result is also None for an RMSNorm that returns float32 for 16-bit inputs: `rms_norm` returns the promoted dtype.
     """

@@ -2,8 +2,8 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-for the halves a and b of a head, computed in float32 and rounded once. In transformers, a function of the Python module
-rotates. A fused attention layer runs a copy of its forward that calls another function; the module stays unchanged.
+for the halves a and b of a head, computed in float32 and rounded once. In transformers a function in the model's Python file
+rotates. A fused attention layer runs a copy of its forward, in which isotype's function replaces this function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "apply_rotary_pos_emb"
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Tolerances for numbers up to about ten, if every product and sum is rounded."""
 _first_seen: dict[FunctionType, FunctionType] = {}
-"""Forward of a class -> function that rotated in its Python module when `rotates` was called."""
+"""Forward of a class -> the function that rotated in the class's Python module when `rotates` was called."""
 
 
 def rotates(forward: Any) -> bool:

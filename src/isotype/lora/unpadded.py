@@ -1,7 +1,7 @@
 """Batches without padding: rows are concatenated, and each row attends only to itself.
 
 The results stay the same if tokens interact only in attention, and if attention separates sequences by their positions, as
-for packed sequences in transformers. A trial of the model shows this (`tried`).
+for packed sequences in transformers. `tried` tests this with a trial of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sequences:
 
     Attributes:
         ends: 0 and the end of each sequence, int32 `[sequences + 1]`, on the tokens' device.
-        window: number of keys up to the query's position to which a query attends; None for all of them.
+        window: number of keys to which a query attends, the last of them at its position; None for all keys.
     """
 
     ends: torch.Tensor
@@ -194,7 +194,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Rearrange ids of the shape of `back` by the index `into` before the embedding, and its results by `back` after it."""
+    """Rearrange an embedding's ids of the shape of `back` by the index `into`, and the embedding's results by `back`."""
     if not _is_hooked(model):
         yield
         return
@@ -216,14 +216,15 @@ def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterato
 
 
 def _is_hooked(model: Any) -> bool:
-    """Return whether embeddings have a hook that is not of isotype or torch, whose hooks accept any shape."""
+    """Return whether other libraries than isotype and torch, whose hooks accept any shape, have hooks on the embeddings."""
     hooks = forward_hooks(model.get_input_embeddings()).values()
     homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return bool(homes - {"isotype", "torch"})
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens of each row, number of read positions, whether the batch is unsound, sides with padding in nonempty rows)."""
+    """Return (tokens of each row, number of read positions, whether padding is read or between tokens, sides with
+    padding)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -248,8 +249,8 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which a model's padding may be removed without changing results.
 
-    The trial runs a few rows with padding, and again concatenated without padding. The results may differ by a small share
-    of the difference that arises if rows attend to earlier rows. The model and the random states stay unchanged.
+    The trial runs a few rows with padding, and again concatenated without padding. Both results may differ slightly: by a
+    small share of the difference that arises if rows attend to earlier rows. The model and the random states stay unchanged.
     """
     from transformers import PreTrainedModel
 
@@ -268,7 +269,8 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why documents in one row that positions separate have other results than alone, as a clause; else ""."""
+    """Return a clause if the results of a document change in a row with other documents, which positions separate; else
+    ""."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)
@@ -278,7 +280,7 @@ def mixes_documents(model: Any) -> str:
 
 
 def _mixes(backbone: Any) -> bool:
-    """Return whether a row's second document has other results with another first document, or alone."""
+    """Return whether the results of a row's second document change if the first document is replaced or removed."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT

@@ -206,7 +206,7 @@ class DenseWeights:
         self._ready(layer, dtype)
 
     def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the weight if it is stored in `dtype`, or a valid copy, created if there is room; else None."""
+        """Return the weight if it is stored in `dtype`, else a valid copy, which is created if there is room; else None."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
         former, copy = self._copies.get(layer, (None, None))

@@ -183,8 +183,8 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 def _offline_if_unreachable(model: Any) -> Iterator[bool]:
     """Save a PEFT model in the `with` block without waiting for an unreachable hub; yield True if embeddings must be saved.
 
-    On each save PEFT (0.21) reads the base model's config from the hub. Without the config, PEFT assumes that the
-    vocabulary is unchanged; so this function compares its size with that in the hub's local cache.
+    On each save PEFT (0.21) reads the base model's config from the hub. Without the config PEFT assumes that the vocabulary
+    is unchanged. So this function compares the vocabulary's size with the size in the cached config.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]

@@ -42,7 +42,7 @@ class BoundarySettings:
     - `"inputs"`: for towers that encode pictures or sound: their processors return float32 or another dtype. Float inputs
       are cast to `result`.
 
-    Every kind also keeps the row scales of an 8-bit layer when its weight is copied (see `_init_8bit_state`).
+    Every kind also keeps the row scales of an 8-bit layer when the layer's weight is copied (see `_init_8bit_state`).
 
     Attributes:
         result: dtype of float outputs; None means `compute`.
@@ -92,7 +92,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a module's range boundary: 0 if it computes in float32; None if there is no such boundary."""
+    """Return the exponent of a boundary that a module has because of value ranges, 0 for float32; None without such a
+    boundary."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent
@@ -113,7 +114,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a copy of `module` that has other `parameters` and shares the rest; other threads may still call `module`."""
+    """Return a copy of `module` that has `parameters` and shares the rest; meanwhile other threads may call `module`."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin

@@ -97,7 +97,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """Return the error for a model or checkpoint whose storage format is not that of `policy`; `what` describes it."""
+    """Return the error for a storage format that is not the policy's; `what` describes the model or checkpoint."""
     return PrecisionError.of(
         "the policy is for other weights",
         f"{what} under a policy with storage {policy.storage}",
@@ -140,7 +140,8 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype that each unquantized float parameter has to get: float32 if one of the modules that share it needs that.
+    """Return the wanted dtype of each unquantized float parameter: float32 if any module that shares the parameter needs
+    float32.
 
     `by_ranges` is the result of `range_boundaries`; if `frozen`, all parameters except those of adapters will be frozen.
     """

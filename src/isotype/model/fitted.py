@@ -149,7 +149,7 @@ def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest 4-bit value and its code for 65535 cells of [-1, 1], since a search is several times slower."""
+    """Return the nearest 4-bit value and its code for 65535 cells of [-1, 1]; a search would be several times slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

@@ -53,9 +53,9 @@ def fold(model: nn.Module) -> nn.Module:
 
     Only lists of at least 4 layers are folded. Layers are equal if they have the same classes, the same parameters and
     buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for their
-    number. The first and the last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The
-    first layer represents only itself, so that work that only it does counts once; the last layer represents all others
-    (attribute `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
+    number. The first and the last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The first
+    layer represents only itself, so that its extra work is counted once. The last layer represents all others (attribute
+    `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -116,7 +116,8 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return names and values of a module's plain attributes; a float (a scale) counts only as zero or nonzero."""
+    """Return names and values of a module's plain attributes; two floats (scales) count as equal if both are zero or both
+    are not."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())

@@ -45,7 +45,8 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` never moves a tensor with values to the meta device: PEFT moves a new adapter to its base."""
+    """Mode in which `Tensor.to` never moves a tensor with values to the meta device: PEFT moves an adapter to its base's
+    device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

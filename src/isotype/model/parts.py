@@ -71,7 +71,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
                 continue
             count = len(list(blocks.children()))
             last = max(layer if layer >= 0 else count + 1 + layer for layer in layers)
-            reason = f"the model reads the tower's layer {listed(map(str, layers))}, before them"
+            reason = f"the model reads only the output of layer {listed(map(str, layers))} of the tower"
             yield from ((names[id(block)], reason) for block in list(blocks.children())[last:])
 
 
@@ -85,7 +85,8 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) for every tower of a transformers model; nothing for a text model or a single tower."""
+    """Yield (part, module) for every tower of a transformers model; text models, and towers without a language model, have
+    none."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -25,7 +25,8 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the distinct quantization states of a 4-bit layer: the weight's, and the layer's, which FSDP2 does not drop."""
+    """Return the distinct quantization states of a 4-bit layer: that of the weight, and that of the layer, which FSDP2
+    keeps."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -172,7 +173,7 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 def repacking(layer: Any) -> str | None:
     """Return why the first forward in evaluation cannot repack a 4-bit layer on a CPU with AVX512-BF16.
 
-    Returns "" if it can repack the layer, and None if no repacking is due: the layer keeps its training layout or is
+    Returns "" if repacking is possible. Returns None if nothing is to be repacked: the layer keeps its training layout or is
     repacked already, or this bitsandbytes does not repack.
     """
     state = quantization_state(layer)

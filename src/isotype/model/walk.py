@@ -114,7 +114,7 @@ def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Return whether a layer has attention, a mixer or an MLP: then it returns hidden states of its input's shape."""
+    """Return whether a layer has attention, a mixer or an MLP; such a layer returns hidden states of its input's shape."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 

@@ -232,7 +232,7 @@ class Measured:
     """The module to measure.
 
     Attributes:
-        read: a function that reads a parameter's values; None if the parameters have values.
+        read: a function that reads a parameter's values from files; None if the parameters are in memory.
     """
 
     model: nn.Module
@@ -249,7 +249,8 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the number of weights of each part whose weights are in memory together: a block, or a module outside of blocks."""
+    """Return the number of weights of each block, and of each module outside of blocks; one of these is in memory at a
+    time."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
@@ -259,7 +260,7 @@ def parts(model: nn.Module) -> list[int]:
 
 
 def of_module(model: nn.Module) -> Measured:
-    """Return a model in memory to measure; raise UsageError if this process has no values of its weights."""
+    """Return the `Measured` of a model in memory; raise UsageError if this process lacks the values of the weights."""
     model = unwrapped(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
@@ -292,7 +293,8 @@ def measure(
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement, without a key. If float32 overflows, it contains infinity or NaN, and a note names the operator.
+        The measurement; its `key` is empty. If float32 overflows, it contains infinity or NaN, and a note names the
+        operator.
     """
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
@@ -351,7 +353,7 @@ def _run(
     experts = sum(map(_experts_of, map(twin.model.get_submodule, chosen)))
     if reached < experts:
         total = plural(experts, "expert")
-        notes.append(f"tokens reached {reached:,} of {total}: the values of the others are unknown")
+        notes.append(f"tokens reached {reached:,} of {total}: the values of the other experts are unknown")
     if recorder.first:
         notes.append(f"not finite in {dtype_name(dtype)}: {recorder.first}")
     return tuple(losses), tuple(dict.fromkeys(notes))

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 """(width, height) in pixels."""
 
 FILL = 5
-"""A text token, after the special tokens that begin most vocabularies."""
+"""Id of a text token: most vocabularies begin with special tokens."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pictures:
         return f"{len(self.sizes)} {noun} of {of} in each row: {self.tokens:,} tokens, {self.source}"
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return the picture inputs of `rows` such rows."""
+        """Return the picture inputs of a batch of `rows` equal rows."""
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
@@ -100,7 +100,8 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the text that the chat template writes for one picture, cut out of its text for two pictures."""
+    """Return the text that the chat template writes for a picture: the difference between its texts for two pictures and
+    one."""
     single, double = (
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
@@ -185,7 +186,7 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale a picture into a rectangle; return (minus the number of its pixels there, number of padding pixels)."""
+    """Scale a picture into a rectangle; return (minus the number of the picture's pixels, number of padding pixels)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels

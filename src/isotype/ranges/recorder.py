@@ -100,7 +100,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Record a forward and backward of `rows` texts; 0 records the batch as one text."""
+        """Record the step in the `with` block: its batch has `rows` texts, or is recorded as one text if `rows` is 0."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -121,8 +121,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
         """Add hooks to the modules of `model`: `names` are their plain names by id, `inside` the ids of modules in blocks.
 
-        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Inside of blocks
-        they do not: attention may choose its kernel by whether a position table requires a gradient.
+        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Outputs of embeddings
+        inside of blocks do not, because attention may choose another kernel if a position table requires a gradient.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):

@@ -158,7 +158,8 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Remove the settings of a run: boundaries, accelerate's hooks, compilation, modes."""
+    """Remove the settings of a run: boundaries, accelerate's hooks, compilation, training mode, checkpointing, caches,
+    16-bit buffers."""
     set_boundary(module, None)
     attributes = vars(module)
     if HOOK in attributes:

@@ -136,7 +136,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """The largest magnitude of weights, the median magnitude of nonzero weights, and the largest of the gradients."""
+    """The largest magnitude of weights and of their gradients, and the median magnitude of nonzero weights."""
 
     largest: float = 0.0
     median: float = 0.0
@@ -190,7 +190,8 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Read the values of `weight` and return them; the gradient of a trainable weight is added to its earlier ones."""
+        """Read and return the values of `weight`; the gradient of a trainable weight is added to the weight's earlier
+        gradients."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             if weight.key not in self._sizes:

@@ -23,8 +23,8 @@ def recomputed(
 ) -> torch.Tensor:
     """Return `compute(q, k, v)`; only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` is called before `compute` and before the backward, with the tensors that these read and write. Its result
-    stays alive meanwhile, so that a trace counts a kernel's temporary copies.
+    `beside` is called before the forward and before the backward, with the tensors that the pass reads and writes. Its
+    result stays alive during the pass, so that a trace counts a kernel's temporary copies.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
@@ -58,10 +58,10 @@ class _Recomputed(torch.autograd.Function):
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v, where the plan has the keys and the mask of each query.
+    """Return softmax(scale q kᵀ + mask) v; the plan has the keys and the mask of each query.
 
-    The sums are computed in float32, or in float64 for float64 inputs: for 16-bit inputs, torch's kernel would round
-    every term of the gradients' sums. `spec_of` gives the shapes of q, k and v.
+    Sums are computed in float32, or in float64 for float64 inputs. For 16-bit inputs torch's kernel would round every term
+    of the sums in the gradients. `spec_of` gives the shapes of q, k and v.
 
     Returns:
         `[batch, query heads, queries, value head]` in the inputs' dtype; zero for queries without keys.

@@ -73,7 +73,7 @@ def offered(dtype: torch.dtype) -> tuple[Name, ...]:
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of attention's products: `x`'s dtype, but float32 for float16 and for an emulated bfloat16.
 
-    With float16, the gradients of the scores, which contain the loss scale, would exceed the dtype's range.
+    In float16 the gradients of the scores would overflow, because they are multiplied by the loss scale.
     """
     return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
 

@@ -29,7 +29,7 @@ CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "he
 
 
 def takes_lengths() -> bool:
-    """Return whether torch's `varlen_attn` has a scale and windows; this imports nothing, not to load torch's compiler."""
+    """Return whether torch's `varlen_attn` has a scale and windows, without an import: it would load torch's compiler."""
     return torch.__version__ >= _SINCE
 
 

@@ -1,4 +1,5 @@
-"""Plans of attention: a plan has the keys to which each block of queries attends. A kernel computes only these scores."""
+"""Plans of attention: a plan has the keys to which each block of queries attends. A kernel computes only the scores of these
+keys."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        closed_finitely: whether the mask hides every key from some query by finite numbers. With torch's kernels such a
-            query attends to all keys about equally, which blocks cannot represent.
+        closed_finitely: whether the mask adds finite numbers to the scores that hide all keys from some query. With torch's
+            kernels such a query attends to all keys about equally, which blocks cannot represent.
     """
 
     batch: int
@@ -175,7 +176,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A cached plan, with the facts that identify its mask: the covered storage, and the mask's version or a copy of it."""
+    """A cached plan, and what identifies its mask: the memory of the mask, and the mask's version or a copy of the mask."""
 
     plan: Plan
     view: tuple[object, ...]
@@ -198,7 +199,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
     Args:
         mask: `[1 or batch, 1 or heads, queries, keys]`; either bool (True: the query attends to the key), or numbers that
-            are added to the scores. Values at or below half of the lowest number of the mask's dtype count as masked, see
+            are added to the scores. A key is masked if its number is at most half of the dtype's lowest number, see
             `Plan.closed_finitely`.
         rows: queries per block, see `block_rows`.
     """
@@ -215,7 +216,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask with a single row if all rows of the batch are an expanded view of this row."""
+    """Return the first row of a mask whose batch dimension is expanded, or else the whole mask."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
@@ -282,7 +283,8 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries that attend to keys; if half full, a block ends where the first key jumps."""
+    """Yield blocks of at most `rows` queries that attend to keys; a block that is half full ends where the first key
+    jumps."""
     first, least = 0, rows // 2
     for row in range(1, len(live) + 1):
         ended = row == len(live)

@@ -53,7 +53,7 @@ _SHORT = 32
 """Calls with at most this many queries take microseconds with any kernel."""
 
 _SPARSE = 0.4
-"""Share of all scores below which torch's kernel, which computes all scores, is not measured; causal masks are above."""
+"""torch's kernel computes all scores; it is measured only if the plan needs at least this share, as causal masks do."""
 
 
 @dataclass
@@ -221,7 +221,8 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which isotype's attention needs no padding; an empty set for another attention."""
+    """Return the sides of a row on which isotype's attention needs no padding; the set is empty if the attention is not
+    isotype's."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 

@@ -31,9 +31,9 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
-    Scores, softmax, the gradients of both and all sums are float32. Operands that are computed (probabilities, gradients
-    of scores) are rounded to `spec.work` if there are loops for it, as in torch's kernel. If a masked key or value is not
-    finite, the result may be NaN, as in torch's kernel.
+    Scores, softmax, the gradients of both and all sums are float32. As in torch's kernel, computed operands (probabilities,
+    gradients of scores) are rounded to `spec.work` if this dtype has loops. If a masked key or value is not finite, the
+    result may be NaN, as in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.

@@ -177,7 +177,7 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of two LoRA layers' products by torch's operators and by the loops; `ratio` is the median speed-up of a turn."""
+    """Milliseconds of two LoRA layers' products by torch's operators and by the loops; `ratio` is the median speed-up."""
 
     torch: float
     loops: float

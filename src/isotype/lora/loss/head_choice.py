@@ -35,7 +35,7 @@ class HeadShape:
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
-        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048; above, times grow linearly.
+        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048; beyond, times grow linearly.
         stored, compute: dtype of the weight, and dtype of the products.
         gradients: names of the results through which gradients flow.
     """

@@ -1,9 +1,9 @@
 """Replaces TRL's fused language-model head by isotype's loss, where `own_is_better` prefers isotype's.
 
 TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
-of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton
-`isotype.lora.loss.log_probs` is five times as fast (`benchmarks/loss.py`). The replacement returns the same
-`FusedCausalLMOutput`, and passes all other calls on to TRL's forward.
+of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton isotype's loss is five times as
+fast as TRL's (`benchmarks/loss.py`). The replacement returns the same `FusedCausalLMOutput`, and passes all other calls on
+to TRL's forward.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (whether `forward` is TRL's own, arguments of TRL's head); None if it neither is nor wraps TRL's forward."""
+    """Return (True if `forward` is TRL's, False if it wraps TRL's; arguments of TRL's head), or None for other forwards."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
@@ -231,7 +231,7 @@ def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
 
 def _smoothing(trainer: Any) -> float:
-    """Return the label smoothing of an SFT trainer with the default loss, which would need all logits for it; else 0."""
+    """Return the label smoothing of an SFT trainer with the default loss, else 0; smoothing needs all logits."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     smoother = getattr(trainer, "label_smoother", None)

@@ -31,7 +31,7 @@ from isotype.precision.devices.simulated import simulates_cpu
 _DENSE_BYTES = 1 << 27
 """Most bytes of dense weights at a time if experts are stored quantized."""
 _ROWS = 512
-"""Rows of a product on a CPU: with fewer rows the calls take most of the time, with more the result leaves the caches."""
+"""Rows of a product on a CPU: with fewer rows the calls take most of the time, and the result of more rows exceeds the caches."""
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Layout:
         up: name of the weight of the first product.
         inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
         normed: whether outputs are normed before they are weighted.
-        routed: whether the module gets the experts and routing weights of each token. If not, its input has equally many
-            tokens per expert, one expert after another.
+        routed: whether the module gets the experts and routing weights of each token. Otherwise the module's input has
+            equally many tokens per expert, one expert after another.
     """
 
     up: str
@@ -67,7 +67,7 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def _wraps(cls: Any) -> bool:
-    """Return whether a class is PEFT's `ParamWrapper` or a subclass, by name to avoid importing PEFT."""
+    """Return whether a class is PEFT's `ParamWrapper` or a subclass; names are compared, to avoid importing PEFT."""
     return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
 
 

@@ -15,7 +15,7 @@ E2M1 = torch.cat([_E2M1, -_E2M1])
 """The value of each code, float32 `[16]`."""
 
 _PIECE = 1 << 19
-"""Values that a CPU dequantizes at a time: in the caches, and enough for all of torch's threads."""
+"""Values that a CPU dequantizes at a time: few enough for the caches, and enough for all of torch's threads."""
 _GPU_PIECE = 1 << 24
 
 

@@ -207,7 +207,7 @@ def shape_of(module: nn.Module, name: str) -> torch.Size:
 
 
 def held_stack(holder: object) -> QuantizedStack | None:
-    """Return the quantized stack in a `ParametrizationList`, or None for another holder or parametrization."""
+    """Return `holder`'s quantized stack if `holder` is a `ParametrizationList` that has a quantized stack, else None."""
     first = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
     return first if isinstance(first, QuantizedStack) else None
 
@@ -230,7 +230,8 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 def adopt_stacks(model: nn.Module) -> list[str]:
     """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks in place; return the weights' names.
 
-    Codes and constants stay in the same memory. A weight stays unchanged if its experts are no whole blocks.
+    Codes and constants stay in the same memory. A weight stays unchanged if the values of an expert do not fill whole
+    blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):
@@ -315,7 +316,7 @@ def saved_stack(
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """Give the codes and constants of a quantized stack bitsandbytes' names in a new state dict."""
+    """Rename the codes and constants of a quantized stack in a new state dict; bitsandbytes uses the same names."""
     path = f"{prefix}parametrizations.{name}."
     codes = state.pop(f"{path}original", None)
     for constant in [key for key in state if key.startswith(f"{path}0.")]:
