@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the code of the real package; then repeat the calls that marked functions before."""
+        """Execute the code of the real package; then repeat the calls by which functions were marked for the compiler."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
@@ -77,7 +77,8 @@ class _Deferred(ModuleType):
 
 
 def defer_compiler() -> None:
-    """Let `import torch._dynamo` run the package's code only when it is used; without effect if it was imported before."""
+    """Let `import torch._dynamo` run the package's code on the first use of the package; do nothing if it is imported
+    already."""
     if _NAME not in sys.modules:
         module: Any = _Deferred()
         sys.modules[_NAME] = module

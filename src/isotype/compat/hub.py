@@ -13,7 +13,7 @@ _SECONDS = 3.0
 _REMEMBERED = 60.0
 """Seconds for which an unreachable hub is not tried again: one command reads from the hub in many places."""
 _silences: dict[str, tuple[float, str]] = {}
-"""Endpoint of the hub -> (time of the last attempt, why it failed, or "" if it did not)."""
+"""Endpoint of the hub -> (time of the last attempt, reason of its failure or "")."""
 
 
 def asking(source: object) -> AbstractContextManager[str]:

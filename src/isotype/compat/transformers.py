@@ -379,8 +379,8 @@ def steps_seen(
 ) -> Replacements:
     """Wrap a trainer's `training_step`, `compute_loss` and gradient norm; wrappers get the method and its arguments.
 
-    Callbacks get neither batch nor loss, and the gradient norm of logged steps only. A method that is already replaced on
-    the trainer itself is skipped.
+    Callbacks get neither batch nor loss. They get the gradient norm, but only of logged steps. A method that is already
+    replaced on the trainer itself is skipped.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):

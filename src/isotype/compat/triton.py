@@ -12,7 +12,7 @@ https://nanobind.readthedocs.io/en/latest/refleaks.html
 
 
 def leave_garbage() -> None:
-    """Spare a process that ends its last garbage collection, except if triton would print the objects that remain."""
+    """Skip the garbage collection at the end of this process, unless triton would print the objects that remain."""
     triton = sys.modules.get("triton")
     if triton is None or tuple(map(int, triton.__version__.split(".")[:2])) < _REPORTING:
         gc.freeze()

@@ -247,7 +247,8 @@ REMOVED: Mapping[str, str] = {
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
-    """Return the name of a flag among unknown tokens, and its value: `--name=VALUE`, or the token after it; "" without one."""
+    """Return a flag's name among unknown tokens, and its value, from `--name=VALUE` or the next token; "" without a
+    value."""
     name, equals, value = flag.partition("=")
     after = tokens[tokens.index(flag) + 1 :][:1]
     return name, value if equals else "".join(token for token in after if not token.startswith("-"))

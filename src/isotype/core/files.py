@@ -2,7 +2,8 @@
 
 Files are written next to their final path, synced to disk and renamed, so that they survive an interrupt or a power
 cut. `write_whole` writes one text. If the replacement of a directory's files is interrupted, the directory has the old
-or the new files, and `recover` finishes or undoes the replacement. Until then the directory contains some of these:
+or the new files, and `recover` finishes or undoes the replacement. Until `recover` has run, the directory contains some of
+these:
 
 - `.isotype-saving/`: files that are being written; `recover` deletes them.
 - `.NAME.isotype-old/`: the complete former NAME while the new NAME takes its place.
@@ -149,8 +150,8 @@ def recover(directory: Path) -> None:
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
     """Return (errno, the system's message) if `error` means that a file below `directory` was not written, or None.
 
-    The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`, and `directory` is
-    still as full as at that time.
+    The errno is None if it is unknown. `error` is from Python, safetensors or `torch.save`; since then, no room was freed in
+    `directory`.
     """
     for cause in _chain(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None

@@ -112,7 +112,7 @@ def operator(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Register a function as the operator `isotype::…`, without a derivative.
 
-    `fake` is the operator's implementation for fake tensors. Without a dispatch mode or the profiler, a call skips
+    `fake` is the operator's implementation for fake tensors. If no dispatch mode and no profiler is active, a call skips
     torch's dispatcher, which takes longer than some kernels.
     """
 

@@ -19,8 +19,8 @@ class NamePart:
 
     Attributes:
         package: import name of the package that has the optimizer; "" for torch and transformers.
-        state: dtype of the optimizer state. `{}` means the dtype of the master weights, and "" that other name parts
-            decide the dtype.
+        state: dtype of the optimizer state. `{}` means the dtype of the master weights; "" means that another part of the
+            name decides the dtype.
         own_kernels: True if the optimizer's update kernels accept every float dtype.
     """
 

@@ -102,9 +102,8 @@ class Ledger:
     ) -> None:
         """Multiply by `times` the bytes of the live activations that were counted in `module` after the mark `since`.
 
-        An output of `module` is the input of the next represented module, and that module is assumed to save its input
-        if `module` has saved its own input. Memory freed since the mark (a weight moved to other memory) is not
-        subtracted.
+        An output of `module` is the input of the next represented module. If `module` has saved its own input, the next one
+        is assumed to save this input. Memory freed since the mark (a weight moved to other memory) is not subtracted.
         """
         saved = {
             key

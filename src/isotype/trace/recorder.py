@@ -151,9 +151,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
-        """Return the checkpointing function of a transformers (5.23) layer, which enters the layer when it is recomputed.
+        """Return the checkpointing function of a transformers (5.23) layer, changed to enter the layer in a recomputation.
 
-        The layer's hooks do not run then.
+        The layer's hooks do not run in a recomputation.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

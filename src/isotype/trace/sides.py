@@ -144,7 +144,7 @@ def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[t
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
     """Return the dtype of most modules of a model; None for a model without weights.
 
-    A 16-bit input counts as one more module, since its dtype was chosen, and decides a tie. The number of elements
+    A 16-bit input counts as one more module and decides a tie, because the user chose its dtype. The number of elements
     decides every other tie.
     """
     tally = parts.get("", Tally())

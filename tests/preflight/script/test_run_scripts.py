@@ -273,7 +273,7 @@ def test_a_watch_that_takes_long_ends(runs: Runs, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("isotype.trace.live.watch.WATCH_SECONDS", 0.0)
     status, out, err = runs("train(Net())\n", "--no-preflight")
     assert (status, out) == (0, "trained\n")
-    assert re.fullmatch(r"isotype: the recording stopped early: after \d+ operators it had taken 0 s\n", err)
+    assert re.fullmatch(r"isotype: the recording stopped early: recording \d+ operators took 0 s\n", err)
 
 
 def test_only_what_a_script_can_do_is_recommended(runs: Runs) -> None:

@@ -1,1 +1,2 @@
-"""A step on fake tensors: the weightless twin, a simulated device, and the recorder that judges every operator."""
+"""A step on fake tensors: a model's copy without values (its twin), a simulated device, and the recorder of the
+operators."""

@@ -49,7 +49,7 @@ class StepCode:
         folded: True to trace only one of several equal layers, see `isotype.model.fold`.
         weights: the result of `weights_of(model)`, if the caller has it; None to call this slow function.
         evaluation: inputs of the phase `evaluate`; None for no evaluation.
-        reference: memory kind that counts the frozen copy of the model's weights; None if there is no copy.
+        reference: kind of memory to which the frozen copy of the model's weights belongs; None if there is no copy.
     """
 
     model: nn.Module
@@ -105,8 +105,8 @@ def surroundings() -> Iterator[None]:
 def _no_autocast() -> Iterator[None]:
     """Disable autocast, and make the step's autocast region the outermost one.
 
-    Only the end of the outermost region frees the cached casts of weights. In the real step this is the end of the
-    forward: a recomputation in the backward casts the weights again.
+    Only the end of the outermost region frees the cached casts of weights. In the real step that region ends with the
+    forward, so a recomputation in the backward casts the weights again.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):

@@ -1,4 +1,4 @@
-"""Simulation of what happens above the dispatcher: another device's autocast, and errors of composite functions.
+"""Simulation of what torch does before its dispatcher: another device's autocast, and errors of composite functions.
 
 Autocast acts where Python calls a torch function, so that autograd records its casts. On a machine without a GPU,
 `torch.autocast("cuda")` disables itself, and every device has its own lists of functions. The CPU's autocast covers the
@@ -51,8 +51,8 @@ _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without its `profile`, the code does not see the
-    device's properties, and attention runs as on this machine.
+    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without the device's `profile`, queries of its properties
+    and attention run as on this machine.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -175,7 +175,7 @@ _LEAST_SHARE, _LEAST = 0.01, 1 << 20
 
 
 class Attention:
-    """Runs attention in plain operators if the device has no fused kernel for a call, and counts its scores' bytes."""
+    """Runs attention in plain operators if the device has no fused kernel for a call, and counts the bytes of the scores."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile, self._cudnn = profile, cudnn_is_on()

@@ -1,6 +1,6 @@
 """A cache of fake kernels' results: shapes, strides and dtypes, for operands of the same shapes, strides and dtypes.
 
-A look-up in the cache of `FakeTensorMode` takes a third of a millisecond, a step has thousands of operators, and it is
+A look-up in the cache of `FakeTensorMode` takes a third of a millisecond, a step has thousands of operators, and the step is
 traced again for every fix. The cache contains the results that torch would cache (`_validate_cache_key` in
 torch/_subclasses/fake_tensor.py, 2.13), and views, with the storage that they share.
 """

@@ -452,7 +452,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         # If a forward casts a parameter, the twin gets a new parameter object; a real module keeps its object.
         swapped = "poisoned by swap_tensors" in text
         if swapped:
-            text = "a backward behind a module that its own forward moves by .to() cannot be traced"
+            text = "a backward through a module whose forward calls the module's .to() cannot be traced"
         recomputes = isinstance(error, CheckpointError) or frame is not None
         of_trace = swapped or isinstance(error, TimeSpentError)
         recomputed = self.phase == "backward" and recomputes and not of_trace

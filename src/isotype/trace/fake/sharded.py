@@ -67,8 +67,8 @@ class _Gathering:
 class ProcessMemory:
     """Counts a process's memory in `ledger` while the step of `setup` runs on `twin`.
 
-    For one device, nothing is counted differently. `repeats` maps the `id` of a parameter to the number of parameters
-    it represents.
+    With one device, the counts of the ledger stay as they are. `repeats` maps the `id` of a parameter to the number of
+    parameters it represents.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:

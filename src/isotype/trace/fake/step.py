@@ -72,7 +72,7 @@ def trace_step(
     untouched: Untouched | None = None,
     enough: Callable[[Trace], bool] | None = None,
 ) -> Trace:
-    """Trace one step on a weightless twin of its model.
+    """Trace one step on a twin of its model: a copy on fake tensors.
 
     Args:
         code: the code that runs in the step.
@@ -81,8 +81,7 @@ def trace_step(
         lines: a fix to try, `file:line` -> dtype: casts and new tensors in this line get this dtype.
         deadline: end of the step by `time.monotonic`, in seconds; a step that is still running ends with a failure.
         untouched: saved state that the step's code reaches, shared by several traces; None to save it here.
-        enough: called with the trace so far after a forward or backward with breaches; the step ends if it returns
-            True.
+        enough: called after a forward or backward that had breaches, with the trace up to then; True ends the step.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
@@ -364,7 +363,8 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation batch between two steps. Its calls repeat the forward's and are removed."""
+        """Count the memory of an evaluation batch between two steps. Its calls are removed, because they repeat those of the
+        forward."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -397,7 +397,8 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: copies of small inputs, original integers and pictures in tiles."""
+    """Return the inputs whose values the step may use: small inputs are copied, large integers and pictures in tiles are
+    not."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)

@@ -1,8 +1,8 @@
 """Numbers that the code reads from tensors with unknown values.
 
-The code that reads a number decides something with it. The trace follows a step that works: guards let the number pass,
-loops end after a few rounds. The syntax tree of the source shows the use of a number: `if x.max() > 1e4: raise …`,
-`while error.item() > 1e-3`, `if done.all(): break`.
+Code that reads a number branches on it. The trace takes the branches of a step that works: checks pass, and loops end after
+a few rounds. The syntax tree of the source shows the use of a number: `if x.max() > 1e4: raise …`, `while error.item() >
+1e-3`, `if done.all(): break`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number that the instruction at byte `at` reads; the path so far if the function returns it."""
+    """Return the use of the number that the instruction at byte `at` reads; if the function returns the number, the path so
+    far."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:

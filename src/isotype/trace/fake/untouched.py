@@ -27,7 +27,7 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of objects to visit, without modules, the nearest first: about 0.1 s."""
+"""Maximum number of visited objects, not counting modules; nearer objects come first. All visits take about 0.1 s."""
 _FUNCTIONS = 500
 """Maximum number of functions whose globals are visited, the nearest first."""
 _MOST_REFERENTS = 200
@@ -37,7 +37,7 @@ _LONG = 1_000
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
-"""Path of an object: a name, or (path of the holder, "." or "[]", attribute or key); `_written` formats it."""
+"""Path of an object: a name, or (path of the holder, "." or "[]", attribute or key); `_written` formats a path."""
 _HOLDERS = (dict, OrderedDict, set)
 """Types of the containers for hooks: most modules have a dozen of them, all empty."""
 _MISSING: Any = object()
@@ -120,9 +120,9 @@ class Untouched:
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
-        """The state that could not be restored after the first trace, a sentence each."""
+        """A sentence for every object whose state could not be restored after the first trace."""
         moved = [
-            f"the generator {_written(name)} has moved on: what the trace took from it is gone"
+            f"the generator {_written(name)} cannot be set back: it will not yield again what the trace has read"
             for name, generator, at in self._generators
             if generator.gi_frame is None or generator.gi_frame.f_lasti != at
         ]

@@ -92,7 +92,7 @@ class LiveRecorder(Recorder):
             self.fault = f"{type(error).__name__}: {first_line(error)}"
         self._spent += time.perf_counter() - started
         if self._spent > self._seconds and not self.fault:
-            self.fault = f"after {len(self.calls):,} operators it had taken {self._seconds:g} s"
+            self.fault = f"recording {len(self.calls):,} operators took {self._seconds:g} s"
 
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)

@@ -33,8 +33,8 @@ def first_nonfinite(
         model: the model whose weights and gradients the step uses.
         step: function that runs forward, loss and backward of each micro-batch, and yields the loss of each.
         batches: the micro-batches in order, each with its tensors by name.
-        scale: the loss scale of the step's backward; None without loss scaling. Then the gradient norm is checked, too.
-        stop: whether to end the step at that operator; False if other processes wait for later operators.
+        scale: the loss scale of the step's backward. None means no loss scaling: then the gradient norm is checked, too.
+        stop: whether to end the step at the operator; False if other processes wait for later operators.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []

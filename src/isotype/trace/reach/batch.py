@@ -146,7 +146,7 @@ def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tens
 
 
 def _numbered(values: torch.Tensor) -> torch.Tensor:
-    """Return the number (0, 1, 2, …) of the run that each value belongs to; the values of a run are equal."""
+    """Number the runs of equal values (0, 1, 2, …), and return for each value the number of its run."""
     changes = torch.diff(values, prepend=values[:, :1], dim=-1) != 0
     return changes.long().cumsum(-1)
 

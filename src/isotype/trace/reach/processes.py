@@ -1,7 +1,8 @@
 """Differences between processes that train together: modules that a batch does not run, and collectives that differ.
 
 With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
-together. If the batch of one process skips a module, this process calls other collectives than the others, or they wait for it.
+together. If the batch of one process skips a module, this process calls other collectives than the others, or the others
+wait for it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def _ran(model: nn.Module, batch: Batch) -> set[str]:
 
 
 def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the names of the trainable parameters that get no gradient from some batch's loss: DDP waits for it."""
+    """Return the names of the trainable parameters without a gradient from some batch's loss: DDP waits for every
+    gradient."""
     missing: dict[str, None] = {}
     for batch in batches:
         gradients = gradients_of(model, _loss(model, batch))

@@ -27,7 +27,7 @@ MOST_WEIGHTS = 8_000_000
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of elements of a smaller model of the same class."""
 _JITTER = 0.05
-"""Standard deviation of the noise added to a weight, relative to the weight's: zeros would hide dependencies."""
+"""Noise that is added to a weight, relative to the weight's standard deviation: zeros would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
@@ -303,7 +303,7 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
-    """Turn dropout off and select kernels that support float64 on a CPU; return the model in this training mode."""
+    """Turn dropout off and select kernels that support float64 on a CPU; return the model, set to `training`."""
     model.train(training)
     use_stand_in(model)
     configs = configs_of(model)
