@@ -77,8 +77,7 @@ class _Deferred(ModuleType):
 
 
 def defer_compiler() -> None:
-    """Let `import torch._dynamo` run the package's code on the first use of the package; do nothing if it is imported
-    already."""
+    """Let `import torch._dynamo` run the package's code on its first use; do nothing if the package is imported already."""
     if _NAME not in sys.modules:
         module: Any = _Deferred()
         sys.modules[_NAME] = module

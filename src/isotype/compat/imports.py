@@ -46,8 +46,7 @@ def code_refused() -> Iterator[None]:
 class _Finder:
     """Import finder that delegates to the other finders, and calls `act` after the first successful import of one module.
 
-    The finder stays in `sys.meta_path` until that import: `importlib.util.find_spec` imports nothing, and a failed import
-    may be repeated.
+    The finder stays in `sys.meta_path` until that import: `find_spec` imports nothing, and a failed import may be repeated.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:

@@ -247,8 +247,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
-    """Return a flag's name among unknown tokens, and its value, from `--name=VALUE` or the next token; "" without a
-    value."""
+    """Return the name of a flag among unknown tokens, and its value (`--name=VALUE`, or the next token) or ""."""
     name, equals, value = flag.partition("=")
     after = tokens[tokens.index(flag) + 1 :][:1]
     return name, value if equals else "".join(token for token in after if not token.startswith("-"))

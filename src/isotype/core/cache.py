@@ -83,8 +83,7 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Link the folder's compiled libraries to a folder that all processes of this user share, because compiling takes 18
-    s."""
+    """Link the folder of compiled libraries to a folder that all processes of this user share: compiling takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
     shared = folder.with_name(f"isotype-libraries-{os.geteuid()}")

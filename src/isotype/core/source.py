@@ -83,8 +83,8 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def condition_at(source: str) -> str:
-    """Return the condition of an error at `file:line`: the line if it is an `assert` or `if`, or the line above a `raise`;
-    else ""."""
+    """Return the condition of an error at `file:line`: an `assert` or `if` in this line, or the line above a `raise`; else
+    ""."""
     path, _, number = source.rpartition(":")
     line = int(number) if number.isdigit() else 0
     above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()

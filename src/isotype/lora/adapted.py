@@ -192,8 +192,7 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a module inside of the layer has hooks other than a recorder's; hooks on the layer itself always
-        run."""
+        """Return whether a module inside of the layer has hooks other than a recorder's; hooks on the layer always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

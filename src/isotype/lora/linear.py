@@ -282,8 +282,7 @@ def _output(
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Compute the outputs in `products`: all in one call of the compiled loops, or one by one if they are cast
-    afterwards."""
+    """Compute the outputs in `products`: in one call of the compiled loops, or one by one if they are cast afterwards."""
     if not spec.keep:
         others = []
         for product in products:

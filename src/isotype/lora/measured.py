@@ -25,8 +25,7 @@ Result = TypeVar("Result")
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
-    """Return the path of the file with the times that this torch reaches under some conditions on this CPU, or on GPUs named
-    `card`."""
+    """Return the path of the file with times of this torch under some conditions, on this CPU or on GPUs named `card`."""
     machine = [card, torch.__version__] if card else _machine()
     key = json.dumps([*conditions, *machine])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

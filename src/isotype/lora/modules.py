@@ -30,8 +30,7 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """The argument of a gated MLP's last layer: it represents the product `gate.product(first, second)`, which is not
-    saved."""
+    """The argument of a gated MLP's last layer: the product `gate.product(first, second)`, which is not saved."""
 
     gate: Gate
     first: torch.Tensor

@@ -223,8 +223,7 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens of each row, number of read positions, whether padding is read or between tokens, sides with
-    padding)."""
+    """Return (tokens of each row, number of read positions, whether padding is read or inside of rows, sides with padding)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -269,8 +268,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return a clause if the results of a document change in a row with other documents, which positions separate; else
-    ""."""
+    """Return why a document has other results after another document in its row than alone, as a clause; else ""."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)

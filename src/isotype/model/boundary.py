@@ -92,8 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a boundary that a module has because of value ranges, 0 for float32; None without such a
-    boundary."""
+    """Return the exponent of the boundary that a module has because of value ranges, 0 for float32; None without one."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent

@@ -140,8 +140,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the wanted dtype of each unquantized float parameter: float32 if any module that shares the parameter needs
-    float32.
+    """Return the wanted dtype of each unquantized float parameter: float32 if any module that has the parameter needs it.
 
     `by_ranges` is the result of `range_boundaries`; if `frozen`, all parameters except those of adapters will be frozen.
     """

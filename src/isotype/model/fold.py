@@ -116,8 +116,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return names and values of a module's plain attributes; two floats (scales) count as equal if both are zero or both
-    are not."""
+    """Return names and values of a module's plain attributes; for a float (a scale) only whether it is zero."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())

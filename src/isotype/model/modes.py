@@ -45,8 +45,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` never moves a tensor with values to the meta device: PEFT moves an adapter to its base's
-    device."""
+    """Mode in which `Tensor.to` moves no tensor with values to the meta device: PEFT moves adapters to the base's device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

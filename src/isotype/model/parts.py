@@ -85,8 +85,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) for every tower of a transformers model; text models, and towers without a language model, have
-    none."""
+    """Yield (part, module) for every tower of a transformers model; a text model, or a tower alone, has none."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -25,8 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the distinct quantization states of a 4-bit layer: that of the weight, and that of the layer, which FSDP2
-    keeps."""
+    """Return the distinct quantization states of a 4-bit layer's weight and of the layer itself, which FSDP2 keeps."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 

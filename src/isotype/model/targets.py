@@ -139,8 +139,7 @@ class Adapt:
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Set the targets of a config to the layers that get adapters; raise UsageError if no target is in the parts of
-    `adapt`."""
+    """Set the targets of a config to the layers that get adapters; raise UsageError if `adapt` leaves no target."""
     if not getattr(config, "target_modules", None):
         return Targets()
     from peft.tuners.tuners_utils import check_target_module_exists

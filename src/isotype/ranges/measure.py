@@ -249,8 +249,7 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the number of weights of each block, and of each module outside of blocks; one of these is in memory at a
-    time."""
+    """Return the weight count of each block and of each module outside of blocks; one of these is in memory at a time."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
@@ -293,8 +292,7 @@ def measure(
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement; its `key` is empty. If float32 overflows, it contains infinity or NaN, and a note names the
-        operator.
+        The measurement with an empty `key`. If float32 overflows, it has infinity or NaN, and a note names the operator.
     """
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)

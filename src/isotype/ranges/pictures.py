@@ -100,8 +100,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the text that the chat template writes for a picture: the difference between its texts for two pictures and
-    one."""
+    """Return the chat template's text for a picture: the difference between its texts for two pictures and for one."""
     single, double = (
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)

@@ -158,8 +158,7 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Remove the settings of a run: boundaries, accelerate's hooks, compilation, training mode, checkpointing, caches,
-    16-bit buffers."""
+    """Remove the settings of a run: boundaries, accelerate's hooks, compilation, training mode, checkpointing, caches."""
     set_boundary(module, None)
     attributes = vars(module)
     if HOOK in attributes:

@@ -190,8 +190,7 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Read and return the values of `weight`; the gradient of a trainable weight is added to the weight's earlier
-        gradients."""
+        """Read and return the values of `weight`; a trainable weight's gradient is added to the weight's earlier gradients."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             if weight.key not in self._sizes:

@@ -1,5 +1,4 @@
-"""Plans of attention: a plan has the keys to which each block of queries attends. A kernel computes only the scores of these
-keys."""
+"""Plans of attention: a plan has the keys to which each block of queries attends. A kernel computes only their scores."""
 
 from __future__ import annotations
 
@@ -283,8 +282,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries that attend to keys; a block that is half full ends where the first key
-    jumps."""
+    """Yield blocks of at most `rows` queries that attend to keys; a half full block ends where the first key jumps."""
     first, least = 0, rows // 2
     for row in range(1, len(live) + 1):
         ended = row == len(live)

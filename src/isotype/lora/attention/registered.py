@@ -221,8 +221,7 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which isotype's attention needs no padding; the set is empty if the attention is not
-    isotype's."""
+    """Return the sides of a row on which isotype's attention needs no padding; the set is empty for other attention."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 

@@ -230,8 +230,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 def adopt_stacks(model: nn.Module) -> list[str]:
     """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks in place; return the weights' names.
 
-    Codes and constants stay in the same memory. A weight stays unchanged if the values of an expert do not fill whole
-    blocks.
+    Codes and constants stay in the same memory. A weight stays unchanged if an expert does not fill whole blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):

@@ -1,2 +1,1 @@
-"""A step on fake tensors: a model's copy without values (its twin), a simulated device, and the recorder of the
-operators."""
+"""A step on fake tensors: the twin (a copy of the model without values), a simulated device, and the recorder."""

@@ -363,8 +363,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation batch between two steps. Its calls are removed, because they repeat those of the
-        forward."""
+        """Count the memory of an evaluation batch between two steps, and remove its calls: they repeat those of the forward."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -397,8 +396,7 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: small inputs are copied, large integers and pictures in tiles are
-    not."""
+    """Return the inputs whose values the step may use: copies of small inputs, and large integers and pictures in tiles."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)

@@ -131,8 +131,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number that the instruction at byte `at` reads; if the function returns the number, the path so
-    far."""
+    """Return the use of the number that the instruction at byte `at` reads; the path so far if the number is returned."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:

@@ -1,8 +1,7 @@
 """Differences between processes that train together: modules that a batch does not run, and collectives that differ.
 
 With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
-together. If the batch of one process skips a module, this process calls other collectives than the others, or the others
-wait for it.
+together. If the batch of one process skips a module, the others call other collectives, or wait for this process.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def _ran(model: nn.Module, batch: Batch) -> set[str]:
 
 
 def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the names of the trainable parameters without a gradient from some batch's loss: DDP waits for every
-    gradient."""
+    """Return the names of trainable parameters without a gradient for some batch: DDP waits for every gradient."""
     missing: dict[str, None] = {}
     for batch in batches:
         gradients = gradients_of(model, _loss(model, batch))
