@@ -846,7 +846,7 @@ def test_what_the_terminal_shows() -> None:
         "dtype             bfloat16 (as requested)",
         "merged            3 weights, 2,000 entries changed",
         "lost to rounding  25.00% of a weight's update in the median, 50.00% in b.weight",
-        "unchanged         600 of these entries have the base's values (30.00%) after rounding",
+        "unchanged         600 of these entries have the base model's values (30.00%) after rounding",
         "kept              87.5 % of what was learned: 1 - KL(trained || merged) / KL(trained || base), on",
         "                  held-back rows of t.jsonl (8) (30 tokens)",
         "logits            differ from the trained model's in float32 by at most 0.5, KL 0.0125 nats; those",

@@ -117,9 +117,7 @@ def test_gradients_are_reduced_in_the_dtype_of_the_masters():
     assert decide(LLAMA, A100, PrecisionRequest(dtype="bf16")).reduce == F32
     policy = decide(LLAMA, A100, PrecisionRequest(dtype="bf16", master="bf16"))
     assert policy.reduce == BF16
-    assert ("gradient reduction", "bfloat16", "gradients have the dtype of the masters they belong to") in (
-        policy.rows()
-    )
+    assert ("gradient reduction", "bfloat16", "gradients have the dtype of their masters") in (policy.rows())
 
 
 def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
@@ -223,7 +221,7 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
         "    expected  nf4, or an unquantized checkpoint\n"
         "    fix       leave the quantization out (the checkpoint's nf4 is kept) or give the 16-bit original\n"
         "  - compute float16 with bfloat16 masters\n"
-        "    expected  float32 masters: float16 compute needs a GradScaler, and it cannot unscale bfloat16 gradients\n"
+        "    expected  float32 masters: float16 compute needs a GradScaler, which cannot unscale bfloat16 gradients\n"
         "    fix       leave the master dtype out, or compute in bfloat16\n"
         "  = nearest policy that works: compute bfloat16, storage nf4, masters float32, trainable lora"
     )

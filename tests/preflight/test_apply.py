@@ -168,7 +168,7 @@ def test_frequencies_without_a_config_are_refused_and_nothing_stays() -> None:
     before = state(model)
     actions = [Action("parameter", "proj.weight", "float32"), Action("buffer", "rotary.inv_freq", "float32")]
     assert refused(UsageError, apply_actions, model, actions) == (
-        "rounded frequencies do not come back by a cast\n"
+        "a cast does not restore rounded frequencies\n"
         "  - inv_freq of a Rotary in bfloat16\n"
         "    expected  a module with a config to compute them from\n"
         "    fix       load the model again and do not cast its buffers"

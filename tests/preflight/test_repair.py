@@ -67,7 +67,7 @@ def test_undo_brings_the_crash_back() -> None:
 def test_a_report_without_its_step() -> None:
     report = check(wide_norms(), ids(), device="cpu", verify=False)
     assert refused(UsageError, repair, wide_norms(), replace(report, again=None)) == (
-        "this report cannot be repaired from\n"
+        "this report cannot be used for a repair\n"
         "  - a report of Net without its step\n"
         "    expected  the report that isotype.check(model, …) returned in this process\n"
         "    fix       call isotype.check again"
@@ -190,7 +190,7 @@ def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:
     assert plan(good) == ([A], [])
     chosen, left = plan(bad)
     assert chosen == []
-    assert [reason for _, reason in left] == ["no fix that was tried resolves it"]
+    assert [reason for _, reason in left] == ["no tried fix resolves it"]
 
 
 def test_every_finding_is_resolved_or_left_however_many_there_are() -> None:
@@ -225,7 +225,7 @@ def test_a_finding_that_another_fix_brings_back_is_left() -> None:
     made = check(net(), ids(), device="cpu", verify=False)
     chosen, left = plan(replace(made, findings=(first, second), again=again))
     assert B in chosen
-    assert left == [(first, "it comes back with the fix of another finding")]
+    assert left == [(first, "the fix of another finding brings it back")]
 
 
 def test_a_command_is_repaired_by_its_arguments() -> None:

@@ -362,7 +362,7 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
     head = "language-model head"
-    assert dict(kernel_rows(here))[head] == "isotype's or TRL's: measured when a training begins"
+    assert dict(kernel_rows(here))[head] == "isotype's or TRL's: a training measures both"
     times["256 tokens"] = HeadTimes(1.5, 2)
     rows = dict(kernel_rows(here))
     assert rows[head] == "isotype's 1.5 ms, TRL's 2 ms (256 tokens)"

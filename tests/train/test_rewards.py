@@ -94,7 +94,7 @@ def test_a_run_says_that_no_group_differs(
     printed, record = trained(method, f"{module}.none", tmp_path, capsys)
     assert "step 2  reward 0.000 ± 0.000, all equal in 100 % of groups\n" in printed
     assert "\nMean reward stayed at 0.000, standard deviation 0.000; " in printed
-    warning = "all rewards of a group are equal in 100 % of the groups: nothing is learned from such groups"
+    warning = "in every group all rewards are equal, so the model learns nothing"
     assert f"\nwarning: {warning}" in printed
     assert any(each.startswith(warning) for each in record["warnings"])
     assert warning in (tmp_path / "out" / "run_report.html").read_text()

@@ -290,7 +290,7 @@ def _lora_value(lora: Any, name: str) -> Any:
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
-    """Return the warnings of the rows' policies, and for each compute dtype that is not native the reason."""
+    """Return the warnings of the rows' policies, and the reason why a compute dtype is not native."""
     warned = [warning for row in rows for warning in row.policy.warnings]
     emulated = [
         f"{dtype_name(row.policy.compute)}: {profile.reason(row.policy.compute)}"

@@ -42,7 +42,7 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Rates that trainings reach, relative to a GPU's data sheet; `between` is counted, all others are fitted.
+    """Rates that trainings reach, relative to a GPU's data sheet. `between` comes from counts of kernels, the other fields are fitted.
 
     Attributes:
         products: share of the peak rate that products reach on a card with 100 TFLOP/s.

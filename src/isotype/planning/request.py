@@ -51,7 +51,7 @@ class PlanRequest:
         at_most: maximum rows of a micro-batch; None if only a step's rows limit them.
         length: tokens of a row; None for the data's longest row or a default.
         step_rows: rows of a step, summed over all devices and micro-batches; None if `step_tokens` decides.
-        quantize: True if the plan chooses the storage unless the arguments name one.
+        quantize: True if the plan chooses the storage when no argument names one.
         longest: True if the longest row that fits is searched.
         damages: storage -> measured damage in nats, see `Row.damage`.
         layers: measured damage per layer and format, by which mixed storage is chosen; None if not measured.

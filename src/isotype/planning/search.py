@@ -96,10 +96,10 @@ LENGTHS = 64
 """The longest row is searched in multiples of this number of tokens."""
 
 FARTHEST = 32768
-"""Most tokens of the longest row, unless the goal is `longest`: the trace of a longer row takes seconds."""
+"""Maximum tokens of the longest row, unless the goal is `longest`: the trace of a longer row takes seconds."""
 
 _FITTINGS = 8
-"""Most mixtures that are tried for one row, each with less memory than the mixture before."""
+"""Maximum number of mixtures that are tried for one row; every mixture has less memory than the one before."""
 
 _NEAR = 32
 """The search for the longest row ends if the bounds differ by at most 1 / 32 of the lower bound."""
@@ -180,7 +180,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the weightless model of a step, with recomputed layers for which a later trace uses the same model."""
+        """Return the model of a step without weights; its layers are recomputed if the request recomputes every layer."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 

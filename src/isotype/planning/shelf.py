@@ -1,6 +1,6 @@
 """Models of many sizes for a plan that names no model; each has the shapes of its config.json.
 
-A plan needs only shapes. Without a tokenizer, each row of a data set counts with the full length.
+A plan needs only shapes. There is no tokenizer, so every row of a data set is assumed to have the full length.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
 
     Args:
         policy: the policy with all layers in nf4.
-        memory: limit for the bytes of all weights of the base; None: the layers may take a tenth more bytes than in nf4.
+        memory: limit for the bytes of all weights of the base; if None, the layers may take 10 % more bytes than in nf4.
 
     Raises:
         PrecisionError: even the smallest formats exceed `memory`.

@@ -40,7 +40,7 @@ _UNSEEN = (
 _SUBNORMAL = 2.0**-15
 """Weights with a smaller median magnitude lose digits: below 2^-14 float16 has fewer significant bits than bfloat16."""
 _PRODUCTS = 64.0
-"""Limit of a layer's largest gradient times its largest input, in units of 65504: the two rarely occur at one token."""
+"""Limit of a layer's largest gradient times its largest input, in units of 65504: both rarely occur at the same token."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def decide_by_ranges(
     elif largest:
         why = f"as the weights: {reached}, headroom {FLOAT16_LARGEST / largest:.2g}"
     else:
-        why = "as the weights; nothing that was measured comes near float16's 65504"
+        why = "as the weights; no measured value comes near float16's 65504"
     reasons = {"residual": "; ".join((why, *ranges.notes)), "loss_scaling": why_scale}
     return RangeDecision(wide, tuple(exceptions.values()), scale, reasons)
 

@@ -1,4 +1,4 @@
-"""The damage to a model's output if a linear layer is stored in fewer bits: mixed storage is decided from it."""
+"""The damage to a model's output if a linear layer is stored in fewer bits; it decides mixed storage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Damages(Measurement):
         when: date and time, ISO 8601 in UTC.
         text: the measured texts, in words.
         layers: all linear layers that quantization covers, in the model's order.
-        measured: format -> nats per token that were measured with all layers in the format, for the same tokens.
+        measured: format -> nats per token with all layers in the format, measured on the same tokens.
     """
 
     subject: ClassVar = "damages"

@@ -81,7 +81,7 @@ def decide(
     experts = kept_experts(facts, request)
     if experts:
         reasons["storage"] += (
-            f"; experts stay in {experts}, as they are stored, and become dense where tokens reach them"
+            f"; experts stay in {experts}, as they are stored, and are dequantized when tokens reach them"
         )
     routers = facts.routers and compute != torch.float32
     if routers:
@@ -228,14 +228,13 @@ class _Draft:
         elif compute == torch.float32 and master != torch.float32:
             self._refuse(
                 f"compute float32 with {name} masters",
-                "masters of at least the precision that is computed in",
+                "masters with at least the precision of the compute dtype",
                 f"leave the master dtype out, or compute in {name}",
             )
         elif compute == torch.float16 and master != torch.float32:
             self._refuse(
                 f"compute float16 with {name} masters",
-                "float32 masters: float16 compute needs a GradScaler, and it cannot unscale "
-                f"{name} gradients",
+                f"float32 masters: float16 compute needs a GradScaler, which cannot unscale {name} gradients",
                 "leave the master dtype out, or compute in bfloat16",
             )
         elif master != torch.float32:
@@ -391,8 +390,8 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
-        "optimizer": "as the masters it belongs to",
-        "reduce": "gradients have the dtype of the masters they belong to",
+        "optimizer": "as the masters that it updates",
+        "reduce": "gradients have the dtype of their masters",
         "pinned": (
             f"kept by the model's author: {', '.join(sorted(set(pinned)))}; their outputs return to {dtype_name(plain)}"
             if pinned
@@ -416,7 +415,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason, for a model whose float weights autocast casts; `compute` is the reason for the compute dtype."""
+    """Return role -> reason, for float weights that autocast casts; `compute` is the reason for the compute dtype."""
     name = dtype_name(plain)
     return {
         "compute": (

@@ -23,7 +23,7 @@ from isotype.core.names import plural, starred
 POLICY_FILE = "precision_policy.json"
 """File in a saved adapter's folder with the policy of its training."""
 FORMAT_VERSION = 1
-"""Version of the file's format; it is raised if older releases of isotype would misread a new file."""
+"""Version of the file's format; the number increases if older releases of isotype would misread a new file."""
 
 _ROLES = (
     ("storage", "frozen base weights"),
@@ -87,7 +87,7 @@ class PrecisionPolicy:
         storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
         reduce: dtype in which gradients are summed across ranks, which is the dtype of `master`.
-        loss_scaling: whether a GradScaler is needed, which is only so for float16 compute with float32 masters.
+        loss_scaling: whether a GradScaler is needed; only float16 compute with float32 masters needs one.
         trainable: `"lora"` (adapters on a frozen base) or `"full"` (every weight).
         device: name of the device profile for which the policy was decided.
         pinned: patterns of parameters that stay float32; a parameter is pinned if its name contains one.
@@ -304,7 +304,7 @@ class PrecisionPolicy:
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except FormatVersionError as error:
-            headline, expected = "precision policy of another format version", "a version that is read"
+            headline, expected = "precision policy of another format version", "a supported version"
             fix = "install the isotype that wrote it, or delete the file to decide again"
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -332,9 +332,9 @@ def is_pinned(name: str, patterns: Sequence[str]) -> bool:
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Levels per factor of two; one would be as good (benchmarks/quality.py)."""
+"""Number of levels per factor of two; a single level would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""Number of tokens for which the mean over channels counts: few tokens may reach an expert."""
+"""The mean over channels is added with the weight of this number of tokens: few tokens may reach an expert."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:

@@ -134,7 +134,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
         raise UsageError.of(
-            "rounded frequencies do not come back by a cast",
+            "a cast does not restore rounded frequencies",
             f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
             "a module with a config to compute them from",
             "load the model again and do not cast its buffers",

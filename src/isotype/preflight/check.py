@@ -104,11 +104,11 @@ def check(
               measures the values of a float16 step on these inputs, if the model has its weights and the measurement
               takes little time.
             - `wiring`: whether `check` runs a small copy of the model to measure which inputs influence which predictions
-              (default True). These inputs are packed rows, padding, later tokens, labels, pictures and adapters. This
-              measurement needs token ids with values, and labels.
+              (default True). The measurement covers packed rows, padding, later tokens, labels, pictures and adapters. It
+              needs labels, and token ids whose values are known.
             - `verify`: whether every fix is tried by a second trace (default True).
             - `seconds`: time limit of the trace, without the trials of fixes. If the trace reaches the limit, the report
-              covers the part of the step before it.
+              covers the part of the step before the limit.
 
     Returns:
         The report: findings with their causes, fixes that a second trace has verified, memory and FLOPs of the
@@ -142,7 +142,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a request with changes; a new autocast resets the scaler, and a new optimizer object the learning rate."""
+    """Return a request with changes; new autocast resets the scaler, and a new optimizer object resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
@@ -151,7 +151,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs; the loss function of a request stays, for the new batch."""
+    """Return a request with other inputs; if the request has a loss function, it gets the new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)

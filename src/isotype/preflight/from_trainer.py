@@ -25,8 +25,8 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     """Return the request for the first step of a trainer before `train()`, with the trainer's loss and arguments.
 
     The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO,
-    RLOO), the request is for forward and backward over prompt and completion, without rewards, and for one token that the
-    trainer generates outside of autocast, unless vLLM generates.
+    RLOO), the request has a forward and backward over prompt and completion, without rewards. Unless vLLM generates,
+    the request also has one token that the trainer generates outside of autocast.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -182,7 +182,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Return the loss over a made-up batch for a data set of prompts; its rows have the length of the longest completion."""
+    """Return the loss over a made-up batch for a data set of prompts; the batch's rows have the length of the longest completion."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128
@@ -213,7 +213,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """Return a copy of the trainer that has the model `twin`, and copies of the trainer's metrics and state."""
+    """Return a copy of the trainer with `twin` as its model; the trainer's metrics and state are copied too."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):
@@ -225,7 +225,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches that are compared if several processes train: each batch is that of one process or step."""
+"""Number of batches that are compared if several processes train; a batch belongs to a process or to a step."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

@@ -77,7 +77,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, the cheapest first, until the report's findings are resolved.
 
     `repair` chooses a fix for one finding after another, and for errors first. After each choice it traces the step with
-    all chosen fixes. So it fixes no finding twice, and combines no fixes that only work alone.
+    all chosen fixes. So `repair` never fixes a finding twice, and never combines fixes that work only one at a time.
 
     Args:
         model: the model that was checked.
@@ -89,7 +89,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """
     if report.again is None:
         raise UsageError.of(
-            "this report cannot be repaired from",
+            "this report cannot be used for a repair",
             f"a report of {report.trace.model} without its step",
             "the report that isotype.check(model, …) returned in this process",
             "call isotype.check again",
@@ -142,7 +142,7 @@ def plan(
         finding = unresolved[0]
         key = (finding.code, finding.cause)
         if key in fixed:
-            left[key] = (finding, "it comes back with the fix of another finding")
+            left[key] = (finding, "the fix of another finding brings it back")
             continue
         fix, after = _first_that_works(report, finding, chosen, present, unsafe, command)
         if fix is None:
@@ -239,11 +239,11 @@ def _reason(finding: Finding, unsafe: bool) -> str:
     if proven is not None and _is_excluded(proven, unsafe):
         return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
     if proven is not None and not needs_the_caller(proven):
-        return f"resolved alone, but not together with the other fixes, by: {proven.description}"
+        return f"this fix works alone, but not together with the other fixes: {proven.description}"
     if proven is None and finding.severity != "error":
         proven = next((fix for fix in fixes if needs_the_caller(fix)), None)  # for a warning it was not tried
     advised = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
     if advised is None:
-        return "no fix that was tried resolves it"
+        return "no tried fix resolves it"
     text = f"{advised.description} (the command above)" if advised.command else marked(advised)
     return f"yours to do: {text}"

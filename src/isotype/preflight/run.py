@@ -51,7 +51,7 @@ def run(
 
     The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only to
     measure the values of a float16 step. If a part of the step cannot be traced, the report has the finding IST199 and
-    the findings of the part before.
+    the findings of the part before the failure.
 
     Args:
         request: the step.
@@ -112,8 +112,8 @@ def trace_of(request: StepRequest) -> Trace:
 class _Step:
     """A step that can be traced again with a fix.
 
-    `known` maps actions to the findings of the step with these actions. `tried` does so for the actions of tried fixes;
-    the value is None if the actions cannot be applied, or cause another error.
+    `known` maps actions to the findings of the step with these actions. `tried` maps the actions of a tried fix to
+    these findings, or to None if the actions cannot be applied or cause another error.
     """
 
     code: StepCode
@@ -151,7 +151,7 @@ class _Step:
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings with advice and with the fixes that work, after `_roots` has joined errors of one cause."""
+        """Return the findings with advice and the fixes that work; errors with the same cause are joined (`_roots`)."""
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
         return _roots(fixed, self.tried, _order(trace))
@@ -289,7 +289,7 @@ def _outcome(after: Sequence[Finding], values_known: bool) -> str:
 
 def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
     new = {finding.code for finding in after if finding.severity == "warning"} - {f.code for f in before}
-    return f"the finding is gone, at a cost of {', '.join(sorted(new))}"
+    return f"the finding is gone, but the step then has {', '.join(sorted(new))}"
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:

@@ -1,4 +1,4 @@
-"""The settings of a requested step, in which every default is decided, and the errors of invalid arguments."""
+"""The settings of a requested step, with all defaults filled in, and the errors of invalid arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.trace.weights import unread_weights
 
 
 def setup_of(request: StepRequest) -> Setup:
-    """Return the settings of the step, in which every default is decided.
+    """Return the settings of the step, with all defaults filled in.
 
     Raises:
         UsageError: lists all invalid arguments.

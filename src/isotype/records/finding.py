@@ -139,13 +139,13 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The last of the actions' scopes in the order of `SCOPES`: the caller applies a fix that also needs a setting."""
+        """The scope of the action that comes last in `SCOPES`: a fix of model and setting has the scope `setting`."""
         scopes = [action.scope for action in self.actions]
         return max(scopes, key=SCOPES.index, default="advice")
 
 
 def marked(fix: Fix) -> str:
-    """Return a fix's description, which says so if the fix changes a library's code."""
+    """Return a fix's description, with a remark if the fix changes a library's code."""
     return f"{fix.text} (in a library's code)" if fix.scope == "library" else fix.text
 
 

@@ -45,7 +45,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: at most about 500 moments of the step in order: of each interval, the moment with the most bytes.
+        timeline: the moments with the most bytes, in order: one per interval, for at most about 500 intervals of the step.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
@@ -69,7 +69,7 @@ class Products:
     Attributes:
         flops: FLOPs of a step; only half of the FLOPs of attention are counted.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype to which the device converts operands because it has no units for this dtype; else None.
+        emulated_in: the dtype in which the device computes because it has no units for the operands' dtype; else None.
             `flops_per_second` is the rate of `emulated_in`, if set.
     """
 

@@ -164,7 +164,7 @@ class Reach:
         labels: the labels in the loss; None if the model returns no logits.
         leaks: predictions that depend on inputs that must not change them.
         unused: inputs and parameters that change no prediction.
-        undecided: the dependences that were not measured, a clause with the reason for each.
+        undecided: clauses that name a dependence that was not measured, and the reason.
         matrix: the tokens that reach some predictions of one row; None if not measured.
         skipped: modules with weights that run for the batches of some processes only.
         parting: the first place at which the processes call different collectives of FSDP; None if there is no such

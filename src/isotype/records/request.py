@@ -57,7 +57,7 @@ class StepRequest:
         ahead: number of batches that are in the device's memory in addition to the current batch.
         room: device memory that the step may take; None for the device's limit.
         wiring: whether to measure on a small copy of the model which inputs reach which predictions. If a wrapper calls the
-            model with inputs of its own, these inputs are given here instead of True.
+            model with other inputs, `wiring` has these inputs instead of True.
         others: batches that other processes get at the same time.
         ranges: measured value ranges; if None, `run` measures them if the step is in float16, the weights are
             available, and the measurement is short.

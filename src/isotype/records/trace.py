@@ -148,7 +148,7 @@ class Call:
         flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
         repeats: number of calls in the real step (more than 1 inside a folded layer).
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
-        off: error of the argument of a sine or cosine through rounding to 16 bits, in radians; 0 if unknown.
+        off: error in radians of a sine's or cosine's argument that was rounded to 16 bits; 0 if unknown.
         rounded_at: `file:line` of this rounding, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
         numbers: Python float arguments by schema name: `(("min", 1e-12),)`.

@@ -109,7 +109,7 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return (operation, kernel) for each operation between matmuls in the device's best dtype; empty for a CPU.
 
-    If the GPU is in this machine, the kernels were tried on it, else they are the expected ones.
+    If the GPU is in this machine, the kernels were tried on it. Otherwise they are the kernels expected for such a GPU.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:
@@ -126,7 +126,7 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     if profile.present:
         times = TIMES.all(times_file(card_of(torch.device(profile.name))))
         known = "; ".join(f"{head} ({shape})" for shape, head in times.items())
-        rows.append(("language-model head", known or "isotype's or TRL's: measured when a training begins"))
+        rows.append(("language-model head", known or "isotype's or TRL's: a training measures both"))
     return rows
 
 

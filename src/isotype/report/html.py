@@ -57,7 +57,7 @@ def dtype_class(name: str) -> str:
 
 
 def palette_css() -> str:
-    """Return CSS rules that set `--dtype` to the colour in the class of each dtype, for light and dark pages."""
+    """Return CSS rules, one per dtype, that set `--dtype` to the dtype's colour, for light and dark pages."""
     swatches = {**PALETTE, "other": OTHER}
     light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
     dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())
@@ -65,7 +65,7 @@ def palette_css() -> str:
 
 
 def render(template: str, **content: object) -> str:
-    """Return the page of a template in `report/templates`; raise UndefinedError if `content` lacks a variable of it."""
+    """Return the page of a template in `report/templates`; raise UndefinedError if `content` lacks a variable of the template."""
     return _environment().get_template(template).render(content)
 
 

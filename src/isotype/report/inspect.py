@@ -236,7 +236,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
 
 
 def _all_renamed(inspection: PlanInspection) -> bool:
-    """Return whether every tensor is renamed: then a single line replaces the word in all rows."""
+    """Return whether every tensor is renamed: then a line about this replaces the word `renamed` in the rows."""
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 
@@ -249,7 +249,7 @@ def _how(group: PlanGroup, renamed: bool) -> str:
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
     """Print a merge: its rounding error, the path of the model and the commands to run next.
 
-    `export` is the command that writes a GGUF file for llama.cpp, as tokens, without those that choose the format.
+    `export` has the tokens of a command that writes a GGUF file for llama.cpp; the tokens for the format are added here.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -292,7 +292,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         lost = f"{_weight_share(report.median_error)} a weight's update in the median"
         rows.append(("lost to rounding", f"{lost}, {most} in {report.worst.name}"))
     if report.weights and report.vanished is not None:
-        what = f"have the base's {'codes' if report.coded else 'values'} ({report.vanished_share:.2%})"
+        what = f"have the base model's {'codes' if report.coded else 'values'} ({report.vanished_share:.2%})"
         rows.append(("unchanged", f"{report.vanished:,} of these entries {what} after rounding"))
     if report.logits is not None:
         rows += _kept(report.logits)
@@ -302,7 +302,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
 
 
 def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
-    behind = f", {logits.pictured} behind a picture" if logits.pictured else ""
+    behind = f", {logits.pictured} after a picture" if logits.pictured else ""
     texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens{behind})"
     if logits.kept is not None:
         formula = "1 - KL(trained || merged) / KL(trained || base)"

@@ -128,7 +128,7 @@ def _rows(event: NonFinite) -> str:
         return f"the batch, all {event.batch} rows"
     rows = [str(row) for row in event.rows]
     more = f" and {len(rows) - _ROWS_NAMED} more" if len(rows) > _ROWS_NAMED else ""
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_ROWS_NAMED])}{more} of the batch (of {event.batch}, from 0)"
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_ROWS_NAMED])}{more} of the batch (of {event.batch}, counted from 0)"
 
 
 def number(value: float) -> str:

@@ -71,7 +71,7 @@ NARROW = 60
 """On a console of fewer columns the cells of a table's row are printed one under another."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, a label of one or two words. If the line is wrapped, its continuation is indented by it."""
+"""The start of a line: spaces, a bullet, a label of one or two words. If the line is wrapped, the next lines are indented by the width of this start."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
@@ -119,7 +119,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the width that a table without borders needs to break no word. Columns with `no_wrap` also break no line."""
+    """Return the least width at which a table without borders breaks no word, and no line in columns with `no_wrap`."""
     _, right, _, left = table.padding
     widths = [
         max(

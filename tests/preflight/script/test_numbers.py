@@ -47,7 +47,7 @@ def test_a_poisoned_batch(capsys: pytest.CaptureFixture[str]):
         "       |   mat2    float32 [8, 32]   largest 0.3528   up.weight\n"
         "       |   result  float32 [4, 32]   32 NaN of 128 values, else up to 1.762\n"
         "    expected  finite numbers\n"
-        "    fix       look at row 2 of the batch (of 4, from 0) and at the code that computes the input\n",
+        "    fix       look at row 2 of the batch (of 4, counted from 0) and at the code that computes the input\n",
     )
 
 

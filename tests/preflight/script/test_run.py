@@ -27,7 +27,7 @@ from tests.train.tiny import save_chat_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 _NOTHING_SEEN = (
-    "isotype: no training step was seen: no module was called with parameters that require a gradient\n"
+    "isotype: no training step was seen: no module with parameters that require a gradient was called\n"
 )
 
 

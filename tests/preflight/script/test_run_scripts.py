@@ -185,7 +185,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
             (
                 "|   input  bfloat16  [2, 6, 8]",
                 "|   weight  float32  [16, 8]   head.weight",
-                "= help   the training step runs under autocast to bfloat16, and this does not: ",
+                "= help   the training step runs under autocast to bfloat16, and this code does not: ",
             ),
         ),
         (

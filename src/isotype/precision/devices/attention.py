@@ -78,7 +78,7 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether a fused kernel is only used for grouped heads if keys and values are repeated for each query head."""
+    """Return whether grouped heads get a fused kernel only if keys and values are repeated for each query head."""
     without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 

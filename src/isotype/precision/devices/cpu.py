@@ -186,7 +186,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the contract table that fits a CPU best, why the table's CPU differs from this one, or "")."""
+    """Return (name of the contract table that fits a CPU best, how the table's CPU differs from this CPU; "" if not)."""
     if onednn is None:
         return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

@@ -103,7 +103,7 @@ class DeviceProfile:
     steps: StepRates | None = None
 
     def supports(self, dtype: torch.dtype) -> Support:
-        """Return how the device runs matmuls in `dtype`; if the profile lacks the dtype, it counts as refused."""
+        """Return how the device runs matmuls in `dtype`; a dtype that the profile lacks counts as refused."""
         if dtype in self.native:
             return "native"
         return "emulated" if dtype in self.emulated else "refused"

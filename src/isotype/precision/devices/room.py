@@ -23,7 +23,7 @@ class Room:
 
     Attributes:
         size: bytes of the device's memory that a step may use; None if unknown.
-        words: share of the memory and the device, or the reason why `size` is unknown.
+        words: where `size` comes from, such as a share of the device's memory, or the reason why `size` is unknown.
     """
 
     size: int | None

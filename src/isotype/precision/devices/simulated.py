@@ -1,6 +1,6 @@
 """The device that fake tensors simulate, for code that chooses between kernels.
 
-All fake tensors are on the CPU; the properties of the simulated device are attributes of their mode.
+All fake tensors are on the CPU; the properties of the simulated device are attributes of their `FakeTensorMode`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The mode of fake tensors that simulate one device.
+    """The `FakeTensorMode` of fake tensors that simulate one device.
 
     Attributes:
         is_cpu: whether the simulated device is a CPU; False without a profile.

@@ -1,4 +1,4 @@
-"""Builds the request to check a script's step before the step runs, and checks it then or after a crash."""
+"""Builds the request for a script's step before the step runs; the request is checked at once or after a crash."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def tried(report: Report) -> bool:
-    """Return whether the fixes of a report were tried, so that they have an outcome; True without fixes."""
+    """Return True if the fixes of a report were tried, or if the report has no fixes."""
     fixes = [fix for finding in report.findings for fix in finding.fixes if fix.scope != "advice"]
     return not fixes or any(fix.outcome for fix in fixes)
 

@@ -64,7 +64,7 @@ from isotype.trace.live.watch import Beginning, Watch
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
-"""Seconds from which a trace before the first step is mentioned although it found nothing: the script waited for it."""
+"""If the trace before the first step takes more seconds than this, a line reports it even if nothing was found."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
 # Words by which torch and its libraries describe incompatible dtypes in errors.

@@ -35,7 +35,7 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Most forwards of a step that are kept: a script may never call an optimizer of torch."""
+"""Maximum number of forwards that are kept: a script may never call an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Outside:
 
 
 def outside(error: BaseException, models: Iterable[nn.Module], step: Trace) -> Outside:
-    """Return the description of an error whose cause is outside of `step`, a training step of `models` without errors."""
+    """Describe an error that was raised outside of `step`, a training step of `models` that ran without errors."""
     names = {
         id(tensor): name
         for model in models
@@ -60,7 +60,7 @@ def _help(
         return "make the optimizer after the model has its final dtypes, or load its state again"
     if autocast is not None and any(isinstance(owner, nn.Module) for owner in _owners(error)):
         return (
-            f"the training step runs under autocast to {dtype_name(autocast)}, and this does not: run it under "
+            f"the training step runs under autocast to {dtype_name(autocast)}, and this code does not: run it under "
             "torch.autocast, too, or call isotype.enforce(model, policy)"
         )
     return f"cast them to one dtype at {at}" if len(dtypes) > 1 else ""

@@ -109,7 +109,7 @@ class Session:
         started = f" in the processes that were started ({processes.watched})" if processes.watched else ""
         if self._diagnosis is None:
             return f"the script never imported torch{started and f', nor trained{started}'}"
-        return f"no module was called with parameters that require a gradient{started and f', nor{started}'}"
+        return f"no module with parameters that require a gradient was called{started and f', nor{started}'}"
 
     def safely(self, act: Callable[[], T]) -> T | None:
         """Return the result of `act`, or print a line and return None if `act` raises."""
@@ -224,7 +224,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return the entry of `Module._call_impl` as it is for a module without hooks: at another line."""
+    """Return the traceback entry of `Module._call_impl` with the line that a module without hooks would have."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

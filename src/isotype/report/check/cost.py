@@ -26,7 +26,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def setup_words(setup: Setup, whole: bool = True) -> str:
-    """Describe the set-up of the step; if `whole` is False, only with the first input, and without the adapted layers."""
+    """Describe the set-up of the step; if `whole` is False, name only the first input and no adapted layers."""
     autocast = f"autocast {dtype_name(setup.autocast)}" if setup.autocast else ""
     scaler = "GradScaler" if setup.scaler else ""
     if whole:
@@ -97,7 +97,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Describe the step's least time by the data sheet, and the resource that bounds it; return "" without rates."""
+    """Describe the step's least time by the data sheet, and the resource that bounds it; return "" if no rates are known."""
     time, setup = report.time, report.trace.setup
     if time is None:
         return ""
@@ -119,7 +119,7 @@ def roofline_words(report: Record) -> str:
     products = []
     for dtype, product in sorted(time.products.items(), key=lambda entry: -entry[1].seconds):
         other = product.emulated_in
-        emulated = "" if other is None else f", the rate of {dtype_name(other)}, which emulates it"
+        emulated = "" if other is None else f", emulated at the rate of {dtype_name(other)}"
         rate = f"{format_flops(product.flops)} at {format_flops(product.flops_per_second)}/s"
         products.append(f"{dtype_name(dtype)} {rate}{emulated}")
     return (

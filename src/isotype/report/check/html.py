@@ -305,11 +305,11 @@ def _setup(report: Record) -> list[tuple[str, str]]:
 
 
 SIDE = 14
-"""Pixels between squares of the picture of reach."""
+"""Distance in pixels between two squares of the picture that `reach_picture` describes."""
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data for a picture of the tokens that reach each prediction; None if not measured."""
+    """Return the template's data for a picture of the tokens that change each prediction; None if these were not measured."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

@@ -24,7 +24,7 @@ from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes
 from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
-"""Version of the JSON form. It is raised if a reader of the previous version would misread the new one."""
+"""Version of the JSON form. The number increases if a reader of the previous version would misread the new one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Check(Record):
 
     @property
     def measured_at(self) -> str | None:
-        """Date and time at which the values were measured, ISO 8601 in UTC; null if they were not."""
+        """Date and time at which the values were measured, ISO 8601 in UTC; null if no values were measured."""
         ranges = self.trace.setup.ranges
         return None if ranges is None else ranges.when
 
@@ -56,9 +56,9 @@ class Check(Record):
     def resolved_by(self) -> Mapping[Outlook, int]:
         """Number of errors and warnings by who can apply their first fix.
 
-        `repair` counts those that `isotype.repair` applies, `unsafe` those that `isotype.repair` with `unsafe=True` applies,
-        and `caller` those that the user applies. `untried` counts fixes that were not verified. `left` counts findings
-        without a known fix.
+        `repair` counts those whose fix `isotype.repair` applies, `unsafe` those whose fix it applies with `unsafe=True`,
+        and `caller` those whose fix the user applies. `untried` counts findings whose first fix was not verified, and
+        `left` findings without a known fix.
         """
         return {kind: len(findings) for kind, findings in repair_outlook(self).items()}
 
@@ -69,7 +69,7 @@ class Check(Record):
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Reasons why that table may be wrong for the device."""
+        """Reasons why the contracts may be wrong for the device."""
         return tuple(doubts(self.trace.setup.profile))
 
     @property

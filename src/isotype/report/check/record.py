@@ -120,7 +120,7 @@ class Record:
 
     @property
     def ranges(self) -> Known | None:
-        """Source of a float16 step's value ranges: measured, published for the model's family, or unknown; else None."""
+        """Source of a float16 step's value ranges: measured, published for the model's family, or unknown; None for other steps."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -134,7 +134,7 @@ class Record:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators whose operands a rule for their family refuses; the operators were not measured on the device."""
+        """Operators that were not measured on the device and whose operands the rule of their family refuses."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 

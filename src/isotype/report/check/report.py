@@ -23,7 +23,7 @@ class Report(Record):
         """Raise an error if the report has error findings.
 
         Raises:
-            PrecisionError: the report is not `ok`. The error has a problem, with the first fix, for each error finding.
+            PrecisionError: the report is not `ok`. The error lists every error finding with its first fix.
         """
         error = self.error()
         if error is not None:

@@ -222,7 +222,7 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
     """Return a (label, sentence) for each next step of the user.
 
-    With `commands`, the sentence about a fix contains its command, else it refers to the command that is printed above.
+    The sentence about a fix contains the fix's command if `commands` is true; if not, the command is printed above it.
     """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
@@ -360,7 +360,7 @@ def render(report: Record, console: Console, *, in_script: bool = False, whole: 
 
 
 _NOTES_SHOWN, _FIXES_SHOWN = 2, 3
-"""Maximum notes and fixes of a finding in a report without `-v`."""
+"""Maximum numbers of notes and of fixes that a report without `-v` shows for a finding."""
 
 
 def _finding(

@@ -92,7 +92,7 @@ def in_words(headroom: Headroom) -> str:
         f"65,504, float16's largest number, is {format_number(least.headroom, 3)} times that."
     )
     if headroom.dtype == "float16" and least.headroom < _LITTLE:
-        said += " This headroom is small, since batches differ by as much. bfloat16 or a float32 residual stream has more headroom."
+        said += " Other batches may exceed this headroom. bfloat16 or a float32 residual stream has more headroom."
     if least.change and not 0.9 < least.change < 1.1:
         ratio = least.change if least.change > 1 else 1 / least.change
         grew = "grew" if least.change > 1 else "shrank"

@@ -18,7 +18,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON form. It is raised if a reader of the previous version would misread the new one."""
+"""Version of the JSON form. The number increases if a reader of the previous version would misread the new one."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -33,7 +33,7 @@ class StepRecord:
         loss: training loss; NaN and infinities are kept.
         learning_rate: learning rate of the step.
         grad_norm: norm of the gradients, unscaled and before clipping; None if not measured.
-        tokens: number of tokens in the sequences of the loss, summed over all processes; padding does not count.
+        tokens: number of tokens in the sequences that the loss is computed from, in all processes, without padding.
             Completions that GRPO and RLOO reuse count in every step that uses them.
         seconds: duration of the step in seconds, including the generation of completions.
         memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, it is the memory that torch
@@ -210,8 +210,8 @@ class RunSummary:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time from start to end, plus the earlier commands of a resumed run; the sum of the steps if
-            the end is unknown.
+        seconds: wall-clock time from start to end, plus the earlier commands of a resumed run; the duration of all
+            steps if the end is unknown.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
         window: number of steps in each of the two means: a tenth of the run, between 1 and 10.
@@ -352,8 +352,8 @@ def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
     if equal_rewards(steps) != 1:
         return ()
     return (
-        "all rewards of a group are equal in 100 % of the groups: nothing is learned from such groups. Use a reward function "
-        "that distinguishes answers, a higher --temperature or more --num_generations",
+        "in every group all rewards are equal, so the model learns nothing. Use a reward function that "
+        " distinguishes answers, a higher --temperature or more --num_generations",
     )
 
 
@@ -371,7 +371,7 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""Minimum number of training losses to distinguish a trend from noise, since each loss is of other rows."""
+"""Minimum number of training losses to distinguish a trend from noise, since every step has other rows."""
 _SAME = 1e-3
 """Relative difference of two losses that counts as no change."""
 
