@@ -135,7 +135,7 @@ def test_matrices_of_two_ranks(adapter: Path, tmp_path: Path) -> None:
         adapter, tmp_path / "a", lambda name, value: value[:3].clone() if "q_proj.lora_A" in name else value
     )
     assert problem(directory).startswith(
-        "adapter_model.safetensors: model.layers.0.self_attn.q_proj.lora_A.weight of [3, 64] beside B of [64, 4]\n"
+        "adapter_model.safetensors: model.layers.0.self_attn.q_proj.lora_A.weight has the shape [3, 64], its B [64, 4]\n"
         "    expected  3 columns in B, as A has rows\n"
     )
 

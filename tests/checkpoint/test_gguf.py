@@ -425,7 +425,7 @@ def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     target = tmp_path / f"{tiny.stem}-{module._fingerprint(tiny)}-tokenizer"
     assert refused(SaveError, tokenizer_copy, read_headers(tiny), cache_dir=tmp_path) == (
         f"the tokenizer of a GGUF file cannot be written\n  - {target}: {os.strerror(errno.ENOSPC)}\n"
-        "    expected  a directory that can be written, with room\n"
+        "    expected  a writable directory on a disk with free space\n"
         "    fix       free some room, or set ISOTYPE_CACHE to another directory"
     )
     assert list(tmp_path.iterdir()) == []

@@ -278,7 +278,7 @@ def test_a_parameter_without_a_name_is_refused(tmp_path: Path):
 def test_an_unknown_split_is_refused(tmp_path: Path):
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(UsageError, match=r"splits text by Whitespace, which llama\.cpp has no name for"):
+    with pytest.raises(UsageError, match=r"splits text by Whitespace: llama\.cpp has no name for this split"):
         write_gguf(tiny("llama"), tokenizer, tmp_path / "model.gguf", "f16", "tiny")
 
 

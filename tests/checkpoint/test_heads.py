@@ -158,10 +158,10 @@ def test_an_adapter_without_the_head_is_refused(tmp_path: Path) -> None:
         f"the adapter {tmp_path / 'adapter'} does not fit the base model, a BertForSequenceClassification\n"
         "  - classifier.weight is neither in the base nor in the adapter\n"
         "    expected  every weight of the model: a missing weight is drawn at random at each load\n"
-        "    fix       train the adapter again (isotype saves such weights with it), or give a base that holds them\n"
+        "    fix       train again (isotype saves these weights with the adapter), or give a base that contains them\n"
         "  - classifier.bias is neither in the base nor in the adapter\n"
         "    expected  every weight of the model: a missing weight is drawn at random at each load\n"
-        "    fix       train the adapter again (isotype saves such weights with it), or give a base that holds them"
+        "    fix       train again (isotype saves these weights with the adapter), or give a base that contains them"
     )
 
 

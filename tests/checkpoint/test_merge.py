@@ -531,7 +531,7 @@ def test_a_write_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
         merge_adapter(adapter, tmp_path / "merged")
     assert re.fullmatch(
         rf"the merged model cannot be written\n  - {tmp_path}/merged: .*File too large.*\n"
-        r"    expected  a directory with room that can be written\n"
+        r"    expected  a writable directory on a disk with free space\n"
         r"    fix       free some space, or give --output on another disk\n"
         r"  = the adapter and its base are unchanged, and no partial file is left: run the same command again",
         str(caught.value),
@@ -611,7 +611,7 @@ def test_no_adapter(base: Path, tmp_path: Path) -> None:
         f"  - the directory {base} holds config.json, generation_config.json, model.safetensors, tokenizer.json, "
         "tokenizer_config.json\n"
         "    expected  adapter_config.json and adapter_model.safetensors\n"
-        "    fix       it is a whole model, with nothing to merge into it"
+        "    fix       it is a whole model, not an adapter: there is nothing to merge"
     )
 
 

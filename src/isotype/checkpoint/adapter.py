@@ -86,7 +86,7 @@ def read_adapter(directory: str | Path) -> Adapter:
     what, fix = f"the directory {path} holds {contents(path)}", "give the --output_dir of a training run"
     if not (path / CONFIG_FILE).is_file():
         if (path / "config.json").is_file():
-            fix = "it is a whole model, with nothing to merge into it"
+            fix = "it is a whole model, not an adapter: there is nothing to merge"
         expected = f"{CONFIG_FILE} and adapter_model.safetensors"
         raise CheckpointError.of("not an adapter", what, expected, fix)
     weights = find_weights(path)
@@ -165,7 +165,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base with the vocabulary size and the head of the training, or with the head of `model_class`."""
+    """Load an adapter's base as `model_class`, else as the class of the training, with the training's vocabulary size."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -224,7 +224,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Return the number of embedding rows that the adapter needs; training may have added tokens to the base's."""
+    """Return the number of embedding rows that the adapter needs: training may have added tokens."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -234,7 +234,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add a saved adapter without rounding it; return the PEFT model, or raise CheckpointError if it does not fit."""
+    """Add a saved adapter unrounded and return the PEFT model; raise CheckpointError if the adapter does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
@@ -254,7 +254,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     method = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
         conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
-        expected = "a base in float32, bfloat16 or float16: the adapter holds a part of each weight, which is subtracted from the base"
+        expected = "a base in float32, bfloat16 or float16: PEFT subtracts the adapter's initial values from the base's weights"
         fix = "--quantization none, or merge the adapter first"
         raise _incompatible(adapter, model, [Problem(conflict, expected, fix)])
     config.inference_mode = False  # adapters are float32 masters under the policy only if they are trainable
@@ -269,7 +269,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
 
 # Initialisations for which PEFT decomposes the base's weights (`pissa_init`, `mica_init`): these must not be quantized.
 _OF_WHOLE_WEIGHTS = ("pissa", "mica")
-_LOST = "train the adapter again (isotype saves such weights with it), or give a base that holds them"
+_LOST = "train again (isotype saves these weights with the adapter), or give a base that contains them"
 _FIX = "give the base model that the adapter was trained on"
 
 
@@ -303,7 +303,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
     ]
     missing = [base_name(name) for name in result.missing_keys if prefix and prefix in name]
-    problems += [Problem(f"no tensor {name}", "a trained value for it", _FIX) for name in missing]
+    problems += [Problem(f"no tensor {name}", "the trained values of this tensor", _FIX) for name in missing]
     if problems:
         raise _incompatible(adapter, base, problems)
 
@@ -346,7 +346,7 @@ _ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""Valid values of a field by the first entry that matches; a type is set if PEFT's annotation is not what PEFT accepts."""
+"""Valid values of the config's fields; the first matching entry decides. A type corrects PEFT's annotation."""
 _EXPRESSIONS = (
     "target_modules",
     "exclude_modules",
@@ -373,7 +373,7 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
     problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
     if content.get("megatron_config"):  # PEFT would import the module that megatron_core names
         what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
-        expected = "an adapter of transformers' layers: isotype imports no module that a file names"
+        expected = "an adapter for transformers' layers: isotype does not import modules that a file names"
         problems.append(Problem(what, expected, "leave it out"))
     if not problems:
         names = {base_name(tensor.name).rpartition(".")[0] for tensor in tensors}
@@ -427,7 +427,7 @@ def _tensor_problems(
     for name, shape in shapes.items():
         other = shapes.get(re.sub("lora(_embedding)?_A", r"lora\1_B", name), ())
         if "_A" in name and len(shape) == len(other) == 2 and shape[0] != other[1]:
-            what = f"{file}: {base_name(name)} of {list(shape)} beside B of {list(other)}"
+            what = f"{file}: {base_name(name)} has the shape {list(shape)}, its B {list(other)}"
             yield Problem(what, f"{plural(shape[0], 'column')} in B, as A has rows", "save the adapter again")
     widest = max((side for shape in shapes.values() for side in shape), default=0)
     for name in ("r", "init_r", "rank_pattern"):

@@ -3,9 +3,9 @@
 The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts an adapter's module if the last part
-  of its name is that of a linear layer. The module has no effect if the model has no module of its full name
-  (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts tensors for a module if the last part
+  of the module's name (`q_proj`) is that of a linear layer. They have no effect if the model has no module of the full
+  name (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
 - `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
   for rsLoRA).
 """
@@ -36,8 +36,8 @@ Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
 
 _SUFFIX = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$")
 _STACKED = re.compile(r"\.experts$")
-_OTHER_MODEL = "give the model that it was trained on"
-_MERGE = "merge it (`isotype merge`) and load the whole model"
+_OTHER_MODEL = "give the model that the adapter was trained on"
+_MERGE = "merge the adapter (`isotype merge`) and load the whole model"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Consumer:
         other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
         stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
         towers: True if the program applies adapters of vision and audio towers and of projectors.
-        scale: (config's alpha, config's r, layer's r, rsLoRA) -> scale of a layer's adapter; None for PEFT's formula.
+        scale: function (config's alpha, config's r, layer's r, is rsLoRA) -> adapter's scale; None for PEFT's formula.
         rank: largest rank that the program loads without its option `flag`; 0 if there is no limit.
     """
 
@@ -73,7 +73,7 @@ CONSUMERS: Mapping[str, Consumer] = {
             "trainable_token_indices": "vLLM does not load trained tokens",
         },
         unplaced="ignored",
-        stacked=("unknown", "vLLM loads stacked adapters only of the models that it lists"),
+        stacked=("unknown", "vLLM loads adapters of stacked experts only for the models in its list"),
         scale=lambda alpha, r, _, rslora: alpha / (math.sqrt(r) if rslora else r),
         rank=16,
         flag="--max-lora-rank",
@@ -88,7 +88,7 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """Effect of a program on the adapter tensors of one module, whose name has `*` for the layer number.
+    """Effect that a program has on the adapter tensors of a module; the module's name has `*` for the layer number.
 
     `why` is the reason as a clause, or "" if the program applies the tensors.
     """
@@ -102,7 +102,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """Effects of the program `consumer` on an adapter's tensors with `model`; `notes` names flags that it needs."""
+    """Effects that the program `consumer` has on an adapter for `model`; `notes` lists flags that the program needs."""
 
     adapter: str
     consumer: str
@@ -174,7 +174,7 @@ class _Judge:
             return "refused", why, _OTHER_MODEL
         part = self.parts.of(module)
         if not rules.towers and part != LANGUAGE:
-            return "ignored", f"only the language model takes adapters, and this is the {part}", _MERGE
+            return "ignored", f"only the language model takes adapters; this module is in the {part}", _MERGE
         return self._scaled(tensor, module)
 
     def _scaled(self, tensor: TensorHeader, module: str) -> tuple[Effect, str, str]:
@@ -186,7 +186,7 @@ class _Judge:
         if not applied or module in self.zeros:
             return "ignored", "its scale is 0" if not applied else "its B is zero", "train it"
         if not math.isclose(trained, applied):
-            return "changed", f"it is scaled by {applied:.3g}, and was trained with {trained:.3g}", _MERGE
+            return "changed", f"the program scales it by {applied:.3g}, the training by {trained:.3g}", _MERGE
         return "applied", "", ""
 
     def rank(self, tensor: TensorHeader) -> int:

@@ -55,7 +55,7 @@ class PlainWeights(Weights):
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that reads only the rows of an embedding's weight that are looked up, and other weights as a whole."""
+    """`TorchDispatchMode` that reads only the looked-up rows of embedding weights, and all rows of other weights."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -67,10 +67,10 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """Sums over the calls of one layer: format -> `damage` in nats, format -> squared `error` of the weight.
+    """Sums of one layer: by format, the `damage` in nats and the squared `error` of the weight.
 
-    `squares` `[columns]` sums the squared inputs of `tokens` tokens, each weighted by the squared norm of its gradient:
-    the column sums of the Fisher information.
+    `squares` `[columns]` is the sum of the squared inputs of `tokens` tokens, with each token weighted by the squared
+    norm of its output gradient. These are the column sums of the Fisher information.
     """
 
     rows: int = 0
@@ -82,23 +82,23 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """Moments of the input channels in the text form that a policy uses; "" before the first call."""
+        """Moments of the input channels as a policy stores them, in text; "" before the first call of `Layers.add`."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
 @dataclass
 class Layers:
-    """Measurement of linear layers, passed as a recorder to `isotype.ranges.twin.twin_of`.
+    """Measurement of the damage of quantization in linear layers; the recorder for `isotype.ranges.twin.twin_of`.
 
-    With f = ln p(y | x) for y sampled from the model, the divergence of the model with weights W + D is ½ E[<D,
-    df/dW>²] to second order (the Fisher information). `_of_signs` replaces df by another gradient with the same second
-    moments. Only the diagonal of each token is used: ½ Σ (g² xᵀ²) D², with the output's gradient g and the input x.
-    Errors of different weights are nearly independent, and the square of a sum over tokens would need hundreds of
-    samples.
+    Let f be ln p(y | x), with y sampled from the model. To second order, the divergence of the model with weights W + D
+    is ½ E[<D, df/dW>²] (the Fisher information). The backward starts from `_of_signs`, which has the same second
+    moments as the gradient of f. For each token, the estimate uses only the diagonal: ½ Σ (g² xᵀ²) D², with the layer's
+    input x and the gradient g of its output. Errors of different weights are nearly independent, and the square of a
+    sum over tokens would need hundreds of samples.
 
     Attributes:
         wanted: names of the layers to measure.
-        form: format to which a forward without gradients rounds the weights, or None for no rounding.
+        form: format to which the forward rounds the weights; None for no rounding.
         sums: layer name -> sums, for each layer that the backward has reached.
     """
 
@@ -107,7 +107,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return the context in which a block runs; this one does nothing."""
+        """Return a context for the run of a block; this context does nothing."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
@@ -177,13 +177,12 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """Round a float32 weight, or rows of it that are whole blocks, to a format; return float32 `[rows, columns]`.
+    """Round a float32 weight, or some of its rows that fill whole blocks, to a format; return float32 `[rows, columns]`.
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
         moments: `[columns]`, moments of the input channels; formats with fitted constants raise ValueError if it is None.
-        exact: True for exactly bitsandbytes' values, False for those of `fitted.nearest_values`, which take half the
-            time.
+        exact: True for bitsandbytes' values; False for the values of `fitted.nearest_values`, in half the time.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -224,9 +223,10 @@ def measure_quality(
 ) -> Damages:
     """Measure, for each linear layer and format, how storing the layer in the format changes the next-token distribution.
 
-    A forward and a backward in float32 estimate all layers at once (`isotype.checkpoint.damage.Layers`). For each format
-    in `exact`, another forward with all layers in this format measures the divergence. Each pass reads a checkpoint
-    block by block. A model in memory is not changed. The measurement of a checkpoint on isotype's texts is cached.
+    A forward and a backward in float32 estimate all layers at once (`isotype.checkpoint.damage.Layers`). For each
+    format in `exact`, another forward with all layers in this format measures the divergence from the float32 model.
+    Each pass reads a checkpoint block by block. A model in memory is not changed. The measurement of a checkpoint on
+    isotype's texts is cached.
 
     Args:
         model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
@@ -283,7 +283,7 @@ def _measured(
 
 
 class Session:
-    """The forwards and backwards of one measurement; the progress bar needs their number, `passes`.
+    """The forwards and backwards of one measurement; `passes` is their number, for the progress bar.
 
     Attributes:
         reference: float32 log probabilities `[tokens, vocabulary]` of each batch, which `backward` sets.
@@ -320,7 +320,7 @@ class Session:
         return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:
-        """Return how far the model with all layers in this format diverges from `reference`, in nats per token."""
+        """Return the divergence from `reference` of the model with all layers in this format, in nats per token."""
         self.layers.form = form
         try:
             pairs = list(zip(self.reference, self.distributions(), strict=True))
@@ -349,7 +349,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask `[batch, tokens]` that is True for the logits to compare: not of padding, not before a label -100."""
+    """Return a mask `[batch, tokens]` of the logits to compare: False at padding, and before a label of -100."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:

@@ -112,7 +112,7 @@ class DeferredBlocks:
         }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """Return a tensor of `stored_otherwise` with its values and its dtype in the files."""
+        """Return a tensor that `stored_otherwise` names, with the values and the dtype of the files."""
         return read_source(self._model, self._plain[name], MappedFiles(), torch.float32, None)[name]
 
     def _deferrable(self, model: Any, placement: Placement) -> Iterator[str]:
@@ -127,7 +127,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense layers in `dtype`; those in a block are filled when the block is read."""
+        """Replace quantized layers by dense layers in `dtype`; layers in a block are filled when the block is read."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(weight: DenseWeight) -> bool:
@@ -224,7 +224,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Give a weight that was read the dtype and the kind of quantization state of the blank parameter that it replaces."""
+    """Give a weight the dtype and kind of quantization state of the blank parameter that it replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

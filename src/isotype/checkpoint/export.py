@@ -42,7 +42,7 @@ class Architecture:
 
 
 def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Permute query and key rows: llama.cpp rotates pairs of neighbouring rows, transformers a head's two halves."""
+    """Permute query and key rows: llama.cpp pairs neighbouring rows, transformers pairs the halves of a head."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -139,8 +139,8 @@ def write_tensors(
 ) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
-    Matrices are stored in `kind`, with three exceptions, as in llama.cpp's converter: vectors (norms, biases) and
-    routers are float32; embeddings and head are q8_0 if `kind` has fewer bits; if `kind` has blocks, matrices whose row
+    Matrices are stored in `kind`, with three exceptions, as in llama.cpp's converter. Vectors (norms, biases) and
+    routers are float32. Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row
     length is not a multiple of 32 are float16. A head that shares the embedding's weight is not written.
 
     Args:
@@ -405,7 +405,7 @@ def _prefixes_space(content: Mapping[str, Any]) -> bool:
 
 
 def _name_of_split(content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer; raise UsageError for a tokenizer that llama.cpp does not have."""
+    """Return llama.cpp's name for the pre-tokenizer; raise UsageError if llama.cpp has no name for it."""
     model = content["model"]
     if model["type"] != "BPE":
         what = f"a tokenizer of the kind {model['type']}"
@@ -422,7 +422,5 @@ def _name_of_split(content: Mapping[str, Any]) -> str:
         name = _SPLITS.get(parts[0]["pattern"].get("Regex", ""))
         if name is not None:
             return name
-    what = (
-        f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}, which llama.cpp has no name for"
-    )
+    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}: llama.cpp has no name for this split"
     raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2 or SmolLM, or SentencePiece's", _NO_TOKENIZER)

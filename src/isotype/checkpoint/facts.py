@@ -72,7 +72,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 
 def _layers_quantization(model: nn.Module, skip: tuple[str, ...]) -> QuantizationFacts | None:
-    """Return the quantization of most bitsandbytes layers, or None; `skip` are its `skip_modules`."""
+    """Return the quantization of most bitsandbytes layers with `skip_modules=skip`, or None without such layers."""
     counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
@@ -98,7 +98,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield every stored parameter that is not an adapter's: no part of its name begins with one of `adapters`."""
+    """Yield the stored parameters, except those with a part of the name that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

@@ -96,13 +96,13 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
-    Peak memory is the filled model and the largest tensor (of experts that are quantized, the largest expert). A tensor
-    that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two more buffers, in
-    pinned memory.
+    Peak memory is the filled model and the largest tensor; of stacked experts that are quantized, only one expert. A
+    tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two additional
+    buffers in pinned memory.
 
     Args:
         model: a model on the meta device whose quantized layers are bitsandbytes layers.
-        staging: bytes of each read buffer; if None, `BUFFER` bytes for weights on a GPU, and no buffers for the CPU.
+        staging: bytes of a read buffer; None: `BUFFER` for weights on a GPU, and no buffers for weights on the CPU.
 
     Returns:
         The names of the filled tensors, and name -> problem for each parameter that is not finite.
@@ -137,7 +137,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with the buffer of its tensors, or with the mapped files if no buffer contains them."""
+    """Yield each source with the buffer that contains its tensors, or with the mapped files if no buffer does."""
     # A weight that is saved quantized may use the tensor's memory without a copy: a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -187,7 +187,7 @@ def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement
 def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
     """Yield a stacked weight expert by expert, or as a whole if it cannot be divided.
 
-    The memory of an expert is freed when the next expert is requested.
+    The memory of an expert is freed before the next expert is read.
     """
     name, dtype, turn = source.target, placement.dtypes[source.target], placement.turn
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
@@ -325,9 +325,10 @@ def read_source(
 
 
 def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
-    """Return the part of a source that gives rows `start` to `stop` of the tensor `name`.
+    """Return the part of a source from which rows `start` to `stop` of the tensor `name` can be made.
 
-    The part has one tensor of each pattern per row, or these rows of all tensors. If neither gives the rows, return None.
+    The part has one source tensor of each pattern per row, or these rows of all source tensors. None: neither is
+    enough.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()

@@ -212,7 +212,7 @@ def _natural_order(name: str) -> list[tuple[int, int, str]]:
 class PlanGroup:
     """Tensors of one name (with `*` for layer and expert numbers) that are stored and converted alike.
 
-    `stored`, `storage`, `how` and `pinned` are those of each `PlannedTensor`. `shapes` are the shapes in the model, most
+    `stored`, `storage`, `how` and `pinned` are equal for all these tensors. `shapes` are the shapes in the model, most
     frequent first; `sources` and `bytes` are the number and the bytes of the tensors in the files.
     """
 
@@ -229,7 +229,7 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PlanInspection:
-    """The plan of loading a checkpoint into the class `model`; `groups` are in the model's order."""
+    """The plan for loading a checkpoint into a model of the class `model`; `groups` are in the model's order."""
 
     path: str
     model: str

@@ -65,7 +65,7 @@ from isotype.model.targets import remember_drawn
 from isotype.precision.policy import PrecisionPolicy
 
 _CHOICES = frozenset({"attn_implementation", "experts_implementation"})
-"""Arguments of `from_pretrained` that it does not treat as fields of the config."""
+"""Arguments of `from_pretrained` that are not set as fields of the config."""
 
 
 def load(
@@ -144,9 +144,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load, which streams weights from `headers`, or else from transformers' files.
+    """Return a subclass of `cls` for one load; it streams the files of `headers`, else those that transformers finds.
 
-    `broken` receives name -> problem for each parameter that is not finite; `lacking` the names that are in no file.
+    `broken` receives name -> problem for parameters that are not finite; `lacking` receives names that are in no file.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -167,7 +167,7 @@ def _class(
 
 
 def _quantized(source: object, files: Sequence[str] | None) -> bool:
-    """Return True if a weight is stored in a quantized format that isotype dequantizes instead of transformers."""
+    """Return True if a weight is stored in a quantized format that isotype, not transformers, dequantizes."""
     readable = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
     headers = _headers_of(source, readable) if readable else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
@@ -179,7 +179,7 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
     if policy.layers:
         what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
     request = f"{source}, {mixed}, with a device map to disk, mismatched sizes or weights in memory"
-    expected = "weights in files: isotype stores each in its layer's format"
+    expected = "weights that isotype reads from files, to store each in its layer's format"
     return PrecisionError.of(f"a {what} cannot be loaded with these arguments", request, expected, fix)
 
 
@@ -288,7 +288,7 @@ def _is_bnb(quantizer: Any) -> bool:
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:
-    """Return True if a tensor fits after a transposition, because a bitsandbytes layer has replaced a Conv1D of GPT-2."""
+    """Return True if a tensor fits transposed into the bitsandbytes layer that replaced a Conv1D of GPT-2."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
     return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 

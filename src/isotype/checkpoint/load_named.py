@@ -57,8 +57,8 @@ def load(
     quantization states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
     An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model and
-    commit that its adapter_config.json names. Its values are not rounded, and can be trained further: the result is
-    like that of `add_lora`.
+    commit that its adapter_config.json names. The adapter's values are not rounded and can be trained further, as after
+    `add_lora`.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
@@ -103,8 +103,8 @@ def load_for_inference(
         path: directory of an adapter or a model, GGUF file, hub id or `embedded:smollm2`.
         dtype: compute dtype; `"auto"` means the dtype of the training.
         quantization: storage of the base weights; None for the storage of the training, `"none"` for no quantization.
-        revision: branch, tag or commit of a model on the hub; for an adapter, of its base, instead of the commit that
-            the adapter was trained on.
+        revision: branch, tag or commit of a model on the hub. For an adapter, the revision of its base; default: the
+            commit that the adapter was trained on.
 
     Raises:
         CheckpointError: there is no model, or adapter and base do not fit.
@@ -156,7 +156,7 @@ def load_module(
     If the policy is quantized, linear layers are replaced by bitsandbytes layers.
 
     Args:
-        model: any module. Its parameters may be on the meta device; a buffer only if the checkpoint has the buffer.
+        model: any module. Parameters, and buffers that the checkpoint has, may be on the meta device.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
         adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
@@ -199,7 +199,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Return the headers of the tensors that `adapter` makes from a checkpoint's tensors, on the meta device."""
+    """Return headers of the tensors that `adapter` makes from a checkpoint's tensors on the meta device."""
     adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))
     tensors = tuple(
         TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)

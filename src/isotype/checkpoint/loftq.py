@@ -4,8 +4,9 @@ LoftQ alternates between quantizing W - BA and decomposing the rest of W. isotyp
 quantized base unchanged: with the error D = W - Q(W) and the scale s = alpha / r, s B A becomes the matrix of rank r
 that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores the scale: it sets B A to this matrix.
 
-For inputs with channel moments m, the output error is Σ m d² (`isotype.model.fitted`). If U has the first r left
-singular vectors of D diag(√m), the nearest matrix in that norm is U Uᵀ D.
+If the input channels have the second moments m, the squared output error is Σ m d², where d are the entries of D
+(`isotype.model.fitted`). The matrix of rank r nearest to D in this norm is U Uᵀ D: the columns of U are the first r
+left singular vectors of D diag(√m).
 """
 
 from __future__ import annotations

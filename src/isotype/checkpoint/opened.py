@@ -117,7 +117,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(headers.tensors):  # before the layers are built
         what = f"{source / 'config.json'}: num_hidden_layers {layers}"
-        expected = f"at most one layer for each of the {len(headers.tensors)} tensors beside it"
+        expected = f"at most {len(headers.tensors)}, the number of tensors in the weights"
         fix = "take config.json and the weights from the same save of the model"
         raise CheckpointError.of(f"{source}: config.json contradicts the weights", what, expected, fix)
     facts = facts_of_config(str(source), config, headers)
@@ -202,7 +202,7 @@ def require_readable(directory: Path) -> None:
             except CheckpointError as error:
                 wrong.append((path, error.problems[0].given if error.problems else error.headline))
         elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
-            wrong.append((path, "its end is not that of a torch.save file"))
+            wrong.append((path, "the file is cut off: the end of torch.save's archive is missing"))
     if wrong:
         expected, fix = "the file as it was written", "check the disk, or give another one"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
@@ -213,7 +213,7 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """Return the facts about a module, a config or a named checkpoint, without reading or allocating a weight.
 
     Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
-    is neither of the three.
+    is none of the three.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)
@@ -238,7 +238,7 @@ def _require_gguf(file: Path) -> None:
         return
     if file.suffix == ".py":
         name = f"{file.stem}:FUNCTION"
-        fix = f"isotype check {name} checks a function of it that returns (model, inputs); isotype run {file} runs it"
+        fix = f"isotype check {name} checks a function in this file that returns (model, inputs); isotype run {file} runs the file"
     elif file.name.startswith(_OF_A_CHECKPOINT):
         fix = f"give the directory {file.parent}"
     else:

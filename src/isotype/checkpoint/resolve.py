@@ -58,9 +58,9 @@ def resolve_precision(
             best device of this machine.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
         revision: branch, tag or commit of a hub id; ignored if `model` is no hub id.
-        ranges: result of `isotype.measure_ranges`. For float16 it decides the residual stream's dtype, exceptions and
-            the first loss scale. The default is a cached measurement of the same checkpoint, else published facts about
-            the model's family, else the dtype that the model was trained in.
+        ranges: result of `isotype.measure_ranges`. For float16, the ranges decide the residual stream's dtype,
+            exceptions and the first loss scale. The default is a cached measurement of the same checkpoint, else
+            published facts about the model's family, else the dtype that the model was trained in.
         damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
         **storage: keyword arguments:
 
@@ -68,7 +68,7 @@ def resolve_precision(
             - `double_quant`: also quantize the quantization constants (nf4, fp4).
             - `quant_storage`: dtype of the packed 4-bit bytes; default uint8.
             - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); default: the
-              compute dtype. Any other dtype relies on autocast, which casts the weights in every step.
+              compute dtype. With another dtype, autocast casts the weights in every step.
             - `base_memory`: maximum bytes of the base's weights (`quantization="mixed"`); by default, linear layers may
               need a tenth more than in nf4.
             - `quantized_parts`: `"language"`, or `"all"` to quantize also vision and audio towers and projectors.
@@ -98,14 +98,14 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy for a `PrecisionRequest`, and the value ranges that decided it (None if there are none).
+    """Return the policy for a `PrecisionRequest`, and the value ranges that the policy follows (or None).
 
     Args:
-        device, ranges, damages: as in `resolve_precision`; the errors are the same, too.
+        device, ranges, damages: as in `resolve_precision`, which also raises the same errors.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
-        measure: function that measures the checkpoint's ranges, which float16 needs. It is called if the weights are
-            local and no ranges are cached.
-        measure_damages: the same for damages, which mixed storage needs.
+        measure: function that measures the checkpoint's ranges, which float16 needs. The function is called if the
+            weights are local and no ranges are cached.
+        measure_damages: function that measures the checkpoint's damages, which mixed storage needs.
     """
     profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
@@ -143,7 +143,7 @@ def _cached_or_measured(
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
-    """Return a problem for each library version that makes the run impossible; none if the device is elsewhere."""
+    """Return a problem for each library version that makes the run impossible, if the device is in this machine."""
     if not profile.present:
         return []
     problems = [

@@ -55,8 +55,8 @@ def load_sharded(
 
     Args:
         path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
-        adapt: function that adds the adapters to a model on the meta device, such as
-            `lambda model: isotype.add_lora(model, policy, r=16)`. The seed gives the same values as in one process.
+        adapt: function that adds adapters to a model on the meta device: `lambda model: isotype.add_lora(model, policy,
+            r=16)`. The adapters' values for a seed do not depend on the number of processes.
         mesh: a `DeviceMesh` of one dimension; default: all processes.
         reshard: if True, free a block's gathered weights after its forward, and gather them again for its backward; if
             False, keep them gathered.

@@ -51,7 +51,7 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        Other rows are read only if these rows are neither whole source tensors (of experts) nor equal rows of all source
+        All rows are read, unless these rows are whole source tensors (of experts) or the same rows of all source
         tensors.
         """
         source = self._sources[name]

@@ -37,7 +37,7 @@ _ENTRIES = (
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
     """Return the tokenizer or processor of a directory or hub id, or None if there is none.
 
-    Raises CheckpointError if its files are damaged or need code of the checkpoint, or if a `required` one is missing.
+    Raises CheckpointError if files are damaged or need the checkpoint's code, or if a `required` tokenizer is missing.
     """
     import transformers
 
@@ -151,7 +151,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
         failure = write_failure(error, root)
         if failure is None:
             raise
-        what, expected = f"{target}: {failure[1]}", "a directory that can be written, with room"
+        what, expected = f"{target}: {failure[1]}", "a writable directory on a disk with free space"
         fix = "free some room, or set ISOTYPE_CACHE to another directory"
         raise SaveError.of("the tokenizer of a GGUF file cannot be written", what, expected, fix) from error
 

@@ -216,7 +216,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dense values of the module's current codes, or of `codes` if it has none, on the CPU."""
+    """Return dense values on the CPU: of the module's current codes, or of `codes` if the module has none."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)
@@ -230,13 +230,13 @@ def dequantize(
     dtype: torch.dtype,
     later: Callable[[DenseWeight], bool] = lambda _: False,
 ) -> None:
-    """Replace bitsandbytes layers and quantized experts by dense CPU layers, with the weights that they compute with.
+    """Replace bitsandbytes layers and quantized experts by dense layers on the CPU with the dequantized weights.
 
     Args:
         model: a transformers model, changed in place if it is quantized.
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: returns True if the caller will read the dense weight later.
+        later: function that returns True for a dense weight that the caller will read later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:

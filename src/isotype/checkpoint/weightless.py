@@ -27,7 +27,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return `model_class`; for an auto class or None, the config's class. Raise CheckpointError if there is none."""
+    """Return `model_class`, or the config's class for an auto class or None; raise CheckpointError without a class."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -135,7 +135,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return the `BitsAndBytesConfig` of `policy`; None for a dense policy, or if the files have a `saved` format."""
+    """Return the `BitsAndBytesConfig` of `policy`; None for a dense policy, or if `saved` is the files' format."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

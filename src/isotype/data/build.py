@@ -190,7 +190,7 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line about how .txt files were read, or about pictures without a caption; None if there are neither."""
+    """Return a line about how .txt files were read or about pictures without a caption, or None without such files."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -356,7 +356,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
 
 
 def _empty_ones(dataset: Any, parts: Parts, job: Job) -> Iterator[tuple[str, int, object]]:
-    """Yield up to 1,000 rows behind the sample of each part whose text or list is empty."""
+    """Yield rows with an empty text or list that follow the checked sample of a part, up to 1,000 per part."""
     needed = {name for form in formats_of(job.method, job.text_field) for name in form.required}
     mapped = job.reading.columns
     needed |= set() if mapped is None else mapped.sources - OPTIONAL_SOURCES
@@ -383,7 +383,7 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
 ) -> tuple[list[tuple[str, int, object]], bool]:
-    """Return (source, row number, converted row) for each part's first rows, and True if the conversion changes a row."""
+    """Return (source, row number, converted row) of the first rows of all parts, and True if a conversion changed a row."""
     sample: list[tuple[str, int, object]] = []
     changed = False
     start = 0
@@ -451,7 +451,7 @@ def _spelled(dataset: Any) -> bool:
 
 
 def undecoded(dataset: Any) -> Any:
-    """Return the data set with undecoded pictures, `{"bytes", "path"}`; it is unchanged if its types are unknown."""
+    """Return the data set with undecoded pictures, `{"bytes", "path"}`; without known types, return it unchanged."""
     import datasets
 
     def plain(kind: Any) -> Any:

@@ -59,7 +59,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None; `judge` returns that of one message (default: role and content)."""
+    """Return the fault of a list of messages, or None; `judge` checks a message (default: its role and content)."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -90,7 +90,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns the fault of a value whose type is not one of `kinds`; a bool is no number."""
+    """Return a function: value -> fault, or None if the value's type is one of `kinds`; a bool is not an int."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -107,7 +107,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """The `expected` values of a column, a function that returns the `fault` of a value or None, and a fix."""
+    """A column's `expected` values in words, a function that returns the `fault` of a value or None, and a `fix`."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -162,7 +162,7 @@ _MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "mode
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
-    """Yield the problems with the roles of a chat whose messages are otherwise valid; nothing for plain text."""
+    """Yield the problems with the roles in a chat; its messages are otherwise valid. Plain text has no problems."""
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]
@@ -261,7 +261,7 @@ def _part_problem(column: str, part: Mapping[str, Any], takes_pictures: bool) ->
         return Problem(what, "text", "write the content as text, or remove the part")
     if kind == "image" and takes_pictures:
         return None
-    fix = "write the part as text, or remove it: nothing of it would be trained"
+    fix = "write the part as text, or remove it: training would not use it"
     expected = "parts of the types 'text' and 'image'" if takes_pictures else "parts of the type 'text'"
     return Problem(f"{holds} a part of the type '{kind}'", expected, fix)
 
@@ -279,7 +279,7 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
     """Return a line about the unused keys of a data set, or None if all keys are used.
 
-    `keys` has the counts of ("row", "message" or "part", name of the key) in the first `sample` rows (None: all rows).
+    `keys` counts the unused keys ("row", "message" or "part", name) in the first `sample` rows (None: in all rows).
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):

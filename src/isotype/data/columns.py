@@ -69,7 +69,7 @@ def _near(wanted: str, columns: Sequence[str]) -> str | None:
 
 
 def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str]:
-    """Return renames {from: to} that turn `columns` into one of `formats`; empty if none does."""
+    """Return renames {from: to} that turn `columns` into one of `formats`, or {} if there are none."""
     renames: list[dict[str, str]] = []
     for item in formats:
         if not set(columns).isdisjoint(item.excludes):
@@ -158,7 +158,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checks of all rows, derived from the first row. `columns` is this row, and `place` its line in words."""
+    """Checks of all rows, derived from the first row. `columns` is the first row, and `place` names its line."""
 
     columns: Row
     place: str
@@ -201,7 +201,7 @@ class _Plan:
 
 
 def same_beginning(row: Row) -> bool:
-    """Return True if the conversations `chosen` and `rejected` begin with the same message, or are no conversations."""
+    """Return True if `chosen` and `rejected` begin with the same message, or if one of them is not a conversation."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         return True
@@ -315,7 +315,7 @@ _UNFIT = {
     ),
     DEEP: (
         "is nested too deeply",
-        f"at most {DEEPEST} lists and objects in one another",
+        f"at most {DEEPEST} nested lists and objects",
         "write the value as text",
     ),
 }

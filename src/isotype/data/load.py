@@ -4,7 +4,7 @@
 not used for a name that exists as a path or can only be a path. No code of a data set is executed.
 
 In a directory, the split of a file is the word train, validation or test (or a synonym) in its name or its folder's
-name. If some files have such names, each other file becomes a split, named after the file.
+name. If some files have such names, every other file becomes a split with the file's name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load_training_data(
     text_field: str = "text",
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the split for training and, with `need_test`, the split for evaluation, which the arguments name.
+    """Return the training split that the arguments name, and with `need_test` also the evaluation split.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).

@@ -57,7 +57,7 @@ class LocalData:
     folder: Path | None = None
 
     def unread(self, wanted: Collection[str]) -> str | None:
-        """Return a line that names the data files of the directory in other splits and in its folders, or None."""
+        """Return a line with the data files that are not read (in other splits, in inner folders), or None."""
         if self.folder is None:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
@@ -109,7 +109,7 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _mode(path: Path) -> tuple[int | None, Problem | None]:
-    """Return (mode, None) of a file or directory, (None, None) if it does not exist, else (None, problem)."""
+    """Return (mode, None) for a file or directory, (None, None) if `path` does not exist, else (None, problem)."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode

@@ -59,7 +59,7 @@ class Method:
         task_type: PEFT's task type, which decides the parts that are trained beside the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: when the loss needs a reference model; `compares` evaluates this for given arguments.
-        dropped: text before the length in a message about rows that the trainer drops; "" if it drops none.
+        dropped: message about rows that the trainer drops, without the length at its end; "" if it drops none.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 

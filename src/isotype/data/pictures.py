@@ -88,13 +88,13 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of a picture that cannot be read, or None; only `whole` pictures are read beyond the header."""
+    """Return the problem of a picture that cannot be read, or None; with `whole`, decode it, else read its header."""
     size = _read(picture, methodcaller("load" if whole else "verify"))
     return size if isinstance(size, Problem) else None
 
 
 def size_of(picture: Stored) -> tuple[int, int] | Problem:
-    """Return (width, height) in pixels of a picture as displayed, from its header, or the problem of reading it."""
+    """Return (width, height) in pixels of a displayed picture, which are read from its header, or the problem with it."""
     return _read(picture, lambda opened: None)
 
 
@@ -146,7 +146,7 @@ def picture_columns(rows: Any) -> list[str]:
 
 
 def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) of each picture in a `datasets.Dataset` that has a `picture_problem`."""
+    """Yield (row number, problem) for each picture of a `datasets.Dataset` that cannot be read."""
     read = partial(picture_problem, whole=whole)
     names = picture_columns(rows)
     bar = Bar("reading pictures")
@@ -181,7 +181,7 @@ def data_url(picture: Any) -> str:
 
 
 def row_without_pictures(rows: Any) -> int | None:
-    """Return the number of the first row without a picture in a `datasets.Dataset`, or None; no picture is decoded."""
+    """Return the number of a `datasets.Dataset`'s first row without a picture, or None; pictures stay undecoded."""
     at = 0
     for table in rows.with_format("arrow").iter(1000):
         columns = [table.column(name) for name in PICTURE_COLUMNS if name in table.column_names]

@@ -44,8 +44,8 @@ def with_places(
 ) -> Row | Problem:
     """Return the row with its pictures in `images` and a place for each picture, or the problem with it.
 
-    A row without pictures is returned unchanged. Texts of a row with pictures become messages, unless they contain
-    picture tokens of a certain model.
+    A row without pictures is returned unchanged. Texts of a row with pictures become messages, unless they contain a
+    model's picture tokens, such as `<|image|>`.
 
     Args:
         folder: folder to which paths of pictures are relative; None for a stored data set.
@@ -86,7 +86,7 @@ class _Pictures:
     """The pictures of a row, collected in the order of its messages.
 
     Attributes:
-        waiting: pictures of the picture columns that have no place yet.
+        waiting: pictures without a place so far, from the picture columns.
         marked: True if there are pictures in picture columns, so that `<image>` in a text is a place.
     """
 
@@ -162,7 +162,7 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Return a row with pictures as conversations, or the problem with it; `pictured`: the pictures are in columns.
+    """Return a row with pictures as conversations, or the problem with it; `pictured`: picture columns have pictures.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
     becomes the prompt.

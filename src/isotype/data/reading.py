@@ -91,7 +91,7 @@ class Reading:
     Attributes:
         columns: the trainer's names for columns of the data set, or None.
         chat: True if prompts and answers that are text become messages of user and assistant.
-        joined: True if prompt and completion become one conversation, `messages`; only columns of conversations stay.
+        joined: True if prompt and completion become one conversation, `messages`; only `CHAT_COLUMNS` stay beside it.
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; else the whole file is one.
         listed: True if a single picture of a stored data set becomes a list, as in text files.

@@ -292,7 +292,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """Return a CSV cell as None, a bool, a number or text; for columns that may have other values than text."""
+    """Return the value of a CSV cell in a column that is not always text: None, a bool, a number or text."""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -336,7 +336,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield rows with their pictures: a caption with the picture beside its file, or a metadata file's rows."""
+    """Yield rows with pictures: the text of a caption file and the picture beside it, or a metadata file's rows."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -353,7 +353,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the picture beside a text file that has the same name except for the suffix, or None."""
+    """Return the picture with the path of a .txt file except for the suffix, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

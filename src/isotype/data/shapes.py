@@ -1,7 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema before the first row is stored.
 
-`datasets` would infer a schema from the first part of a file: it turns ISO dates into timestamps, digits in CSV into
-integers and "NA" into null, and gives objects the keys of other rows. The merged schema keeps the file's values.
+`datasets` would infer a schema from the first part of a file. It turns ISO dates into timestamps, digits in CSV into
+integers and "NA" into null, and adds keys of other rows to objects. The merged schema keeps the file's values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", flo
 
 
 def shape_of(value: object, depth: int = 0) -> Shape:
-    """Return the shape (type) of a JSON value that is nested in `depth` objects and lists."""
+    """Return the shape (type) of a JSON value; `depth` is the number of objects and lists around it."""
     if depth > DEEPEST:
         return DEEP
     if isinstance(value, dict):
@@ -68,7 +68,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape that fits both; objects with different keys are JSON, other unlike shapes MIXED."""
+    """Return the narrowest shape that fits both: JSON for objects with different keys, MIXED if no shape fits."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

@@ -1,7 +1,7 @@
 """Convert conversations in ShareGPT's form ({from, value} messages) to messages with the roles of chat templates.
 
 The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
-the keys: templates would write `<|im_start|>gpt`, with which no model was trained.
+the keys, so templates would write `<|im_start|>gpt`, a role that models were not trained with.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def standard_chats(
 ) -> Row | Problem:
     """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats.
 
-    A row with a problem gives this problem instead. A single message in place of an answer becomes a list. A column
+    If the row has a problem, return the problem. A single message in a column of turns becomes a list. A column
     `system` becomes the first message of a conversation without a system message, as in LLaMA-Factory.
 
     Args:
@@ -72,7 +72,7 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """Return a line about the roles of speakers, or None if there are none; `sample` rows (None: all) were counted."""
+    """Return a line about the speakers' roles, or None without speakers; `sample` rows (None: all) were counted."""
     if not names:
         return None
     counts = names.most_common()

@@ -63,7 +63,7 @@ def _ends(shown: Sequence[int]) -> tuple[int, int]:
 
 
 def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
-    """Return the fault of a column in a row with `count` token ids, and what is expected; None if it is valid."""
+    """Return (fault, expected) of a column in a row with `count` token ids, or None if the column is valid."""
     mask = name not in ("labels", *_UNREAD)
     kinds = (int, bool) if mask else (int,)
     if not isinstance(values, list):
@@ -85,7 +85,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) of each column's first row with an id unknown to the model or a wrong number of labels.
+    """Yield (row number, problem) for the first row in which a column has an unknown id or a wrong number of labels.
 
     `rows` is a `datasets.Dataset`; `size` is the number of ids that the model has, or None if unknown.
     """

@@ -130,7 +130,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    Only an instance has the pinned names of all submodels, which transformers collects in `post_init`.
+    The model must be built, because transformers collects the pinned names of its submodels in `post_init`.
     """
     cls = model_class(config)
     if cls is None:
@@ -198,7 +198,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return a config's model class (of `auto_class`, else as named in the config, else the default), or None."""
+    """Return a config's class by `auto_class`, else the class that the config names, else the default; or None."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -229,7 +229,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype of a name, or None for None; raise CheckpointError, which begins with `what`, if unknown."""
+    """Return the torch dtype of this name (None for None); raise CheckpointError about `what` if torch lacks it."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

@@ -99,7 +99,7 @@ def _entries(
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return the bytes of a GGUF file with only the metadata and tensor names of `path`, which gguf reads quickly."""
+    """Return the bytes of a small GGUF file with the tensor names of `path` and its metadata except the vocabulary."""
     metadata: dict[str, object] = {}
     entries: list[bytes] = []
     vocabulary = 0

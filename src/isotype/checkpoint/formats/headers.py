@@ -80,7 +80,7 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
     """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
 
-    If the config names a float8 dtype and no quantization, all weights were cast to float8, and `quant_method` is `cast`.
+    `quant_method` is `cast` if the config names a float8 dtype and no quantization: all weights were cast to float8.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
@@ -232,7 +232,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists, else False. Threads read headers ahead, since a file server is slow."""
+    """Yield True for a file that exists, else False. Threads read the headers ahead, since a file server is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():

@@ -33,7 +33,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
-    """Raise a CheckpointError with this text and the reason in place of an error of the hub or its library."""
+    """Turn an error of the hub or of its library into a CheckpointError with this text and the error's reason."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
     Attributes:
         names: a regular expression for the full name of an entry.
-        kind: type annotation of the value; None if the library's config class has the annotation.
+        kind: type annotation of the value; None for the annotation in the library's config class.
         expected: the type in words; if "", the words are derived from `kind`.
         low, high: smallest and largest valid number in a value.
     """
@@ -69,7 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that the first `Entry` for its name forbids; `kinds` has types for a `kind` of None."""
+    """Yield a problem for each value that the first matching `Entry` forbids; `kinds` has the types for a `kind` of None."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)

@@ -106,7 +106,7 @@ Work = TypeVar("Work")
 
 @dataclass
 class StagedTensors:
-    """Tensors in a buffer, which are overwritten when the next piece of work is requested."""
+    """Tensors in a buffer; they are valid until the generator `staged` resumes."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def staged(
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
     """Yield each piece of work with its tensors in a buffer, or with None if the caller must read them.
 
-    The pieces keep their order. Tensors are valid until the next piece is requested. The reading thread ends when the
+    The pieces keep their order. Tensors are valid until the generator resumes. The reading thread ends when the
     generator is closed, also after an interrupt.
 
     Args:

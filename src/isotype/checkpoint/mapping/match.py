@@ -46,7 +46,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor of shape `wanted` in the model; from the files it has the shape `stored`, or a conversion `failure`."""
+    """A model's tensor of shape `wanted`; the files give the shape `stored`, or their conversion ends in `failure`."""
 
     name: str
     wanted: tuple[int, ...]
@@ -86,7 +86,7 @@ class Match:
         return self.path.endswith(".gguf")
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return why the checkpoint cannot be loaded, with one problem for tensors whose names differ only in numbers."""
+        """Return why the checkpoint cannot be loaded; tensors whose names differ only in numbers share a problem."""
         if self.missing and not self.weights.sources:
             held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
@@ -183,7 +183,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the model ignores tensors of a surplus tensor's name, or computes this tensor as a buffer."""
+    """Return True if the model ignores a surplus tensor by its name, or computes the tensor as a buffer."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -196,8 +196,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class than the model's, return only tensors of modules that the model has, and of
-    additional layers.
+    If the config does not name the model's class, a tensor is returned only if the model has its module, or if it
+    belongs to an additional layer.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -283,7 +283,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
-            "only tensors that a class of this model uses: leaving out the others changes the model",
+            "only tensors that a class of this model uses: without the others it computes other values",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 

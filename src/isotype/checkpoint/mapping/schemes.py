@@ -1,6 +1,6 @@
 """Decide from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-A tensor beside a weight is needed to dequantize the weight, scales only activations, or makes the weight unreadable.
+Tensors beside a weight are its quantization constants or scales of activations; any other makes it unreadable.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return the reason, from config.json alone, why no quantized weight can be read, or "" if there is none.
+    """Return the reason in config.json why no quantized weight can be read; "" if there is no such reason.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -135,7 +135,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable. (A single unreadable group may apply to no layer.)"""
+    """Raise the first group's error if no group is readable. An unreadable group may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -405,7 +405,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return a module's only group, by compressed-tensors' rules: exact names, then `re:` patterns, then classes."""
+    """Return the entry of `config_groups` for a module, by compressed-tensors' order: names, `re:` patterns, classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None

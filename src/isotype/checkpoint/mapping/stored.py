@@ -171,7 +171,7 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def blank_tensors(tensors: Iterable[StoredTensor]) -> dict[str, torch.Tensor]:
-    """Return name -> meta tensor of a tensor's dense shape, in a plain tensor's dtype or in bfloat16."""
+    """Return name -> meta tensor of the dense shape, in the stored dtype of plain tensors, else in bfloat16."""
     import torch
 
     blank = {}

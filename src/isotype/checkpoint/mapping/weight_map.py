@@ -30,7 +30,7 @@ class Source:
     """Tensors of a checkpoint that one conversion turns into one or more tensors of the model.
 
     Attributes:
-        target: the name in the model that the names of all `tensors` map to; a key of `shapes`.
+        target: name in the model to which the names of all `tensors` are mapped; a key of `shapes`.
         tensors: tensors in the checkpoint, each with the conversion's pattern that its name matches.
         conversion: transformers' `WeightConverter`; None if the source is one tensor that is at most renamed; `TURNED`
             for a tensor of a GGUF file.
@@ -97,7 +97,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
 def _renaming(
     model: Any, headers: CheckpointHeaders
 ) -> tuple[Callable[[str], tuple[str, str, Any]], Callable[[str], Any]]:
-    """Return a function that maps a file's name to (the model's name or "", pattern, conversion), and a sort key."""
+    """Return a function: name in a file -> (name in the model or "", pattern, conversion), and a sort key of names."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -138,9 +138,9 @@ def _renaming(
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return name in a GGUF file -> name in the model; both end in `.weight` or `.bias`.
 
-    gguf's table has names without the prefix of the base model or of a part of the model, so leading parts of a name
-    are removed until the table has the rest. Of several model names for one name in the file, the one with the fewest
-    removed parts is used. transformers' `get_gguf_hf_weights_map` would take seconds.
+    The names in gguf's table lack the prefix of the base model or of a part of the model. So leading parts of a model's
+    name are removed until the table has the rest. If several names lead to one name in the file, the name with the
+    fewest removed parts is used. transformers' `get_gguf_hf_weights_map` would take seconds.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf

@@ -65,7 +65,7 @@ class Learned:
 
     Attributes:
         step: the logits of every `step`-th token are stored.
-        pictured: arguments of the model with a picture and a text that follows it; None if the model has no image input.
+        pictured: inputs of the model, a picture and then a text; None if the model has no image input.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.
@@ -120,7 +120,7 @@ class Learned:
         return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source, pictured)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
-        """Return the largest difference of two logits, the mean KL(trained || other) in nats, and the token count."""
+        """Return the largest difference from `self.logits`, the mean KL(trained || other) in nats, and the token count."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
@@ -155,7 +155,7 @@ def learned(
 
 
 def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return `Learned.pictured`; the arguments request logits only for the text."""
+    """Return `Learned.pictured`, with `logits_to_keep` so that the model returns only the text's logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
     (batch,) = made_batches(model, tokenizer, LENGTH).batches
@@ -201,7 +201,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A storage format to try: its arguments of `isotype merge`, its name, its bits per weight, the base's policy."""
+    """A storage format to try: `isotype merge`'s arguments, the name, the bits per weight, and the base's policy."""
 
     arguments: str
     form: str
@@ -212,7 +212,7 @@ class Candidate:
 def cheapest(
     outputs: Learned, adapter: Adapter, candidates: Sequence[Candidate], revision: str | None
 ) -> Form:
-    """Try formats block by block without writing a file; return the first that keeps `ENOUGH`, or else float32."""
+    """Try formats without writing files; return the first that keeps `ENOUGH` of the learning, else float32."""
     for candidate in candidates:
         model = trained(adapter, candidate.policy, revision)
         with merged_as(model, candidate.form):
@@ -226,7 +226,7 @@ def cheapest(
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """Before each block of a model from `trained` runs, merge and round the block; restore it afterwards."""
+    """In this context, each block of a model from `trained` is merged and rounded for its forward, then restored."""
     saved: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(block: nn.Module, *_: Any) -> None:

@@ -39,9 +39,9 @@ class Rounding:
     Attributes:
         target: dtype of all parameters but those of `pinned` and `in_base`.
         pinned: patterns of the names of parameters that stay float32.
-        in_base: name of a parameter that keeps its dtype -> this dtype, from the base's files.
-        written: the written model to compare with; None before it is written.
-        instead: command-line arguments for another dtype than float16, which the message about overflow recommends.
+        in_base: dtypes of parameters that keep the dtype of the base's files, by name.
+        written: the merged model, opened from its files to measure their error; None before they are written.
+        instead: command-line arguments that the error about an overflow of float16 recommends.
     """
 
     target: torch.dtype
@@ -53,7 +53,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return the rounding loss of a merged parameter, from the written model if there is one, else from `stored`."""
+        """Return the rounding loss of a merged parameter: of the written model if there is one, else of `stored`."""
         if self.written is None:
             stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -71,7 +71,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round float tensors to their stored dtypes (`changed` ones by `unbiased`); raise PrecisionError on overflow."""
+        """Round float tensors to their stored dtypes, those in `changed` by `unbiased`; raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
@@ -90,7 +90,7 @@ class Merging:
 
     Args:
         one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: the model that an equal merge has written, if `weights` shall describe its files; else None.
+        written: the model that a merge with the same arguments wrote, to measure its files; else None.
 
     Attributes:
         model: the base; the merged model has its class and config.
@@ -161,7 +161,7 @@ class Merging:
     def parts(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors of the merged model by name: first the tensors outside of its blocks, then each block.
 
-        The tensors of a part are freed when the next part is requested. The parts can be iterated only once.
+        The tensors of a part are freed before the next part is merged. The parts can be iterated only once.
 
         Raises:
             UsageError: PEFT cannot merge this kind of adapter.
@@ -430,7 +430,7 @@ class WrittenModel:
 
     @torch.no_grad()
     def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:
-        """Return the stored dtype of a parameter (None for codes) and its float32 values; drop the previous block."""
+        """Return a parameter's stored dtype (None for codes) and float32 values; free the block that was read before."""
         self._deferred.use(self._blocks.get(name))
         if self._is_bnb_weight(name):
             return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)

@@ -67,16 +67,16 @@ def merge_adapter(
 
     - without `base`: the weights of its training, quantized as in training and dequantized;
     - with `base`: the weights that the files of `base` store;
-    - if `stored` is the training's quantization format: the weights that the base's files store. Sums with dequantized
-      weights would round to the base's codes, and small updates would be lost.
+    - if `stored` is the training's quantization format: the weights that the base's files store. Small updates of
+      dequantized weights would be lost, because the sums would round to the base's codes.
 
     PEFT merges each layer in float32; the sum is rounded once, stochastically for 16 bits
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
     and compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`). Then the folder
-    is renamed to `output`. A second merge checks quantized and GGUF results weight by weight.
+    is renamed to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
 
-    Memory holds the parts outside of the model's blocks, two blocks in the written dtype, 14 bytes per entry of the
-    largest adapted weight, and the adapter; or the whole base, if PEFT reads it to add the adapter (DoRA, PiSSA, …).
+    Memory holds the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of
+    the largest adapted weight. It holds the whole base if PEFT reads the base to add the adapter (such as DoRA).
 
     Args:
         adapter: directory of the adapter.
@@ -189,7 +189,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return the base to merge into, its facts, its policy, and the policy of the training's base (None with `base`)."""
+    """Return the base to merge into, its facts, its policy, and the base's policy in training (None with `base`)."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
@@ -269,7 +269,7 @@ def _learned(
 
 
 _CHEAP = 4e9
-"""Bytes up to which other formats are always tried; for a larger model, only if the written format keeps too little."""
+"""Maximum bytes of a model for which other formats are always tried, not only if the written format keeps too little."""
 
 LEAST = 0.5
 """Fraction of the learning that a merge back into the training's format must keep; below it, nothing is written."""
@@ -278,7 +278,7 @@ LEAST = 0.5
 def _formats_to_try(
     adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype, tokenizer: Any
 ) -> tuple[Candidate, ...]:
-    """Return the formats to try, fewest bits first; `policy` is that of the base in training, `target` the merged dtype."""
+    """Return the formats to try, fewest bits first; `policy` is the base's in training, `target` the merged dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -295,7 +295,7 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if the merge changes no weight, or if it is `back` in the training's format and loses too much."""
+    """Raise CheckpointError if the merge changes no weight, or if a merge `back` into the training's format loses too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"
@@ -321,8 +321,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     cautions = []
     if own_base and trained is not None and trained.quantized and not policy.quantized:
         cautions.append(
-            f"merged into the weights that the base's files store, and quantized once: quantizing the weights that training dequantized "
-            f"to {trained.storage} again would lose the adapter's changes"
+            f"merged into the weights that the base's files store, and quantized once: the adapter's changes would be lost "
+            f"if the dequantized {trained.storage} weights of the training were quantized again"
         )
     if compared and not own_base and trained is not None and trained.quantized:
         cautions.append(
@@ -347,7 +347,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
 
 
 def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
-    """Return a warning if the merged dtype `target` cannot represent values that the training's policy names."""
+    """Return a warning if training computed values in float32 that the merged dtype `target` cannot represent."""
     if trained is None or target != torch.float16:
         return ()
     wide = []

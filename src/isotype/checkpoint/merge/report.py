@@ -15,7 +15,7 @@ ENOUGH = 0.98
 """Fraction of the learning (`LogitsDifference.kept`) that a merged model should keep."""
 
 VANISHED_LIMIT = 0.99
-"""Fraction of changed entries that have the base's codes; above it, the merge is reported as without effect."""
+"""Fraction of changed entries with the base's codes above which a merge counts as without effect."""
 
 _CHUNK = 1 << 18
 """Entries compared at a time: they fit into the CPU's caches, and the weight is not copied as a whole."""
@@ -28,7 +28,7 @@ class WeightLoss:
     Attributes:
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: number of these entries whose stored value or code is that of W; None if unknown.
+        vanished: number of these entries for which S has the same value or code as a stored W; None if unknown.
     """
 
     name: str
@@ -98,7 +98,7 @@ class MergeReport:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
         dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
-        weights: rounding losses of all weights that the adapter changed, measured on the written files unless dense.
+        weights: rounding losses of all weights that the adapter changed; for quantized and GGUF outputs, of the files.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
@@ -191,7 +191,7 @@ def wider(stored: str | None, *dtypes: torch.dtype) -> str:
 def rounding_loss(
     name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype | None
 ) -> WeightLoss:
-    """Return how much of the update `merged - before` is lost in the `stored` weight. All three have one shape.
+    """Return how much of the update `merged - before` is lost in the `stored` weight. The three tensors have the same shape.
 
     Args:
         before: W, in any float dtype.

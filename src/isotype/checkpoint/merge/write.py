@@ -50,7 +50,7 @@ def check_output(output: Path) -> None:
     file = is_file(output)
     if why := why_unusable(output.parent):
         if why in map(os.strerror, NO_ROOM):
-            raise _no_room(output, why, "a directory with room that can be written")
+            raise _no_room(output, why, "a writable directory on a disk with free space")
         what, expected = f"--output {output}: {why}", "a directory that can be created"
         raise UsageError.of("cannot write to the output directory", what, expected, "give another one")
     if output.is_dir() and not file and not any(output.iterdir()):
@@ -68,7 +68,7 @@ def is_file(output: Path) -> bool:
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return the path to write: `directory`, or a GGUF file in it that is named after `output` or after its type."""
+    """Return the path to write: `directory`, or a GGUF file in `directory`, named after `output` or after the type."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -186,7 +186,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write the files of `save_pretrained` from `parts`, with `dtype` in the config and `room` bytes for each header."""
+    """Write the files of `save_pretrained` from `parts`; `dtype` is for the config, `room` is the bytes of a header."""
     left_out = never_saved(model)
     shards = Shards(directory, room)
     try:
@@ -205,7 +205,7 @@ def write_model(
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return a model's tensors as checkpoints of transformers store them: the conversions of loading are reversed."""
+    """Return a model's tensors as a checkpoint has them: transformers' conversions of the load are reversed."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -225,7 +225,7 @@ def disk_errors(output: Path) -> Iterator[None]:
             raise
         number, reason = failure
         full = "the disk is full: " if number in NO_ROOM else ""
-        raise _no_room(output, f"{full}{reason}", "a directory with room that can be written") from error
+        raise _no_room(output, f"{full}{reason}", "a writable directory on a disk with free space") from error
 
 
 def _no_room(place: Path, what: str, expected: str) -> SaveError:
@@ -320,7 +320,7 @@ class Shards:
         text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":"))
         header = text.encode().ljust(self._room)
         if len(header) != self._room:
-            raise RuntimeError(f"{self._path(len(self._files))}: more names than there was room for")
+            raise RuntimeError(f"{self._path(len(self._files))}: the header is too long")
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
         self._file.close()
