@@ -143,7 +143,7 @@ def test_weights_that_no_module_of_an_adapter_can_hold_are_refused(tmp_path: Pat
     model = isotype.load(tmp_path, policy, model_class=transformers.BertForMaskedLM)
     assert refused(isotype.UsageError, isotype.add_lora, model, policy) == (
         "weights that are in no file would be lost\n"
-        "  - cls.predictions.bias: drawn when the model was loaded, and no module that the adapter can save\n"
+        "  - cls.predictions.bias: drawn at random during the load, and outside of the modules that the adapter can save\n"
         "    expected  weights that are in the checkpoint or in the adapter\n"
         "    fix       model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
     )

@@ -221,7 +221,7 @@ def test_the_mask_of_sequences(window: int | None, causal: bool) -> None:
             "h100",
             BF16,
             {"attention_dropout": 0.1},
-            "attention drops scores (attention_dropout), which attention by lengths does not",
+            "the model's attention has dropout (attention_dropout), and attention by lengths has none",
         ),
         ("h100", BF16, {"_attn_implementation": "eager"}, "the attention implementation is eager"),
     ],

@@ -94,7 +94,7 @@ def test_a_layer_that_is_left_out_really_is_passed_by() -> None:
 def test_routers_are_left_out_unless_named(name: str) -> None:
     model = adapted(name)
     assert not {"gate", "router", "layer"} & last(names_adapted(model))
-    assert "routers are adapted only where their names are given" in model.adapter_notes[0]
+    assert "routers get adapters only if the targets name them" in model.adapter_notes[0]
 
 
 def test_a_router_that_is_named_is_adapted() -> None:
@@ -112,14 +112,14 @@ def test_what_is_adapted_is_counted() -> None:
     assert adapted("qwen3_moe").adapter_notes == (
         f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values) and "
         f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values); not on 2 routers "
-        f"(gate: {routers} of {total:,} values): routers are adapted only where their names are given",
+        f"(gate: {routers} of {total:,} values): routers get adapters only if the targets name them",
         "adapters of experts hold 3,584 values: rank 2 for each of 4 experts in 2 layers",
     )
     assert adapted("qwen3_moe", lora_bias=True).adapter_notes == (
         f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values); not on "
         f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values): PEFT cannot adapt them "
-        f"with lora_bias True; not on 2 routers (gate: {routers} of {total:,} values): routers are adapted only where "
-        "their names are given",
+        f"with lora_bias True; not on 2 routers (gate: {routers} of {total:,} values): routers get adapters only "
+        "if the targets name them",
     )
     assert adapted("llama").adapter_notes == ()
 

@@ -265,7 +265,7 @@ def test_weights_that_are_not_finite_are_refused_where_they_are_loaded(model, da
         f"  - {broken}: 2 tensors with NaN or infinity: model.layers.0.self_attn.q_proj.weight "
         "(1 infinite of 4,096, float32), model.norm.weight (3 NaN of 64, float32)\n"
         "    expected  finite numbers\n"
-        "    fix       copy, download or train them again: nothing repairs them\n"
+        "    fix       copy, download or train the weights again: nothing repairs them\n"
     )
     assert main(["chat", str(broken), "--ask", "w1"]) == 2
     assert "2 tensors with NaN or infinity" in capsys.readouterr().err

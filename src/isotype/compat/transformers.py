@@ -315,7 +315,7 @@ SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks and would never call."""
+    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks, and therefore would never call."""
     installed = Version(version("transformers"))
     steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]

@@ -55,7 +55,7 @@ _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 class Parser(ValueParser):
     """An argparse parser that collects invalid values in `problems` instead of stopping at the first.
 
-    `parse_args` raises one error for all problems and unknown names; callers of `parse_known_args` raise it themselves.
+    `parse_args` raises one error for all problems and unknown names; after `parse_known_args` the caller raises the error.
     Names of arguments cannot be abbreviated.
     """
 

@@ -90,7 +90,7 @@ def leaves(result: Any) -> Iterator[Any]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (`[position]`, tensor) of the tensors in a function's arguments and in nested lists of these."""
+    """Return (`[position]`, tensor) of the tensors in a function's arguments, also in nested lists."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
     return [(f"[{position}]", leaf) for position, leaf in arguments if isinstance(leaf, torch.Tensor)]
 

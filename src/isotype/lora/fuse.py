@@ -43,7 +43,7 @@ _TOKENS = 4
 def same_input(
     model: Any, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
 ) -> tuple[list[tuple[str, ...]], str]:
-    """Return (groups of the names of `layers`, why the model could not be run or "").
+    """Return (names of `layers` in groups with the same input, why the model could not be run or "").
 
     A group's layers are children of one module that are called one after another with the same tensor; a layer without
     such neighbours is a group of its own. The model runs once in evaluation, without gradients, with `inputs` (None: a
@@ -233,8 +233,8 @@ def fuse(
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
-        inputs: keyword arguments of the forward for that run. By default the inputs are a few tokens, which pass through
-            the language model but through no vision tower.
+        inputs: keyword arguments of the forward that finds layers with the same input. By default the inputs are a few tokens,
+            which pass through the language model but through no vision tower.
         budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU. On a CPU it is a quarter
             of the free memory, because dequantizing a weight takes more than half as long as its product. Sharded (FSDP2)
             models have no copies.

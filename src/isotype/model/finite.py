@@ -26,13 +26,13 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def refuse(source: object, broken: Mapping[str, str]) -> None:
-    """Raise CheckpointError if `broken`, a result of `not_finite`, names a tensor."""
+    """Raise CheckpointError if `broken`, the result of `not_finite`, is not empty."""
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
-    fix = "copy, download or train them again: nothing repairs them"
+    fix = "copy, download or train the weights again: nothing repairs them"
     if any(words.endswith("float16") for words in broken.values()):
-        fix += "; if the file itself is sound, float16 is too small for it: give --dtype bfloat16 or float32"
+        fix += "; if the file has only finite values, they exceed float16: give --dtype bfloat16 or float32"
     what = f"{source}: {plural(len(broken), 'tensor')} with NaN or infinity: {which}"
     raise CheckpointError.of("weights that are not finite", what, "finite numbers", fix)
 

@@ -186,7 +186,7 @@ def repacking(layer: Any) -> str | None:
         return None  # disabled by the user
     rows, *more = (int(size) for size in state.shape)
     if len(more) != 1:
-        return f"a weight of {1 + len(more)} dimensions, where it takes two"
+        return f"a weight of {1 + len(more)} dimensions, where repacking takes two"
     if rows % _BLOCK_ROWS:
         return f"{rows} rows are no multiple of {_BLOCK_ROWS}"
     if more[0] % state.blocksize:

@@ -87,7 +87,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
         else:
             stuck.append(name)
     if stuck:
-        what = f"{listed(stuck)}: drawn when the model was loaded, and no module that the adapter can save"
+        what = f"{listed(stuck)}: drawn at random during the load, and outside of the modules that the adapter can save"
         expected = "weights that are in the checkpoint or in the adapter"
         fix = "model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
         raise UsageError.of("weights that are in no file would be lost", what, expected, fix)
@@ -289,7 +289,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.reader is not None:
         return f"{weight.reader} uses their weights without calling the layers, so an adapter would have no effect"
     if weight.kind == _ROUTER and weight.name not in targets.excluded:
-        return "routers are adapted only where their names are given"
+        return "routers get adapters only if the targets name them"
     if weight.name in targets.excluded:
         return targets.excluded[weight.name]
     if weight.kind == _LINEAR:

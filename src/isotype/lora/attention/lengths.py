@@ -51,7 +51,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
         return f"torch {torch.__version__} has no attention by lengths with a scale and windows"
     rates = {name: value for name, value in config.to_dict().items() if "drop" in name and "att" in name}
     if dropped := [name for name, value in rates.items() if isinstance(value, float) and value > 0]:
-        return f"attention drops scores ({', '.join(dropped)}), which attention by lengths does not"
+        return f"the model's attention has dropout ({', '.join(dropped)}), and attention by lengths has none"
     return None
 
 
@@ -67,7 +67,7 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
     if sequences is None:
         return sdpa_mask(*args, local_size=local_size, **kwargs)
     if kwargs.get("use_vmap"):
-        raise NotImplementedError("a mask by a function of the model's own")
+        raise NotImplementedError("the model has its own mask function")
     return Sequences(sequences.ends, sequences.longest, local_size)
 
 

@@ -149,7 +149,7 @@ def _forward_adapted(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return _computed(self, x, inputs)
     if self.training and _drops(self):
         what = f"{type(base_of(self)).__name__}, whose adapters have dropout: {reason}"
-        expected = "isotype's own function of experts: PEFT's has no dropout"
+        expected = "isotype's function for experts: PEFT's function has no dropout"
         raise PrecisionError.of("dropout on experts would be left out", what, expected, "lora_dropout 0")
     return self.plain.forward(self, x, *args, **kwargs)
 

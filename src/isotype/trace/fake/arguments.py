@@ -34,7 +34,7 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """Return the names of an operator's number arguments that have to fit into the tensor's dtype on a device kind."""
+    """Return the names of an operator's number arguments that have to fit into the tensor's dtype on this kind of device."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
@@ -86,7 +86,7 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Return an operator's results in the measured dtypes; unchanged if the numbers of results and dtypes differ."""
+    """Return an operator's results in the measured dtypes, or unchanged if there are not as many dtypes as results."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result

@@ -104,7 +104,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return `index` within the rows of `tensor`: the number that is assumed for the last expert may be too large."""
+        """Return `index`, limited to the rows of `tensor`: the assumed number of the last expert may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -119,7 +119,7 @@ class Functions(TorchFunctionMode):
         return [listed(item) if isinstance(item, torch.Tensor) else self._numbers(item) for item in value]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function as the device would; if it raises for its operands' dtypes, convert them and call it again."""
+        """Call a function as the device would; if it raises for the operands' dtypes, convert them and repeat the call."""
         recorder, device = self._recorder, self.attention
         as_on_device = device and device.as_on_device(func, args, kwargs, recorder.autocast)
         with as_on_device or contextlib.nullcontext():

@@ -53,7 +53,7 @@ _KNOWN: dict[Any, Any] = {}
 
 
 class Kernels:
-    """Runs operators on the fakes of one mode."""
+    """Runs operators on the fake tensors of one `FakeTensorMode`."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

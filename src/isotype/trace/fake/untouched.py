@@ -31,7 +31,7 @@ _LIMIT = 20_000
 _FUNCTIONS = 500
 """Maximum number of functions whose globals are visited, the nearest first."""
 _MOST_REFERENTS = 200
-"""Maximum number of objects behind a memo or an iterator that are searched for a tensor of the trace."""
+"""Maximum number of objects in a memo or an iterator that are searched for a tensor of the trace."""
 _LONG = 1_000
 """The elements of a longer container are not visited, only saved."""
 _ARRAY_BYTES = 1 << 20

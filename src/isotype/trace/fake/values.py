@@ -1,9 +1,9 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
 Fake tensors have no values, but a model's code branches on some values: the number of images, the rows of an expert.
-Values that depend only on the inputs are computed for real and stored on the fake tensor. Values that depend on weights
-get a stand-in: the dtypes of a step do not depend on them. Results of comparisons are guessed where the numbers are
-unknown, so that counts, selections and splits by the same mask agree.
+Values that depend only on the inputs are computed for real and stored on the fake tensor. Values that depend on weights get a
+stand-in: the dtypes of a step do not depend on these values. Results of comparisons are guessed where the numbers are unknown,
+so that counts, selections and splits by the same mask agree.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Values:
         setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
 
     def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
-        """Return the error of `tensor`'s value that rounding to 16 bits has caused, and where it was rounded first."""
+        """Return the error of `tensor`'s value that rounding to 16 bits has caused, and where the value was rounded first."""
         value = self.of(tensor)
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
@@ -313,7 +313,7 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return the random number that an operator might draw: 0.5, the integer 1 if allowed, or an unchanged order.
 
-    Models skip layers and choose indices by such numbers. Several numbers and long permutations stay unknown: None.
+    Models skip layers and choose indices by such numbers. Several numbers and long permutations are unknown (None).
     """
     dtype = kwargs.get("dtype")
     if packet is aten.randperm:

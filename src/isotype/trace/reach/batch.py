@@ -192,7 +192,7 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the token ids of the small copy; `tokens` maps the model's ids to the copy's, None if equal."""
+    """Return the batch with the small copy's token ids; `tokens` maps the model's ids to these, None if they are equal."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

@@ -57,7 +57,7 @@ class NoCopyError(Exception):
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
-    """Return a small copy of `model` for inputs with these token ids; its weights are random, or have noise.
+    """Return a small copy of `model` for inputs with these token ids; its weights are random, or the model's with noise.
 
     Args:
         model: the model, real or on the meta device; it is not changed.
