@@ -113,4 +113,6 @@ def test_an_incomplete_checkpoint_has_no_plan(tmp_path, capsys):
 
 def test_arguments_of_a_plan_need_a_plan(saved, capsys):
     assert main(["inspect", str(saved("llama")), "--dtype", "bf16"]) == 2
-    assert "--dtype\n    expected  --plan beside these arguments" in capsys.readouterr().err
+    assert (
+        "--dtype\n    expected  --plan, because only a plan uses these arguments" in capsys.readouterr().err
+    )

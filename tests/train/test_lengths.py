@@ -94,7 +94,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     found = json.loads(out)["setup"]
     # Of 8 rows asked for there are 5; a trainer may add a token at the end.
     assert found["batch"]["input_ids"] == [5, longest + 7]
-    counted = f"counted by the tokenizer of {model} (a vocabulary of 64)"
+    counted = f"counted by the tokenizer of {model} (64 tokens in its vocabulary)"
     assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}"
     assert found["details"] == [
         "LoRA r 16 alpha 32 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
@@ -118,7 +118,7 @@ def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     plan = plan_of(*parse_options(argv))
     assert plan.length is not None
     assert 8 < plan.length < 40
-    assert "of embedded:smollm2 (a vocabulary of 385)" in plan.data
+    assert "of embedded:smollm2 (385 tokens in its vocabulary)" in plan.data
     assert not any("tokenizer" in note for note in plan.notes)
 
 

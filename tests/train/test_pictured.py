@@ -211,7 +211,7 @@ def test_rows_with_pictures_are_not_joined(name):
     assert message == (
         "rows with pictures are not joined\n"
         f"  - --{name} True, and pictures in the column 'images'\n"
-        "    expected  a row of the batch for each example\n"
+        "    expected  a separate row of the batch for each example\n"
         f"    fix       leave --{name} out"
     )
 

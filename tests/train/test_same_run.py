@@ -248,7 +248,7 @@ def test_a_checkpoint_without_a_day_goes_on_with_today_and_says_so(
     on(11, monkeypatch)
     _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
     assert days[1:] == [{"w11"}]
-    assert "2026-11-11: today: checkpoint-2 records no day, and may have been trained with another" in text
+    assert "2026-11-11: today: checkpoint-2 records no day, and its run may have used another day" in text
 
 
 def test_a_date_in_the_rows_is_the_same_on_every_day(

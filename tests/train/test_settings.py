@@ -66,7 +66,7 @@ def test_contradictions_are_all_named_with_both_flags():
     assert message(*argv) == (
         "the arguments disagree about precision\n"
         "  - --dtype float32 and --bf16\n"
-        "    expected  one compute dtype (in isotype, --dtype names it and the weights follow)\n"
+        "    expected  one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it\n"
         "    fix       leave --bf16 out for float32, or give --dtype bfloat16\n"
         "  - --quantization nf4 and --load_in_8bit\n"
         "    expected  one quantization\n"

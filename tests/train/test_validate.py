@@ -155,7 +155,7 @@ def test_auto_must_not_come_out_at_a_refused_dtype():
     assert refused(PrecisionError, check_policy, settings("--bf16", "False"), POLICY) == (
         "the arguments disagree about precision\n"
         "  - --dtype auto, which is bfloat16 in this run, and --bf16 False\n"
-        "    expected  a compute dtype that is not excluded\n"
+        "    expected  a compute dtype that no argument excludes\n"
         "    fix       --dtype float32, or --dtype float16"
     )
 

@@ -57,13 +57,13 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the command to run after a step without errors (a training or a plan), by its description."""
+    """Return {description: command} of the command to run next, a training or a plan; empty if there is none."""
     if command is None:
         return {}
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
         tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
-        return {"see how fast the model trains, and the command of the training": tokens}
+        return {"show how fast the model trains, and print the training command": tokens}
     # A training has no argument for FSDP1, and needs a data set.
     if options.fsdp == 1 or "dataset_name" not in command:
         return {}

@@ -75,8 +75,8 @@ def inspect(argv: Sequence[str], console: Console) -> int:
     if options.plan:
         return _inspect_plan(options, console)
     if flags := [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]:
-        expected = "--plan beside these arguments: file headers have no policy"
-        raise UsageError.of("arguments of a plan without --plan", " ".join(flags), expected, "add --plan")
+        expected = "--plan, because only a plan uses these arguments"
+        raise UsageError.of("arguments that need --plan", " ".join(flags), expected, "add --plan")
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 
@@ -100,7 +100,7 @@ def _inspect_for(options: argparse.Namespace, console: Console) -> int:
     program, *models = options.program
     if program not in CONSUMERS or len(models) > 1:
         what = f"--for {' '.join(options.program)}"
-        expected = f"one of {', '.join(CONSUMERS)}, and at most one model after it"
+        expected = f"one of {', '.join(CONSUMERS)}, then at most one MODEL"
         raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
     fit = fit_of(options.path, program, *models)
     if options.json:
@@ -140,7 +140,7 @@ def quality_parser() -> Parser:
     parser = Parser(
         prog="isotype quality",
         description="Measure how storing each linear layer in 4, 8 or 16 bits changes the distribution of the next token, in nats. Weights are "
-        "read from disk block by block. Results on isotype's own texts are cached; --quantization mixed uses them.",
+        "read from disk block by block. Results on isotype's own texts are cached, and --quantization mixed uses the cached results.",
     )
     add = parser.add_argument
     add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
@@ -153,7 +153,7 @@ def quality_parser() -> Parser:
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats for which one forward measures all layers together; for other formats the layers' values are added up (default nf4)",
+        help="formats for which one forward also measures all layers stored together; for other formats, the sum over the layers is printed (default nf4)",
     )
     add("--device", help="device to compute on (default cpu)")
     add("--revision", help="branch, tag or commit of a hub id")
@@ -277,7 +277,8 @@ def merge_parser() -> Parser:
         help="directory for the merged model, or a GGUF file NAME.gguf (in 16 bits without --gguf)",
     )
     parser.add_argument(
-        "--base", help="the 16-bit original of a quantized base model; the adapter is merged into it instead"
+        "--base",
+        help="the 16-bit original of a quantized base model; the adapter is merged into the original",
     )
     parser.add_argument(
         "--dtype",

@@ -41,7 +41,7 @@ _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
 """Commands whose results are files: they continue if standard output is closed."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
-"""Methods that isotype does not have, although their names are similar to those of other methods."""
+"""Methods of TRL that isotype lacks; a similar name of another method is not suggested for them."""
 
 _METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
 _USAGE = f"""\
@@ -126,7 +126,7 @@ def _report(error: Exception, command: str) -> int:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without isotype's `--debug`, and True if it was given; transformers' `--debug VALUE` stays."""
+    """Return the arguments without isotype's `--debug`, and True if they had it; transformers' `--debug VALUE` stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"

@@ -91,10 +91,10 @@ def _problems() -> Iterator[Problem]:
 
 @cache
 def first_to_fail() -> bool:
-    """Return True if this rank is the first to report a failure, because the other ranks fail soon after it.
+    """Return True if this rank is the first to report a failure; the others fail soon after, and only one message is printed.
 
     The ranks agree through the store of torchrun or accelerate, which outlives the ranks. Without a store, return True.
-    A rank that reports twice (how to save memory, then the error) is the first both times.
+    If the first rank reports twice (how to save memory, then the error), the result is True both times.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

@@ -30,7 +30,7 @@ CRASHED = 1
 
 _DESCRIPTION = """\
 Run a training script unchanged and watch its first step: failures and costs are reported before the step, a crash is
-explained under its traceback. Output and exit status stay the script's own; isotype writes to standard error."""
+explained under its traceback. The script's output and exit status do not change; isotype writes to standard error."""
 
 _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
@@ -62,7 +62,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parse isotype's options before the script or `-m MODULE`; the script gets the arguments after it."""
+    """Parse isotype's options before SCRIPT or `-m MODULE`; the script gets all later arguments."""
     flags, rest = _split(list(argv))
     parser = Parser(
         prog="isotype run",
@@ -72,7 +72,10 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("--steps", type=int, default=1, metavar="N", help="number of optimizer steps to watch (default: 1)")
-    add("--device", help="the device profile (t4, h100) to judge for; default: the device in use")
+    add(
+        "--device",
+        help="the device profile (t4, h100) for which the step is judged; default: the device in use",
+    )
     add(
         "--preflight-seconds",
         type=float,
@@ -101,7 +104,7 @@ def parse(argv: Sequence[str]) -> Options:
         problems.append(Problem(f"--steps {options.steps}", "1 or more", fix))
     if not options.preflight_seconds >= 0:
         what = f"--preflight-seconds {options.preflight_seconds:g}"
-        problems.append(Problem(what, "0 or more", "0 if the first step shall not be traced"))
+        problems.append(Problem(what, "0 or more", "--preflight-seconds 0 skips the trace of the first step"))
     if problems or target is None:
         raise UsageError("nothing to run", problems)
     seconds = 0.0 if options.no_preflight else options.preflight_seconds

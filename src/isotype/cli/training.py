@@ -90,7 +90,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _planned(command: Command, console: Console) -> Command:
-    """Return the command with a value that `isotype plan` chooses for this machine in place of each `auto`."""
+    """Return the command; values that `isotype plan` chooses for this machine replace each `auto`."""
     if not command.planned:
         return command
     from isotype.planning.from_request import resolve_auto, words_of

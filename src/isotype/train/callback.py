@@ -58,17 +58,17 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     - Before the first forward, the step is checked on fake tensors (`isotype.check`) with the first batch. After the
       first step, the dtypes of the optimizer state are checked.
     - Before every update, loss and gradient norm are checked. If one is not finite, and no GradScaler skips the step,
-      the same batch is run again under a recorder. The training ends with an error that names the first operator whose
-      result is not finite: its module, operands, source line and cause.
+      the same batch is run again, and the result of every operator is checked. The training ends with an error on the
+      first operator whose result is not finite: its module, operands, source line and cause.
     - A step that the GradScaler skips does not advance the learning rate schedule. Products of 16-bit matrices on a GPU
       accumulate in float32 (`isotype.lora.kernels`). Each checkpoint gets the policy as a file.
 
     Args:
-        policy: by default the model's policy. For a model without a policy, every run derives one from the model's
+        policy: by default the model's policy. If the model has no policy, every run derives a policy from the model's
             dtypes and the trainer's arguments (`fp16`, `bf16`), and casts no frozen weight.
         check: reaction to errors of the preflight, and to a trainer that contradicts the policy (GradScaler, optimizer
             state not in the master dtype, rounded values): `"error"` raises PrecisionError, `"warning"` logs, None
-            disables both checks. An error that rests on an assumption about the device is only logged.
+            disables both checks. An error that follows from a contract not measured on the device is only logged.
         watch: True to end the training at a loss or a gradient that is not finite.
         ranges: measured value ranges for the preflight; None if they are unknown. By default, the ranges of a float16
             step are measured on its first batch, which takes additional memory.
@@ -177,7 +177,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors by `self.check`, and log its other findings."""
+        """Raise the preflight's errors or log them, as `self.check` requests; log its other findings."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # kinds of which the policy has warned already
@@ -199,7 +199,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Bring the model under the policy and log the changes: those of frozen weights as warnings."""
+    """Bring the model under the policy and log the changes; a change of a frozen weight is a warning."""
     frozen = {
         f"{place.name}.{name}" if place.name else name
         for place in places(model)
@@ -225,7 +225,8 @@ def before_first_step(
 
     Args:
         handle_report: function of the report; an exception that it raises ends the training.
-        outermost: the module that the trainer calls; if it is compiled as a whole, only its hooks run outside the graph.
+        outermost: the module that the trainer calls. If torch.compile compiles this module, hooks of its submodules are in
+            the graph, and only its own hooks run outside of the graph.
         ranges: measured value ranges; None if they are unknown; `measure` to measure a float16 step on this batch.
     """
 
@@ -252,13 +253,13 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding rests on an operator contract that was not measured on the device."""
+    """Return True if a finding is inferred from an operator contract that was not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
 
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
-    """Derive the policy of a model without a policy, in a trainer with these arguments. It casts no frozen weight.
+    """Derive a policy from the model's dtypes and the trainer's arguments; the policy casts no frozen weight.
 
     | role | the first that exists of |
     |---|---|
@@ -279,7 +280,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
         headline = "weights of different dtypes and no autocast"
         what = f"frozen weights in {dtype_name(others[0])} beside float32 master weights"
         fix = "train with bf16=True or fp16=True, or load the model in float32"
-        raise PrecisionError.of(headline, what, "one dtype, or autocast between them", fix)
+        raise PrecisionError.of(headline, what, "all weights in one dtype, or autocast", fix)
     policy = resolve_precision(
         model,
         dtype=compute,
@@ -324,7 +325,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the state of parameters in the dtype `master` to `master`, too: `optimizer.step` requires equal dtypes."""
+    """Cast the optimizer state of parameters in the dtype `master` to `master`; `optimizer.step` requires equal dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -359,8 +360,8 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return an error if the values of a resumed run were rounded while they were loaded, else None.
 
-    `model.load_adapter` copies saved values into 16-bit parameters, and then casts these to float32. So the rounding
-    shows only in the values, not in their dtype.
+    `model.load_adapter` copies saved values into 16-bit parameters, and then casts the parameters to float32. Their dtype
+    does not show the rounding, but float32 values that a 16-bit dtype represents exactly do.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (

@@ -33,7 +33,7 @@ PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""Generation settings that replace those of a checkpoint, which could need code from the hub or prevent streaming."""
+"""Generation settings that replace a checkpoint's settings: these could need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A plain text to continue, or a conversation."""
 LONGEST = 200
@@ -285,7 +285,7 @@ def _turn(
     interactive: bool,
     console: Console,
 ) -> list[Message]:
-    """Print the answer to the last message, and return the turns that fit into the context with the answer."""
+    """Print the answer to the last message; return the turns that fit into the context, with the answer as the last turn."""
     turns, longest = _fitting(model, tokenizer, messages, options.max_new_tokens)
     if len(turns) < len(messages):
         console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
@@ -306,8 +306,11 @@ def _fitting(
 ) -> tuple[list[Message], int]:
     """Return the system message with the latest turns that leave room for an answer, and the answer's largest length.
 
-    If `max_new_tokens` is None, the room is for `LONGEST` tokens or half of the context, whichever is less; for one
-    token if only the question is left. UsageError: the question alone does not fit.
+    If `max_new_tokens` is None, turns are dropped until `LONGEST` tokens or half of the context, whichever is less, are
+    free for the answer. If only the question is left, one free token is enough.
+
+    Raises:
+        UsageError: the question alone does not fit.
     """
     limit = positions(model)
     if limit is None:

@@ -31,7 +31,7 @@ Options = tuple[tuple[str, Any], ...]
 class CompiledBlock(Swapped):
     """Block whose forward is compiled if gradients are enabled; evaluation and generation run eagerly.
 
-    In generation all blocks could not share a graph, because each has another index in the key-value cache.
+    During generation blocks cannot share a graph, because every block has a different index in the key-value cache.
     """
 
     compiled_original: type[nn.Module]
@@ -82,8 +82,8 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
     if not blocks:
         return "compiled: nothing, because the model has no list of blocks; the whole model runs eagerly"
     return (
-        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps, with the LoRA "
-        "layers of PEFT: torch.compile cannot trace the layers that isotype fuses"
+        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps; PEFT "
+        "computes the LoRA layers, because torch.compile cannot trace fused layers"
     )
 
 

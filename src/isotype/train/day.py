@@ -18,7 +18,7 @@ def day_of_run(resume: Path | None) -> date:
 
 
 def mark(run: Run, tokenizer: Any) -> None:
-    """Store the day as an attribute of the tokenizer: `datasets` caches tokenized rows under a key of these attributes."""
+    """Store the day as an attribute of the tokenizer: the cache key of tokenized rows in `datasets` then includes the day."""
     if writes_date(tokenizer) or getattr(run.settings.training, "chat_template_path", None) is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
 
@@ -33,7 +33,7 @@ def day_note(run: Run, tokenizer: Any) -> str | None:
     if run.resume is None:
         which = "the day of the run's start, which a resumed run keeps"
     elif template_date(run.resume) is None:
-        which = f"today: {run.resume.name} records no day, and may have been trained with another"
+        which = f"today: {run.resume.name} records no day, and its run may have used another day"
     else:
         which = f"as in {run.resume.name}, from which the run resumes"
     return f"the chat template can write today's date; it writes {day}: {which}"

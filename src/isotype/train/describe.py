@@ -49,7 +49,7 @@ _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "
 def policy_rows(
     policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (role, dtype, reason) for the rows of the policy, the optimizer state of `--optim`, and `choice`."""
+    """Return (role, dtype, reason) for the policy's rows, the state of the optimizer, and gradient checkpointing."""
     name = str(getattr(optimizer, "value", optimizer))
     rows, state = {row[0]: row for row in policy.rows()}, state_of(name)
     if state is not None:
@@ -175,7 +175,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return notes for the user: stacked experts that a quantized model keeps in a float dtype, and `adapter_notes`."""
+    """Return notes for the user: the model's `adapter_notes`, and stacked experts that quantization leaves in a float dtype."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     named = {
@@ -306,6 +306,6 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the report's row on the language-model head if the run has measured two heads to choose one; else no row."""
+    """Return the report's row on the language-model head if the run timed two functions for the head; else no row."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

@@ -18,7 +18,7 @@ from isotype.train.command.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:
-    """Return the profile of `--device`; raise UsageError if it is not in this machine, or not the first of its kind."""
+    """Return the profile of `--device`; raise UsageError if this machine lacks the device, or if its index is not 0."""
     device = settings.extra.device
     profile = device_profile(device)
     if not profile.present:

@@ -30,7 +30,7 @@ FIELDS_OF_CONFIG = {
 
 
 def start_of(settings: Settings) -> Settings:
-    """Return the settings; if `--model_name_or_path` names an adapter, with this adapter and its base model.
+    """Return the settings; if `--model_name_or_path` names an adapter, they contain this adapter and its base model.
 
     Storage and compute dtype are then those in which the adapter was trained, unless arguments request others.
 
@@ -79,12 +79,12 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
     task, wanted = task_of(adapter.config), settings.method.task_type
     if task not in (wanted, None):
         merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
-        expected = f"one for {wanted}, which isotype {settings.method.name} trains"
+        expected = f"an adapter for {wanted}, which isotype {settings.method.name} trains"
         fix = f"merge it first ({merged}) and start from the merged model"
         yield Problem(f"an adapter for {task}", expected, fix)
     if settings.precision.trainable == "full":
         fix = "leave it out, or merge the adapter first"
-        yield Problem("--use_peft False", "an adapter to be trained further", fix)
+        yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)
     for name, key in FIELDS_OF_CONFIG.items():
         asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
         has = sorted_names(getattr(adapter.config, key, None))
@@ -109,8 +109,8 @@ OF_FLOATS = ("orthogonal", "olora", "pissa")
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of each base weight is not saved: it is computed again whenever the adapter is attached. It is equal up to
-rounding, even if the decomposition then chooses other signs.
+The rest of each base weight is not saved: it is computed again whenever the adapter is attached. The result is
+the same up to rounding, even if the new decomposition has other signs.
 """
 
 LOFTQ = "loftq"
@@ -167,8 +167,8 @@ def brings_tokens(training: Any) -> bool:
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
     """Return a problem if the adapter was initialised from a part of the base weights, and the method needs a reference.
 
-    For a preference loss or a KL term, TRL makes the reference model by a second adapter with the same config. The
-    initialisation of this adapter would change the base weights a second time.
+    For a preference loss or a KL term, TRL adds a second adapter with the same config as the reference model. The
+    initialisation of the second adapter would change the base weights again.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
         return []

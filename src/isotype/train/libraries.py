@@ -27,7 +27,7 @@ LAST_TESTED = {
 
 
 def require_fitting_libraries() -> None:
-    """Log libraries newer than tested; raise UsageError if one lacks a function that isotype calls or overrides."""
+    """Log libraries that are newer than the tested ones; raise UsageError if a library lacks a function that isotype needs."""
     import trl.trainer.utils
     from transformers import Trainer
 

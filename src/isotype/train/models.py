@@ -131,7 +131,7 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 
 @contextmanager
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
-    """While a trainer is built, let TRL add the reference adapter `ref`; delete `ref` afterwards if it is not needed.
+    """Let TRL add the reference adapter `ref` while a trainer is built; then delete `ref` if it is not needed.
 
     A sharded model already has `ref`, and TRL only copies values into it. If the trained adapter is new, `ref` is not
     needed: the model with its adapter switched off computes the same.
@@ -292,8 +292,8 @@ def weightless_model(
     Args:
         model_class: a model class or auto class of transformers; None for the class that the config names.
         lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        fold: True to fold equal layers (see `isotype.model.fold`): before adapters are added, or afterwards if the
-            policy, the quantizer or the adapters' config selects layers by number.
+        fold: True to fold equal layers (see `isotype.model.fold`). Layers are folded before adapters are added; if the
+            policy, the quantizer or the adapters' config selects layers by number, after that.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
@@ -357,4 +357,4 @@ def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
         return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):
         return None
-    return Adapt((LANGUAGE,), "no row has a picture, so no loss depends on them")
+    return Adapt((LANGUAGE,), "no row has a picture, so no loss depends on these layers")

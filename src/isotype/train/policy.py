@@ -1,4 +1,4 @@
-"""Decides the policy of a run, with measured value ranges if it needs them, and enforces it on a trainer."""
+"""Decides the policy of a run, for float16 with measured value ranges, and enforces the policy on a trainer."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def policy_by_ranges(
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     """Raise PrecisionError for float16 if a norm or another parameter has values above 65504.
 
-    Linear layers and embeddings with larger values run in float32. The results of a norm with larger values may fit into
-    float16 when they are measured, but every update of an adapter changes them by this value times the learning rate.
+    Linear layers and embeddings with larger values run in float32. The results of a norm with larger weights may fit
+    into float16 when they are measured, but an update of an adapter changes them by the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return

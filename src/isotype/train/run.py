@@ -21,7 +21,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""Largest `every_n_layers`: with fewer checkpointed layers, the saved memory is less than the error of its estimate."""
+"""Largest `every_n_layers`: a larger number saves less memory than the error of the memory's estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 

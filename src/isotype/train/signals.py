@@ -26,13 +26,13 @@ _ECHO_SECONDS = 2.0
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """At the first Ctrl-C, SIGTERM or SIGHUP, end the training after the step and a checkpoint; at the second, at once.
+    """At the first Ctrl-C, SIGTERM or SIGHUP, finish the step, save a checkpoint and end the training; at the second, end at once.
 
     A second SIGHUP is ignored: a terminal that hangs up may send two (kernel and shell).
 
     Yield the list of signals received so far. Outside the main thread Python receives no signals, and the list stays
-    empty. At the end the former handlers are restored, but after a stop the `isotype` command ignores further signals,
-    so that it can print how to resume.
+    empty. At the end the former handlers are restored. After a stop, however, the `isotype` command ignores further
+    signals, so that it can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -97,7 +97,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
     """Callback that ends a training once its evaluation loss, or `--metric_for_best_model`, no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore only the counter from the checkpoint: transformers would also restore the stop of the former run."""
+        """Restore only the counter from the checkpoint: transformers would also restore the former run's decision to stop."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:

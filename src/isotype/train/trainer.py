@@ -47,8 +47,8 @@ class PolicyTrainer(WholeCheckpoints):
     def _free_inputs(self: Any) -> None:
         """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
-        TRL sets `requires_grad` when the trainer is built, and transformers (5.23) when the training begins. With it,
-        autograd would also run the backward of frozen layers below the first adapter.
+        TRL sets `requires_grad` when the trainer is built, and transformers (5.23) when the training begins. Autograd
+        would then also run the backward of frozen layers below the first adapter.
         """
         args = self.args
         if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
@@ -92,7 +92,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's method; hooks of embeddings get the rows of the batch joined, as TRL joins them."""
+        """Call the trainer's method; hooks of embeddings get the rows of the batch as one row, which TRL would make."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 

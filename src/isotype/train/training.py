@@ -139,7 +139,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`: isotype shards the model while it is loaded."""
+    """Return the settings for this machine, without `--fsdp`: isotype shards the model while loading, the trainer does not."""
     values = loading_arguments(settings, profile)
     auto = settings.auto_checkpointing
     if sharding is not None:
@@ -336,7 +336,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
         values = {**vars(settings.model), **vars(settings.training)}
         fix = cure_by_name(message, settings.command.values, values, f"isotype {settings.method.name}")
         headline = f"{trainer} does not take these arguments"
-        raise UsageError.of(headline, message, f"arguments that {trainer} takes together", fix) from error
+        raise UsageError.of(headline, message, f"arguments that {trainer} accepts together", fix) from error
 
 
 @contextmanager
@@ -368,7 +368,7 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
-    """Return a hub id that the trainer will read (chat template, reward model or reference model), or None."""
+    """Return the hub id from which the trainer will read a chat template, reward model or reference model, or None."""
     names = [getattr(settings.training, "chat_template_path", None)]
     names += [getattr(settings.script, "reward_model_name_or_path", None), source]
     return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)

@@ -79,7 +79,7 @@ def _read(settings: Settings, name: str) -> Any:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--lora_task_type`, by which PEFT chooses the trained head, belongs to another method."""
+    """Yield a problem if `--lora_task_type` belongs to another method; PEFT chooses the trained head by this argument."""
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
@@ -198,7 +198,9 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
         message = one_line(error)
-        yield Problem(f"{setting}: {message}", "arguments from which it can be built", fix)
+        yield Problem(
+            f"{setting}: {message}", "arguments from which the optimizer and its schedule can be built", fix
+        )
 
 
 def _schedule_cure(kind: Any) -> str:
@@ -293,7 +295,10 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
         if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
             what = f"--dtype auto, which is {name} in this run, and --{flag} False"
-            expected, fix = "a compute dtype that is not excluded", f"--dtype float32, or --dtype {other}"
+            expected, fix = (
+                "a compute dtype that no argument excludes",
+                f"--dtype float32, or --dtype {other}",
+            )
             raise PrecisionError.of("the arguments disagree about precision", what, expected, fix)
 
 

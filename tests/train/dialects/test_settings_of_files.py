@@ -119,8 +119,8 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
     assert caplog.messages == [
         "theirs.yaml: axolotl's file: 24 of its names are used; of the others:\n"
         "  tf32: no effect: products are in the compute dtype (--tf32 True for float32)\n"
-        "  datasets[0].type: not done: words around an instruction and its input; the prompt is both, with an empty line "
-        "between them\n"
+        "  datasets[0].type: not done: words around an instruction and its input; the prompt is the "
+        "instruction, an empty line and the input\n"
         "  sequence_len: not done: longer rows are not dropped but cut\n"
         "  model_type: no effect: the files of the checkpoint name its classes and its tokenizer\n"
         "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it (--attn_implementation "

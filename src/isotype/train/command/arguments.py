@@ -38,8 +38,8 @@ class IsotypeArguments:
     )
     base_memory: str | None = _argument(
         None,
-        "With --quantization mixed: most memory that the base model's weights may take, such as 6GiB. By default, "
-        "linear layers may take a tenth more than in nf4.",
+        "With --quantization mixed: maximum memory of the base model's weights, such as 6GiB. By default, the linear "
+        "layers may take a tenth more than with all of them in nf4.",
     )
     adapt: str | None = _argument(
         None,
@@ -55,8 +55,8 @@ class IsotypeArguments:
     device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
     ranges: str = _argument(
         "measure",
-        "For float16: measure the checkpoint's value ranges unless they are cached (measure), or use only cached "
-        "ranges (known).",
+        "For float16: measure the value ranges of the checkpoint and cache them (measure), or use ranges only if they are "
+        "cached (known).",
         choices=["measure", "known"],
     )
     fuse: bool = _argument(
@@ -71,13 +71,13 @@ class IsotypeArguments:
     )
     columns: str | None = _argument(
         None,
-        "Pairs of the trainer's and the data set's column names, such as prompt=question,completion=answer; or "
-        "alpaca, for a data set with the columns instruction, input and output.",
+        "The data set's column for each column of the trainer, such as prompt=question,completion=answer; or alpaca, for "
+        "a data set with the columns instruction, input and output.",
     )
     apply_chat_template: bool = _argument(
         False,
-        "Make messages of user and assistant from prompts and answers that are plain text, for the model's chat "
-        "template.",
+        "Turn plain-text prompts and answers into messages of the user and the assistant, which the model's chat template "
+        "renders.",
     )
     text_lines: bool = _argument(
         False, "Make an example of each line of a .txt file; by default the whole file is one example."
@@ -90,8 +90,8 @@ class IsotypeArguments:
     )
     tokens_per_step: int | None = _argument(
         None,
-        "With --per_device_train_batch_size auto: tokens of an optimizer step; by default, a step has as many rows as "
-        "with a batch size of 8.",
+        "With --per_device_train_batch_size auto: number of tokens in an optimizer step. By default, a step has as many rows "
+        "as with a batch size of 8.",
     )
     eval_split: float | None = _argument(
         None,
@@ -155,11 +155,11 @@ _EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1
 _GROUP = Limit(2, fix="give at least 2: a completion is compared with others of its prompt")
 _SCALE = Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing")
 _DROPOUT = Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
-_SHARE = Limit(0, 1, below=True, fix="give a share of 1")
+_SHARE = Limit(0, 1, below=True, fix="give a share between 0 and 1")
 
 
 def _names(module: str, name: str, what: Callable[[Any], list[str]] = list) -> Callable[[], list[str]]:
-    """Return a function that imports a library's object and returns the names in it."""
+    """Return a function that imports the object `module.name` and returns `what` of it, a list of names."""
     return lambda: what(getattr(import_module(module), name))
 
 

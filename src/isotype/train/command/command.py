@@ -221,7 +221,7 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` if the file sets variables and the command line cannot name this file; else ()."""
+        """Return `env NAME=VALUE …` for the variables of the file if `arguments` does not name the file; else ()."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
@@ -240,7 +240,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults of arguments that only the file sets; None if one of them cannot be written as a word."""
+        """Return the defaults that undo the file's arguments which this command lacks; None if one cannot be written."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -279,7 +279,7 @@ class Command:
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Return the command with `--dtype` as its only argument for the compute dtype; None: the checkpoint's dtype."""
+    """Return the command with `--dtype`, without arguments that contradict it; None: the checkpoint's dtype."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}
@@ -298,12 +298,12 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Return the command with `--quantization` as its only argument for storage; None: the compute dtype."""
+    """Return the command with `--quantization`, without other arguments for storage; None: stored in the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None if memory is None else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 
 def without_absent_device(command: Command, present: bool) -> Command:
-    """Return the command, without `--device` if this machine does not have the checked device."""
+    """Return the command; without `--device` if the checked device is not `present` in this machine."""
     return command if present or "device" not in command else command.but(device=None)

@@ -18,7 +18,9 @@ FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 Claim = tuple[str, str]
 """(an argument as the user wrote it, the dtype or format that it requests)."""
 
-_ONE_DTYPE = "one compute dtype (in isotype, --dtype names it and the weights follow)"
+_ONE_DTYPE = (
+    "one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it"
+)
 _NO_CAST = "leave it out: it would cast the master weights, too; evaluation runs in the compute dtype anyway"
 
 
@@ -127,4 +129,6 @@ def _other_problems(command: Command) -> Iterator[Problem]:
     if memory is not None and command["quantization"] != MIXED:
         what = f"--base_memory {memory} without --quantization mixed"
         fix = "add --quantization mixed, or leave it out"
-        yield Problem(what, "--quantization mixed, whose formats it limits", fix)
+        yield Problem(
+            what, "--quantization mixed, because --base_memory limits the formats that mixed chooses", fix
+        )

@@ -29,13 +29,13 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """A command and the dataclasses of its trainer. Nothing changes them: `but` returns a changed copy.
+    """A command and the dataclasses of its trainer. Never change it in place: `but` returns a changed copy.
 
     Attributes:
         sharding: sharding of the model over processes; None if it is not sharded.
         start: the adapter to train further; `model` then names its base model. None for a new adapter.
-        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing, which is on in
-            `training` until then.
+        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing. Until this decision,
+            gradient checkpointing is on in `training`.
         decided: values that the run has decided, by argument name; they replace those of the command.
     """
 
@@ -174,7 +174,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
             fix = f"leave {' or '.join(cures)} out"
         elif "num_generations" in message and (cures := list(_whole_groups(command, works))):
             fix = " or ".join(cures)
-        conflict = Problem(message, f"arguments that trl {command.method} takes together", fix)
+        conflict = Problem(message, f"arguments that trl {command.method} accepts together", fix)
         raise UsageError("invalid arguments", wrong or [conflict]) from error
     except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
         lacking = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
@@ -214,7 +214,7 @@ def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], *
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield arguments with which the completions of whole groups fill a batch: a smaller group, and a larger batch."""
+    """Yield arguments that fill a batch with whole groups of completions: a smaller group, and a larger batch."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
@@ -233,7 +233,7 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix for the arguments that a library's `message` names: leave given arguments out, and change the others."""
+    """Return a fix for the arguments that a library's `message` names: leave out `explicit` ones, or change others."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if that was given.

@@ -59,7 +59,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Convert the events per epoch in `name` to an interval, a share of all steps; None if it is the whole training."""
+    """Convert `name`, events per epoch, to the interval between events as a share of all steps; None for the whole training."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
@@ -97,7 +97,10 @@ def _data_set(inner: Reader) -> list[Rows]:
     else:
         shape, columns = "turns", _turns(inner, str(kind))
     if not columns or path is None:
-        known = ", ".join((*texts, *chats, *tables()["types"][method])) or "none, since code makes them"
+        known = (
+            ", ".join((*texts, *chats, *tables()["types"][method]))
+            or "none, because code makes axolotl's rows for this method"
+        )
         fix = "write the rows with isotype's columns (docs/training.md, Data), and give --dataset_name"
         what = "type" if "type" in inner.given else f"type: {kind}"
         inner.refuse(what, f"a path, and rows of a type: {known}", fix)

@@ -22,7 +22,7 @@ def method_of(reader: Reader) -> str | None:
     """Return the training method of the file; None for a stage that isotype lacks."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
-        fix = "isotype grpo and rloo train by rewards, from a file of their own"
+        fix = "isotype grpo and rloo train by rewards; write a file with isotype's names for them"
         reader.refuse("stage", f"one of {', '.join(methods)}", fix)
         return None
     return str(methods[stage])
@@ -60,7 +60,9 @@ def _rows(reader: Reader) -> None:
         whole = reader.get("finetuning_type") == "full"
         fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
         if whole or language or reader.get("lora_target", "all") == "all":
-            expected = "adapters on all parts of a model with pictures, or a training of all its weights"
+            expected = (
+                "adapters on all parts of a model with pictures, or training of all of the model's weights"
+            )
             what = f"freeze_vision_tower: {str(parts['vision_tower']).lower()}"
             reader.refuse(what, expected, fix if whole else _LANGUAGE)
     reader.use("freeze_vision_tower freeze_multi_modal_projector freeze_language_model")

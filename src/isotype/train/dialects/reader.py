@@ -19,7 +19,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""Note on names whose value makes the other program do nothing."""
+"""Note on names whose value switches a feature of the other program off."""
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -96,7 +96,7 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Settle `names` as translated into isotype's arguments `ours`; no arguments if isotype always does this."""
+        """Settle `names` as translated into isotype's arguments `ours`; without `ours`, isotype always does what they request."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
@@ -109,14 +109,14 @@ class Reader:
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Settle a name as refused; `what` is the name, or the name, a colon and the fault."""
+        """Settle a name as refused. `what` is `NAME`, or `NAME: FAULT`."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
         self._settled.add(name)
 
     def absorb(self, inner: Reader, prefix: str) -> None:
-        """Add the results of `inner`, which has read a part of the file, with `prefix` before its names."""
+        """Add the results of `inner`, the reader of a part of the file; `prefix` is put before the names of the part."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
@@ -245,9 +245,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-FRAME = (
-    "not done: words around an instruction and its input; the prompt is both, with an empty line between them"
-)
+FRAME = "not done: words around an instruction and its input; the prompt is the instruction, an empty line and the input"
 _NATIVE = {"messages": ["conversations"]}
 _ALPACA = {name: list(sources) for name, sources in PRESETS["alpaca"].items()}
 
@@ -286,7 +284,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Settle `names` as translated into the data sets `rows`, and the name `whole`, which requests loss on prompts."""
+    """Settle `names` as translated into the data sets `rows`, and translate the name `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))

@@ -74,8 +74,8 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
     """Yield a meter of the memory of `device` during a run.
 
     On CUDA, ROCm and XPU the meter reads torch's peak of allocated bytes. On other devices it samples the resident size
-    of this process every `SAMPLING_SECONDS`, and misses shorter peaks. (The kernel's `ru_maxrss` cannot be reset, and
-    includes the peak of loading.)
+    of this process every `SAMPLING_SECONDS`, and misses shorter peaks. The kernel's peak (`ru_maxrss`) cannot be used:
+    it includes the peak of loading and cannot be reset.
     """
     if device.type in ("cuda", "xpu"):
         yield _Allocated(device)

@@ -26,7 +26,7 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, or the reason why none is known ("": all were finite)."""
+"""Result of a repeated step: the first value that is not finite; the reason why it is unknown; or "" if all were finite."""
 
 
 @dataclass
@@ -34,9 +34,9 @@ class StepMeter:
     """Measures a trainer's optimizer steps between `attach` and `detach`, because callbacks get no batch and no loss.
 
     Args:
-        together: True if all processes read every step in a collective operation. If False (in a script), tokens are
-            not counted. The processes then combine their losses only if their common gradient norm is not finite, so
-            that all make the same decision and other steps need no synchronization.
+        together: True if all processes read every step in a collective operation. False in a script: tokens are not
+            counted, and the processes combine their losses only if the gradient norm, which is the same in all of them,
+            is not finite. All processes then make the same decision, and other steps need no synchronization.
         memory: measures the memory of a step; None if it is not measured.
         signals: the signals received so far that ask this process to stop.
 
@@ -99,9 +99,9 @@ class StepMeter:
         """Run a step again, each micro-batch with its random states; return the first result that is not finite."""
         trainer = self.trainer
         if not step.batches:
-            return "its batch was not seen"
+            return "no batch of the step was recorded"
         if str(getattr(trainer.accelerator, "distributed_type", "")).endswith("DEEPSPEED"):
-            return "DeepSpeed runs the backward by itself"
+            return "DeepSpeed runs the backward in its engine, not in the trainer"
         self.detach()
 
         def losses() -> Iterator[torch.Tensor]:

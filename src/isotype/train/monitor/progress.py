@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, narrower than the console by the width of ^C, which a terminal prints behind the live line."""
+    """`inner`, made narrower than the console: at Ctrl-C, a terminal prints ^C after the live line."""
 
     inner: RenderableType
 
@@ -94,7 +94,7 @@ class ProgressView:
             handler.setStream(sys.stderr)
 
     def update(self, step: int, total: int, record: StepRecord | None) -> None:
-        """Show that `step` of `total` steps are done; `record` is the last step's, or None before the first step."""
+        """Show that `step` of `total` steps are done; `record` describes the last step (None before the first)."""
         if record is None:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return

@@ -110,7 +110,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._record(step)
 
     def record_unread(self) -> str:
-        """Record the unread step after an exception, without checking it; return "", or why the record is missing."""
+        """Record the unread step after an exception, without checks. Return "", or the reason why the step has no record."""
         step, self._unread = self._unread, None
         if step is None:
             return ""
@@ -189,7 +189,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that calls `write` after some steps in rank 0, so that writing takes at most one per cent of the time.
 
-    `write` writes the report of the run so far. A SaveError is ignored, because writing the last report raises it again.
+    `write` writes the report of the run so far. A SaveError of `write` is ignored, because writing the last report raises
+    the error again.
     """
 
     _LEAST_SECONDS = 10.0

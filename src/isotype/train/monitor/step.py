@@ -2,7 +2,7 @@
 
 A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA can skip
 the update on the device (`found_inf`, which the GradScaler uses). The host then launches the update, and reads the
-values one step later without waiting. On other devices and with other optimizers, it reads the values before the update.
+values one step later without waiting. On other devices and with other optimizers, the host reads before the update.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
-    """Return the optimizer inside accelerate's wrapper, if a flag on the device can make it skip an update; else None.
+    """Return the optimizer inside accelerate's wrapper if a flag on the device can make it skip an update; else None.
 
-    Return None, too, if a GradScaler sets this flag, or if there are several processes: their stop requests must be read
-    before the update.
+    None, too, if a GradScaler sets this flag, or if there are several processes, because the host must read their stop
+    requests before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: manifests, damages, and the random states of the data order."""
+"""The checkpoints in an output directory: their manifests, missing or damaged files, and the order of rows in an epoch."""
 
 from __future__ import annotations
 
@@ -195,14 +195,14 @@ logger = logging.getLogger("isotype")
 
 @dataclass(frozen=True)
 class Order:
-    """An epoch's sampler, and the random states (of torch and of its generator) from which it draws the order of rows."""
+    """An epoch's sampler, and the random states of torch and of the sampler's generator, which determine the order of rows."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states from which an epoch draws the order of rows; None if seed and epoch determine it.
+    """Restore or record the random states that determine an epoch's order of rows; None if seed and epoch determine it.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch; None if the epoch begins at its start.
@@ -218,7 +218,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
         else:
             raise UsageError.of(
                 "the run cannot resume with its reference model",
-                f"{checkpoint} with --sync_ref_model, which has no reference model: sharded runs save none",
+                f"--sync_ref_model, and {checkpoint}, which has no reference model: sharded runs save none",
                 "a checkpoint of an unsharded run",
                 "begin again, or train without --sync_ref_model",
             )
@@ -261,7 +261,7 @@ def _restore(trainer: Any, sampler: Any, file: Path, moment: str) -> None:
     if saved.get("processes") != trainer.args.world_size:
         why = "of another number of processes" if saved else "not saved by isotype"
         logger.warning(
-            "%s is %s: rows may come in another order, and completions are generated again", file.parent, why
+            "%s is %s: the order of rows may differ, and completions are generated again", file.parent, why
         )
         return
     torch.set_rng_state(saved[moment]["torch"])

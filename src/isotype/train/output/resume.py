@@ -64,7 +64,9 @@ def resume_point(settings: Settings) -> Path | None:
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
     headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {requested}: {reason}"
     fix = (
-        f"complete in {root}: {others}" if others else f"there is no other in {root}: leave the argument out"
+        f"complete in {root}: {others}"
+        if others
+        else f"{root} has no other complete checkpoint: leave the argument out"
     )
     raise CheckpointError.of(headline, what, "a folder checkpoint-N that was saved to the end", fix)
 
@@ -144,7 +146,7 @@ TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
-    """Return the content of `RUN_FILE` in the resumed checkpoint; an empty mapping without this file or a checkpoint."""
+    """Return the content of `RUN_FILE` in the resumed checkpoint; empty if there is no checkpoint or no such file."""
     return {} if resume is None else read_json(resume / RUN_FILE) or {}
 
 
@@ -179,7 +181,7 @@ _POLICY = {
     "layers": "--quantization",
 }
 _PARTS = {True: "language", False: "all"}
-"""Values of `--quantized_parts`; the key is True if `PrecisionPolicy.dense` names modules."""
+"""Value of `--quantized_parts` for a policy whose `dense` names modules (True) or is empty (False)."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 
@@ -190,7 +192,7 @@ def identity_of(
     """Return the settings that determine a run's numbers, by argument name, as plain JSON values.
 
     Names that are no arguments: `method`, `weights` and `rows` (fingerprints of the model and the training rows, or
-    None), and `rows in an optimizer step` (of all processes). `settings` are those from before the trainer is built.
+    None), and `rows in an optimizer step` (of all processes). `settings` are as they were before the trainer was built.
     """
     from transformers import TrainingArguments
 
@@ -308,9 +310,9 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
         setting = (
-            f"{len(now)} layers with another storage than most" if now else "all layers with the same storage"
+            f"{len(now)} layers that are not stored as most are" if now else "all layers stored in one format"
         )
-        expected = f"{len(was)} with another storage" if was else "none"
+        expected = f"{len(was)} such layers" if was else "no such layer"
         fix = "leave --quantization mixed out"
         fix = "--quantization mixed with the --base_memory of that run" if was else fix
     elif name == "dense":

@@ -48,7 +48,7 @@ def files_of_checkpoint(
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
     """Write the report into the run's folder `root` if `writes` is True (in rank 0); return the path of the HTML report.
 
-    A report with steps, which may be that of a finished run, is not overwritten by a command that has made no step.
+    A command that has made no step does not overwrite a report with steps: it may be the report of a finished run.
     """
     complete = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not complete and _has_steps(root / JSON_NAME)):

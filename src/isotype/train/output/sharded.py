@@ -34,7 +34,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the weights to save in a collective operation; return them by name in CPU memory, or {} if `keep` is False."""
+    """Gather the weights that are saved; return them by name in CPU memory, or {} if `keep` is False. A collective operation."""
     named: Mapping[str, torch.Tensor] = model.state_dict()
     if hasattr(model, "peft_config"):  # only the adapters are saved, with TRL's reference adapter `ref`
         named = {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}

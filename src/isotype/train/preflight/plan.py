@@ -70,13 +70,13 @@ class StepPlan:
         lora: a `peft.LoraConfig` or its arguments; None if every weight is trained.
         fsdp: version of FSDP; 0 for none.
         reshard: True if FSDP frees a block's gathered weights after its forward.
-        step_rows: rows of an optimizer step on one device; gradients are accumulated if this is more than `rows`.
+        step_rows: rows of an optimizer step on one device; gradients are accumulated if `step_rows` is more than `rows`.
         evaluation: rows of an evaluation batch; 0 if it has `rows` rows; None if the training has no evaluation.
         evaluation_length: length of the longest evaluation row; None for the training's length.
         prompt: length of the prompt at the beginning of every row, which has no loss.
         completion: length of a completion (grpo, rloo).
         reference: True if every step runs the reference model.
-        copied: the part of the model that the reference model has as a frozen copy (`weights`, `adapters`); None for none.
+        copied: what the reference model is a frozen copy of: `weights`, `adapters`, or None if nothing is copied.
         attention: attention implementation; None for transformers' choice.
         packed: True if rows have several documents, separated by their positions.
         ranges: `measure` or `known`, see `isotype.train.policy.policy_by_ranges`.
@@ -133,7 +133,7 @@ class Repaired:
     Attributes:
         fixes: fixes that together resolve the findings.
         unresolved: findings without a fix, each with the reason.
-        command: the repaired training command; None if the check was of a function's model.
+        command: the repaired training command; None if a function's model was checked.
     """
 
     text: str
@@ -155,7 +155,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Return the findings; each fix that changes arguments gets a command with them: a check if `bare`, else a training."""
+    """Return the findings; a fix that changes arguments gets the changed command: a check if `bare`, else a training."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
@@ -184,7 +184,7 @@ def repaired_command(
 
     Args:
         unresolved: findings without a fix in the traced step, each with the reason.
-        remaining: checks a changed command, whose policy is decided anew, and returns its findings, each with the
+        remaining: decides the policy of a changed command, checks the command, and returns its findings, each with the
             reason; None if no command is checked.
     """
     repaired, by_hand = command, []
@@ -205,7 +205,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""The argument that makes the change of an action, by the action's kind, or its target if the kind is `setting`."""
+"""The argument that an action changes, by the kind of the action; by its target if the kind is `setting`."""
 
 
 def _argument(action: Action) -> str | None:

@@ -180,11 +180,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose pictures are encoded: half of them have the most pixels, and half the most pictures."""
+"""Number of rows whose pictures are encoded: half are the rows with most pixels, half those with most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the pictures of one row: the sampled row with the most encoded pixel values. None if they are unknown."""
+    """Return the pictures of the sampled row with the most encoded pixel values; None if it is unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):
@@ -241,6 +241,6 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     line = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
     line += f", with a completion of {plan.completion:,}" if plan.completion else ""
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    counted = f"counted by the tokenizer of {plan.source} (a vocabulary of {len(words):,})"
+    counted = f"counted by the tokenizer of {plan.source} ({len(words):,} tokens in its vocabulary)"
     cut = lengths.cut(limit, whole=settings.method.loss == "reward")
     return replace(plan, length=plan.longest or longest, data="; ".join((cut or line, counted, *notes)))

@@ -51,7 +51,7 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per value: 4 bits, and an 8-bit scale per 32 values (OCP MX specification 1.0, 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""Share of the allowed memory: the report compares recomputation with none only if the step may need more."""
+"""If the step without recomputation needs less than this share of the allowed memory, no alternative is reported."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if documents of a packed row would attend to each other, so that the training puts them into separate rows.
+        """True if the documents of a packed row would attend to each other. The training then puts them into separate rows.
 
-        A training runs its model to find this out. Without weights, a trace shows if masks depend on documents.
+        A training tests this by running its model. Without weights, a trace shows if the masks depend on documents.
         """
         plan = self.plan
         if not plan.packed:
@@ -114,7 +114,7 @@ class PlannedStep:
         return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan of a batch and its row length; if the step is `mixed`, each document gets a row."""
+        """Return the plan of a batch and the length of its rows; if `mixed`, each document has a separate row."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
@@ -163,7 +163,7 @@ class PlannedStep:
         return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the step's cost with the opposite choice (all layers recomputed, or none); "" if it fits easily."""
+        """Describe the step's cost with the opposite choice (all layers recomputed, or none); "" if no layer need be recomputed."""
         room = self.room.size
         if room is None or self.plan.unforeseen:
             return ""
@@ -277,7 +277,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the number of tokens of a row: the requested or the default length, at most the model's positions."""
+    """Return the number of tokens of a row: the requested or the default length, limited by the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         positions = None
@@ -312,7 +312,7 @@ def _by_lengths(plan: StepPlan, model: Any) -> bool:
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
-    """Yield a line on experts that the checkpoint stores in MXFP4 and the model in a float dtype."""
+    """Yield a line on experts that are in MXFP4 in the checkpoint, and in a float dtype in the model."""
     saved = quantization_of(config)
     if saved is None or not saved.experts:
         return

@@ -28,8 +28,8 @@ loses precision, on any device. The check needs no weights, no GPU and no data s
   isotype check package.module:function a function that returns (model, inputs), or a dict of isotype.check's
                                         arguments
 
-All flags of `isotype sft` (or dpo, …) work. Listed are the flags of a training that are used most, and the flags that
-only a check has:"""
+All flags of `isotype sft` (or dpo, …) work. This list has the most used flags of a training, and the flags that only a
+check has:"""
 
 _STATUS = """\
 exit status: 0 no finding of the severity --fail-on or higher; 1 such a finding, or a step that does not fit or was not
@@ -121,14 +121,14 @@ _USED_MOST: Mapping[str, str] = {
     "dtype": "compute dtype; auto: the checkpoint's dtype, if the device runs it",
     "quantization": "storage of the frozen weights",
     "device": "a device of this machine (cpu, cuda) or a device profile (t4, a100, h100, mi300x, …)",
-    "ranges": "for float16: measure the checkpoint's value ranges, or use only value ranges that are known already",
+    "ranges": "for float16: measure the value ranges of the checkpoint and cache them, or use ranges only if they are cached",
     "lora_r": "rank of the adapters",
     "lora_alpha": "alpha of the adapters; their scale is alpha / rank",
     "lora_dropout": "dropout of the adapters' inputs",
     "learning_rate": "learning rate of the optimizer",
     "optim": "transformers' name of the optimizer",
 }
-"""Help texts of the most used arguments of `isotype sft`: to import TRL for the texts of all takes seconds."""
+"""Help texts of the most used arguments of `isotype sft`. Importing TRL for all help texts would take seconds."""
 
 
 def help_parser() -> argparse.ArgumentParser:

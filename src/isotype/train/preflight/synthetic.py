@@ -26,7 +26,7 @@ def synthetic_batch(
     """Return a batch as TRL's collators make it, for a model of transformers.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`; by default one picture, if the config gives its number of tokens. Picture tokens have no loss.
+    `pictures`; by default one picture, if the config has the number of tokens of a picture. Picture tokens have no loss.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
@@ -88,8 +88,8 @@ def step_inputs(
     """Return the inputs of one step of a method, and the function of the step's loss.
 
     Args:
-        model: the model, with or without adapters, and (unless it is a reward model) with the forward of
-            `isotype.lora.loss.trl_head.put_head`.
+        model: the model, with or without adapters. Unless it is a reward model, `isotype.lora.loss.trl_head.put_head` has
+            replaced its forward.
         rows: number of examples (for grpo and rloo: of completions) in the step.
         prompt: number of tokens at the beginning of an example that have no loss.
         completion: number of tokens of the completion (grpo, rloo).

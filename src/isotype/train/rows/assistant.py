@@ -84,7 +84,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` that rows exclude from the loss; of a stream, only in the first 1000 rows."""
+    """Count the turns in the columns `names` that are excluded from the loss; of a stream, count in the first 1000 rows."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -100,13 +100,13 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
     what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which have no messages"
     fix = "leave --assistant_only_loss out"
     if "completion" in columns:
-        fix += ": the loss of a prompt and its completion counts only the completion; or --apply_chat_template True"
+        fix += ": by default only the completion has loss; or --apply_chat_template True"
     expected = "conversations: 'messages', or 'prompt' and 'completion' as lists of messages"
     raise UsageError.of("the assistant's tokens cannot be found in this data", what, expected, fix)
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template at `path`; None if TRL takes it from a model and finds the targets."""
+    """Return the tokenizer with the template at `path`; None if `path` is a model with whose template TRL finds the targets."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)

@@ -33,7 +33,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data before rows are held back; `evaluates` requires a test split (default: if evaluation is on)."""
+    """Read the data before rows are held back. `evaluates` requires a test split; by default, evaluation requires it."""
     evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -199,7 +199,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
     for name in ("packing", "padding_free"):
         if getattr(settings.training, name, False):
             what = f"--{name} True, and pictures in the column {columns[0]!r}"
-            expected, fix = "a row of the batch for each example", f"leave --{name} out"
+            expected, fix = "a separate row of the batch for each example", f"leave --{name} out"
             raise UsageError.of("rows with pictures are not joined", what, expected, fix)
     limit = settings.command.given("max_length")
     fitting_rows = {}

@@ -48,7 +48,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the number of epochs as transformers counts them, with a smaller last batch and last step in each."""
+    """Return the number of epochs as transformers counts them: an epoch's last batch and last step may be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps

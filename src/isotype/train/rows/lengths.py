@@ -119,7 +119,7 @@ def longest_possible(
         limit: number of tokens to which rows are cut; None if they are not cut.
         packed: True if short rows are joined up to `limit`.
         completion: number of tokens of a completion after each row.
-        pictured: True if the rows have pictures: no row is cut, and the longest row of the sample counts as the longest.
+        pictured: True if the rows have pictures. No row is then cut, and the longest of the sampled rows is used.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
@@ -146,7 +146,7 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (documents, tokens of the longest) of the largest batch, if each document of `rows` packed rows gets a row."""
+    """Return (documents, longest document's tokens) of the largest batch that `rows` packed rows give, a row per document."""
     largest: tuple[int, int] = (0, 0)
     fullest: list[int] = []  # numbers of documents in other rows of the batch, which have no longer documents
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):

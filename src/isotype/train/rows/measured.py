@@ -74,7 +74,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield the numbers below `count` in an order in which the first k numbers, for every k, are spread over the range."""
+    """Yield the numbers below `count`, each once, in an order whose beginnings are spread over the whole range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
@@ -146,7 +146,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return the name and rows of the test split (also of rows that the training held back), else of the training split."""
+    """Return the name and rows of the test split, which may be rows that were held back; else of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:

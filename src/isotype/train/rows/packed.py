@@ -72,7 +72,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which hooks of embeddings get the rows joined: NEFTune's noise depends on the length of a row."""
+    """Return a context in which hooks of embeddings get the batch as one row: NEFTune's noise depends on a row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])

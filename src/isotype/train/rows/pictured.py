@@ -102,7 +102,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs, and int64 `[rows, tokens]`: `GIVEN`, `LEARNED`, or `PICTURE` + n for picture n."""
+        """Return the processor's outputs, and each token's kind, int64 `[rows, tokens]`; the kind of picture n is `PICTURE` + n."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -158,7 +158,7 @@ class Pictured:
         )
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Return (has loss, text) of the consecutive parts of a row; size and number of tokens describe a picture."""
+        """Return (has loss, text) of the consecutive parts of a row; a picture's text is its size and number of tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -257,7 +257,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of targets and of pictures in the text after its placeholders were replaced by picture tokens."""
+    """Return the spans of targets and of pictures in the text in which picture tokens have replaced the placeholders."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
@@ -268,5 +268,5 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`: True for tokens with a character in `span`; `places` `[tokens, 2]` has their spans."""
+    """Return bool `[tokens]`: True for tokens with a character in `span`; `places` `[tokens, 2]` has the tokens' spans."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -1,6 +1,6 @@
 """Spans of turns in a rendered conversation.
 
-The chat template must render every beginning of the conversation as it renders this beginning in the whole.
+The chat template must render the first messages of a conversation the same, whether or not other messages follow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the spans from message `first` on that are not excluded from the loss."""
+    """Return the text of a conversation, and the spans of its text with loss: from message `first`, without excluded turns."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -61,7 +61,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of message `at`; that of the assistant begins after the prompt for an answer."""
+    """Return the span of message `at`; a message of the assistant begins after the template's prompt for an answer."""
     end = (
         len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
