@@ -225,7 +225,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """Return True if the training would otherwise cut or pack rows at another length than `row.length`."""
+    """Return True if the training, without `--max_length`, would cut or pack rows at another length than `row.length`."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

@@ -357,7 +357,7 @@ class Search:
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if these steps have the checkpointing with the least memory; other steps would take too long to trace."""
+        """Return True for steps whose checkpointing needs the least memory: to search with all steps takes too long."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 

@@ -137,7 +137,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table of (first cells by column, a plan's row or None if nothing fits)."""
+    """Print a table; `rows` has (text of the first cells by column, a plan's row or None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]

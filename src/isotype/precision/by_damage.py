@@ -102,7 +102,7 @@ class Mixture:
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4: for all decisions but the format of each layer.
+    """Return the request with all layers in nf4, by which everything except the layers' formats is decided.
 
     If the request leaves `double_quant` open, the quantization constants are quantized: this costs little accuracy.
     """

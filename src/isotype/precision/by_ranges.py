@@ -141,7 +141,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
     )
     why = (
         f"ranges unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges shows "
-        "that they need not"
+        "that float16 is enough"
     )
     return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
 
@@ -170,7 +170,7 @@ def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
 
 
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
-    """Yield an exception for each module that cannot run in float16 even if the residual stream is float32."""
+    """Yield a `ModuleException` for each module that cannot run in float16 even if the residual stream is float32."""
     stream = _carriers(ranges)
     worst: dict[str, tuple[OperatorRange, float]] = {}
     for operator, value in _forward_operators(ranges):
@@ -219,7 +219,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield an exception for each linear layer whose adapters' gradients, times the loss scale, can exceed float16's range.
+    """Yield a `ModuleException` per linear layer whose adapters' gradients, times the loss scale, can exceed float16's range.
 
     The gradient of lora_A is a sum over tokens of the gradient of lora_A's output times the layer's input. The gradient
     of lora_B is the layer's output gradient times lora_A's output (https://arxiv.org/abs/2106.09685, equation 3).
@@ -236,8 +236,8 @@ def _loss_scale(ranges: Ranges) -> tuple[float, str]:
     gradients = [*(module.gradient for module in ranges.modules), *(product.output for product in products)]
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)
     if not largest:
-        return DEFAULT_LOSS_SCALE, "float16 gradients underflow below 6e-8 without it"
+        return DEFAULT_LOSS_SCALE, "float16 gradients underflow below 6e-8 without loss scaling"
     return (
         first_loss_scale(largest),
-        f"gradients reach {number(largest)} (measured): float16 gradients underflow below 6e-8 without it",
+        f"gradients reach {number(largest)} (measured): float16 gradients underflow below 6e-8 without loss scaling",
     )

@@ -403,9 +403,9 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
             else "as everything else"
         ),
         "buffers": f"never rounded: {name} would shift rotary positions" if low else "as everything else",
-        "loss": "log-sum-exp over the vocabulary needs the range and the digits",
+        "loss": "log-sum-exp over the vocabulary needs float32's range and digits",
         "loss_scaling": (
-            "float16 gradients underflow below 6e-8 without it"
+            "float16 gradients underflow below 6e-8 without loss scaling"
             if compute == torch.float16
             else f"{name} has the range of float32"
             if compute == torch.bfloat16

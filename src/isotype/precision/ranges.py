@@ -55,7 +55,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Return the measurement in the file `path`; raises CheckpointError for another file."""
+        """Return the measurement in the file `path`; raises CheckpointError if the file has no measurement."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -115,8 +115,8 @@ class OperatorRange:
         phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the nonzero elements of the results that float16 rounds to zero (up to 2^-25); the largest share
-            of all batches. Large results are sampled evenly.
+        flushed: share of the nonzero elements of the results that float16 rounds to zero (up to 2^-25), in the batch with
+            the largest share. Large results are sampled evenly.
         source: `file:line` of the call; "" if there is none.
         flushed_scaled: like `flushed`, after the results are multiplied by 65536, the initial loss scale of a GradScaler.
     """

@@ -161,7 +161,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Return labels with as many decimals as the ticks' distance needs; exponents below 0.001 and from 1e6 on."""
+    """Return labels with the decimals that the ticks' distance needs, and with exponents below 0.001 and from 1e6 on."""
     if len(ticks) < 2:
         return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
     largest = max(abs(tick) for tick in ticks)

@@ -206,7 +206,7 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
 ) -> None:
     status, _, err = runs(script, "--no-preflight")
     assert status == 1
-    assert "traced again, runs clean: the cause is outside of it\n  --> " in err
+    assert "traced again, runs clean: the cause is elsewhere\n  --> " in err
     for line in lines:
         assert line in err
 

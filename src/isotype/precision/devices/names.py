@@ -31,7 +31,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return (names of the profiles that `name` matches, False if `name` has only words that many cards share)."""
+    """Return (names of the profiles that `name` matches, True if `name` has a word that identifies a card)."""
     words = words_of(name)
     is_card = not all(_SHARED.fullmatch(word) for word in words)
     fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record, is_card))

@@ -83,7 +83,7 @@ def _operands(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torc
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds; on a CPU with a single thread, the thread's own time, which other processes do not affect."""
+    """Return a clock in seconds; if torch uses one CPU thread, the clock counts only the CPU time of this thread."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 

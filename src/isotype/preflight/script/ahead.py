@@ -51,7 +51,7 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function that makes the request for a given model; it keeps neither the model nor the values of the inputs."""
+    """Return a function that makes the request for a given model; the function keeps neither the model nor the values of the inputs."""
 
     def without_values(leaf: Any) -> Any:
         return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -258,7 +258,7 @@ class Diagnosis:
         return explained
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Call `explain`, unless another process of the run has explained the error; return whether one has."""
+        """Call `explain`, unless another process of the run has explained the error; return whether it is explained."""
         if self._family.knows("explained"):
             if self._family.is_top:
                 self._say("explained above, by the process that raised it")
@@ -307,7 +307,7 @@ class Diagnosis:
             self._say("the script's last known step, traced again, explains it:")
             self._render(report)
         else:
-            self._say("the script's last known step, traced again, runs clean: the cause is outside of it")
+            self._say("the script's last known step, traced again, runs clean: the cause is elsewhere")
             self._print_outside(error, report.trace)
 
     def _print_outside(self, error: BaseException, step: Trace) -> None:
@@ -415,7 +415,7 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Move the finding about `call`, or with a cause of `live`, to the front of the report; return None if there is none."""
+    """Put the finding about `call`, or with the cause of a `live` finding, first in the report; None if there is none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

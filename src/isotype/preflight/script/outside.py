@@ -67,14 +67,14 @@ def _help(
 
 
 def _owners(error: BaseException) -> Iterator[object]:
-    """Yield the value of `self` for each frame of a traceback with such a variable; the innermost frame comes last."""
+    """Yield the value of `self` of every traceback frame that has a variable `self`; the innermost frame comes last."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if "self" in frame.f_locals:
             yield frame.f_locals["self"]
 
 
 def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a parameter with its gradient and state if an optimizer raised because their dtypes differ."""
+    """If an optimizer raised the error because of different dtypes, yield the parameter with its gradient and state."""
     optimizers = (owner for owner in _owners(error) if isinstance(owner, torch.optim.Optimizer))
     for optimizer in optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

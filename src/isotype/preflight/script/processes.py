@@ -163,7 +163,7 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
 
 
 def is_python_script(path: Path) -> bool:
-    """Return whether a file is a script for this environment's Python with a `#!` line, such as pip's `torchrun`."""
+    """Return whether a file's `#!` line names this environment's Python, as in pip's script `torchrun`."""
     with path.open("rb") as file:
         head = file.read(1024).split(b"\n")
     # If the path of Python is too long for a `#!` line, pip writes it into a shell command in the second line.

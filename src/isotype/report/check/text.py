@@ -141,7 +141,7 @@ def fix_standing(fix: Fix) -> str:
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Return one (layers, part, number of places in the real model) for all places that differ only in their layer.
+    """Group places that differ only in their layer; return (layers, part, number of places in the real model) per group.
 
     `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`; layers with gaps are written
     `0-2,5`. The first item is "" for places outside of layers. `layers` is the result of `layer_counts`.

@@ -1,6 +1,6 @@
 """The share of float16's range that the outputs of a model's blocks use during a run: samples, and a description.
 
-Limits are quantiles over the samples and changes are ratios of medians, because a batch may contain an unusual row.
+Limits are quantiles over the samples, and changes are ratios of medians: one unusual batch hardly affects them.
 """
 
 from __future__ import annotations

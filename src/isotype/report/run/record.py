@@ -37,7 +37,7 @@ class StepRecord:
             Completions that GRPO and RLOO reuse count in every step that uses them.
         seconds: duration of the step in seconds, including the generation of completions.
         memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, it is the memory that torch
-            allocated, else the largest resident size in samples every 20 ms, which miss shorter peaks.
+            allocated. On a CPU, it is the largest resident size in samples every 20 ms; shorter peaks can be missed.
         loss_scale: the GradScaler's scale of the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
         metrics: names and values of other metrics that the trainer logged after the step (`rewards/margins`).
