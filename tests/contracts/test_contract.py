@@ -229,7 +229,7 @@ def test_a_cpu_that_nobody_has_measured_is_judged_by_the_nearest_and_says_so(
     # What all x86 CPUs do alike is no matter of their instructions.
     assert contracts.judge("aten.mm.default", (F, B)) == CPU.judge("aten.mm.default", (F, B))
     assert doubts(profile) == [
-        "this is a CPU of type aarch64, and the tables were measured on x86 CPUs: it is judged by the table "
+        "this is a CPU of type aarch64, and the tables were measured on x86 CPUs: the check uses the table "
         f"{profile.contracts}"
     ]
 

@@ -107,7 +107,7 @@ def test_a_card_that_nobody_has_measured_is_judged_by_the_nearest_and_says_so(
     assert assumed == replace(measured, assumed=True)
     assert doubts(h100) == []
     assert doubts(t4) == [
-        "no operator was measured on compute capability 7.5: it is judged by the table cuda-sm90-torch2.13"
+        "no operator was measured on compute capability 7.5: the check uses the table cuda-sm90-torch2.13"
     ]
     assert judged_by(t4) == judged_by(h100) == "cuda-sm90, measured with torch 2.13"
     # An H100's word on bfloat16 attention is none on a T4, of which the kernels are known.

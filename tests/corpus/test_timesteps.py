@@ -41,10 +41,10 @@ def _rounded_before_it_is_scaled(time: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("read", "time", "cause"),
     [
-        (_rounded, torch.tensor([997.0, 998.4]), "a cast to 16 bit at test_timesteps.py:"),
-        (_rounded, torch.tensor([997, 3]), "a cast to 16 bit at test_timesteps.py:"),
-        (_rounded_before_it_is_scaled, torch.tensor([0.9783, 0.1]), "a cast to 16 bit at "),
-        (_as_given, torch.tensor([997.0, 3.0]).to(BF16), "the input time is given in 16 bit"),
+        (_rounded, torch.tensor([997.0, 998.4]), "a cast to 16 bits at test_timesteps.py:"),
+        (_rounded, torch.tensor([997, 3]), "a cast to 16 bits at test_timesteps.py:"),
+        (_rounded_before_it_is_scaled, torch.tensor([0.9783, 0.1]), "a cast to 16 bits at "),
+        (_as_given, torch.tensor([997.0, 3.0]).to(BF16), "the input time has 16 bits"),
     ],
 )
 def test_a_timestep_that_16_bits_do_not_hold(

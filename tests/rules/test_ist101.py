@@ -20,7 +20,7 @@ def test_norms_that_return_float32() -> None:
     assert finding.cause == "layers.0.norm.weight is float32"
     assert len(finding.evidence) == 2
     assert finding.evidence[0] == "layers.0.norm.weight is float32"
-    assert finding.evidence[1].startswith("mul with another dtype promotes to float32 at small.py:")
+    assert finding.evidence[1].startswith("mul with an operand of another dtype returns float32 at small.py:")
     assert finding.evidence[1].endswith(" in layers.0.norm")
     assert finding.notes == (
         "2 more operators in 3 modules fail for the same cause",
@@ -30,8 +30,8 @@ def test_norms_that_return_float32() -> None:
     assert line(finding.source).startswith("small.py:")
     assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
         ("return each ScaledNorm's output in bfloat16", "safe", True),
-        ("return the outputs of layers.*.norm in bfloat16", "safe", True),
-        ("take the inputs of layers.*.proj in bfloat16", "safe", True),
+        ("cast the outputs of layers.*.norm to bfloat16", "safe", True),
+        ("cast the inputs of layers.*.proj to bfloat16", "safe", True),
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_layers_weight_and_bias_are_cast_together() -> None:
     (finding,) = verified(model, {"input": torch.ones(2, 4, dtype=BF16)}, "IST101")
     assert finding.cause == "1.0.weight is float32"
     assert [(fix.description, fix.verified) for fix in finding.fixes] == [
-        ("let each Linear of 1.* cast at its border and compute in bfloat16", True),
+        ("let each Linear of 1.* compute in bfloat16 and cast its inputs and outputs", True),
         ("run the step under autocast to bfloat16", True),
         ("cast 1.*.weight, 1.*.bias to bfloat16", True),
     ]

@@ -36,7 +36,11 @@ def test_float32_adapters_on_bfloat16_activations() -> None:
         "the device raises: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float",
     )
     assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
-        ("let each Linear of 0.lora_A, 0.lora_B cast at its border and compute in bfloat16", "safe", True),
+        (
+            "let each Linear of 0.lora_A, 0.lora_B compute in bfloat16 and cast its inputs and outputs",
+            "safe",
+            True,
+        ),
         ("run the step under autocast to bfloat16", "safe", True),
         ("cast the operands to bfloat16 at test_ist102.py:25", "safe", True),
     ]

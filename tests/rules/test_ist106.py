@@ -26,8 +26,8 @@ def test_pixels_in_another_dtype() -> None:
     assert finding.cause == "the input input is float32"
     assert finding.notes == (f"the device raises: {real_step(model(), pixels(FP32)).error}",)
     assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
-        ("give the model input in bfloat16", "safe", True),
-        ("take the inputs of 0 in bfloat16", "safe", True),
+        ("pass input to the model in bfloat16", "safe", True),
+        ("cast the inputs of 0 to bfloat16", "safe", True),
         ("run the step under autocast to bfloat16", "safe", True),
     ]
 

@@ -38,7 +38,8 @@ def test_adapter_inputs_that_autocast_casts_back() -> None:
         "adapter inputs are cast to float32, and by autocast back to bfloat16: "
     )
     assert (
-        "lora_A.default.weight is float32, to which the layer around it casts its input at" in finding.cause
+        "lora_A.default.weight is float32, so the layer around it casts the adapter's input to float32 at"
+        in finding.cause
     )
     assert finding.notes[0] == "14 casts to float32 and as many back in a step"
     assert finding.cost is not None

@@ -31,7 +31,7 @@ def chunked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_copy_that_nothing_reads() -> None:
     (finding,) = found(RULE, traced(Float32Outputs(llama()), batch()))
-    assert finding.message == "1 output is copied to float32 (16.0 KiB), which nothing in the step reads"
+    assert finding.message == "1 output is copied to float32 (16.0 KiB): no operator uses the copies"
     assert finding.cause.startswith("a cast to float32 at test_ist204.py:")
     assert finding.cost is not None
     assert finding.cost.memory_bytes == 2 * 16 * 128 * 4
@@ -42,7 +42,9 @@ def test_a_copy_that_the_loss_reads_in_pieces() -> None:
     inputs = batch()
     ids = inputs["input_ids"]
     (finding,) = found(RULE, traced(llama(), lambda m: chunked(m(input_ids=ids).logits.float(), ids)))
-    assert finding.message == "1 output is copied to float32 (16.0 KiB), which the loss reads piece by piece"
+    assert (
+        finding.message == "1 output is copied to float32 (16.0 KiB): the loss uses the copies piece by piece"
+    )
     assert finding.fixes[0].description == "split first, then cast each piece to float32"
 
 

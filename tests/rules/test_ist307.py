@@ -57,7 +57,7 @@ def test_adapters_inside_of_a_reentrant_checkpoint_stand_still(autocast: torch.d
     (finding,) = verified(Adapted("reentrant"), WORDS, "IST307", autocast=autocast)
     assert finding.severity == "warning"
     assert finding.message == "no gradient reaches 2 of 4 trainable parameters"
-    assert finding.cause.startswith("CheckpointFunction runs lora.weight and its like at test_ist307.py:")
+    assert finding.cause.startswith("CheckpointFunction runs lora.weight and others at test_ist307.py:")
     assert [(each.description, each.verified) for each in finding.fixes] == [
         ("let the outputs of embed require gradients", True),
         ("checkpoint with use_reentrant=False, or call model.enable_input_require_grads()", False),
@@ -105,7 +105,7 @@ def test_a_backward_without_anything_to_do_is_an_error_and_is_repaired() -> None
 def test_what_runs_under_no_grad() -> None:
     (finding,) = found(RULE, traced(Adapted("no_grad"), WORDS))
     assert finding.cause.startswith(
-        "gradients are off where lora.weight and its like is used at test_ist307.py:"
+        "gradients are off where lora.weight and others is used at test_ist307.py:"
     )
     assert finding.fixes[0].description.startswith("run lora outside of torch.no_grad() at test_ist307.py:")
 
@@ -135,7 +135,7 @@ def detached(model: nn.Module) -> torch.Tensor:
         (
             llama,
             detached,
-            "the loss is cut off from them: it is made of detached values at test_ist307.py:",
+            "the loss is computed from detached values at test_ist307.py:",
             [],
         ),
     ],
@@ -296,7 +296,7 @@ def test_adapters_that_are_off_while_a_layer_is_computed_again(reentrant: bool, 
         assert codes == []
     else:
         assert codes == [("IST307", "warning") if reentrant else ("IST107", "error")]
-        assert "computes its layer again without it" in report.findings[0].cause or not reentrant
+        assert "does not use it when it computes the layer again" in report.findings[0].cause or not reentrant
     assert "active" not in vars(net)  # the trace leaves nothing behind
     made = loss(model)
     if until == "forward" and not reentrant:

@@ -71,14 +71,14 @@ def test_packed_codes_in_a_module_of_ones_own() -> None:
     failure = Failure("forward", "blocks.0", "fused.py:7", COLUMN)
     (finding,) = find(trace([held], failure=failure))
     assert finding.severity == "error"
-    assert finding.cause == "blocks.0.W holds packed codes, [2048, 1]"
+    assert finding.cause == "blocks.0.W holds packed codes of shape [2048, 1]"
     assert "dequantize_4bit" in finding.fixes[0].description
     assert explains(trace([held], failure=failure), failure)
 
 
 def test_a_layer_whose_owner_reads_its_weight() -> None:
     (finding,) = find(trace([packed()], failure=Failure("forward", ATTENTION, "activation.py:1", COLUMN)))
-    assert finding.fixes[0].description.startswith(f"leave {LAYER} out of the quantization")
+    assert finding.fixes[0].description.startswith(f"do not quantize {LAYER} (llm_int8_skip_modules)")
 
 
 def test_a_column_that_is_no_code() -> None:

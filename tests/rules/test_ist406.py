@@ -29,7 +29,7 @@ def test_a_table_of_the_model_before() -> None:
     (finding,) = verified(Shared(FP32), {"x": X}, "IST406")
     outcome = real_step(Shared(FP32), {"x": X})
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("forward", "")
-    assert finding.message == "a float32 buffer that calls share is used with bfloat16"
+    assert finding.message == "a tensor outside of the model is float32, but the other operands are bfloat16"
     assert finding.cause.startswith(
         "a tensor that the code keeps outside of the model is float32 at test_ist406.py:"
     )

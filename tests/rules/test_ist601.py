@@ -75,7 +75,7 @@ def test_a_float32_result_of_bfloat16_operands_on_a_t4() -> None:
     (finding,) = found(RULE, on(wide_result(BF16), "t4"))
     assert finding.severity == "error"
     assert finding.message == "NVIDIA T4 refuses bfloat16 matmuls with a float32 result"
-    assert finding.cause == "a product of bfloat16 operands is asked for in float32 at model.py:1"
+    assert finding.cause == "a product of bfloat16 operands has a float32 result at model.py:1"
     assert [fix.description for fix in finding.fixes] == [
         "run the step in float16 with a GradScaler",
         "run the step in float32",

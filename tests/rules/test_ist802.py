@@ -91,6 +91,6 @@ def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
     assert finding.code == "IST802"
     assert f"the device raises: {error}" in finding.notes
     assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == [
-        ("fill in float32", True),
-        ("write torch.finfo(tensor.dtype).min, of the tensor that is filled", False),
+        ("fill a float32 tensor", True),
+        ("write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor", False),
     ]

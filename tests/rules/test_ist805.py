@@ -9,7 +9,7 @@ def test_log_probabilities_in_bfloat16() -> None:
     (finding,) = find(trace(calls=[reduction, reduction]))
     assert finding.severity == "warning"
     assert finding.message == "log_softmax over 512 values returns bfloat16"
-    assert finding.fixes[0].description == "cast its input to float32 before log_softmax"
+    assert finding.fixes[0].description == "cast the input of log_softmax to float32"
 
 
 def test_float32_and_short_axes_are_silent() -> None:

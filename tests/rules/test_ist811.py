@@ -42,7 +42,7 @@ def test_an_epsilon_that_vanishes(name: str) -> None:
     assert finding.message == (
         f"an epsilon of {epsilon} is zero in float16: a denominator of zero stays zero, and the quotient is not finite"
     )
-    assert finding.cause.startswith(f"{operator} with {epsilon} at test_ist811.py:")
+    assert finding.cause.startswith(f"{operator} of a float16 tensor and {epsilon} at test_ist811.py:")
     (fix,) = finding.fixes
     assert fix.description.startswith(f"write torch.finfo(torch.float16).tiny (6e-05) instead of {epsilon}")
 

@@ -7,7 +7,7 @@ from tests.rules.samples import leak, reached
 
 def test_padding_without_a_mask() -> None:
     (finding,) = find(reached(leak("padding"), input_ids=(2, 16)))
-    assert (finding.severity, finding.message) == ("error", "padding is read as text")
+    assert (finding.severity, finding.message) == ("error", "the model treats padding as text")
     assert finding.cause == "the batch has padding and no attention mask"
     assert finding.fixes[0].description == "give the model the attention mask"
 

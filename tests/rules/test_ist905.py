@@ -9,7 +9,7 @@ def test_a_picture_that_reaches_nothing_is_an_error_and_a_mask_a_warning() -> No
     unused = (NoReach("picture", "pixel_values"), NoReach("input", "attention_mask"))
     picture, mask = find(reached(unused=unused))
     assert (picture.severity, picture.message) == ("error", "pixel_values reaches no prediction")
-    assert picture.cause == "other values of pixel_values change no logit, to the last bit"
+    assert picture.cause == "with other values of pixel_values, no bit of the logits changes"
     assert (mask.severity, mask.message) == ("warning", "attention_mask reaches no prediction")
 
 

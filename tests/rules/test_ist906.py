@@ -26,9 +26,7 @@ def test_a_part_of_what_is_trained_is_a_warning() -> None:
         "warning",
         "1 of 2 kinds of trainable weights reach no loss",
     )
-    assert (
-        finding.cause == f"the gradient of {head} is zero to the last bit, with random values in every weight"
-    )
+    assert finding.cause == f"with random values in every weight, the gradient of {head} is exactly zero"
 
 
 def test_pictures_are_another_rule() -> None:

@@ -199,7 +199,7 @@ def test_one_layer_is_named_not_all_of_its_siblings() -> None:
     case = CASES["a bfloat16 layer in a float32 model"]
     (finding,) = check(case.made(), case.inputs, device="cpu").errors
     assert [(fix.description, fix.safety) for fix in finding.fixes] == [
-        ("let blocks.1.up cast at its border and compute in float32", "safe"),
+        ("let blocks.1.up compute in float32 and cast its inputs and outputs", "safe"),
         (f"cast the operands to float32 at {finding.source.rpartition('/')[2]}", "safe"),
         ("cast blocks.1.up.weight, blocks.1.up.bias to float32", "unsafe"),
     ]
@@ -207,7 +207,7 @@ def test_one_layer_is_named_not_all_of_its_siblings() -> None:
     (finding,) = check(every, case.inputs, device="cpu").errors
     assert (
         finding.fixes[0].description
-        == "let each Linear of blocks.*.up cast at its border and compute in float32"
+        == "let each Linear of blocks.*.up compute in float32 and cast its inputs and outputs"
     )
 
 

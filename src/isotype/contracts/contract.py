@@ -28,7 +28,7 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""A table for each instruction set with kernels for other dtypes; the first one decides what was not measured."""
+"""A table for each instruction set whose kernels support other dtypes; the first table is used for calls that were not measured."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _PRODUCTS = frozenset({"mul", "mm", "addmm"})
@@ -134,7 +134,7 @@ class Contracts:
             `others` and `measured` differ is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
-        unlike: how this device differs from the measured device, as a clause; "" if it does not differ.
+        unlike: a clause on how this device differs from the measured device; "" if it does not differ.
     """
 
     kind: str
@@ -241,12 +241,12 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return the reasons why a device's table may be wrong for the device, a sentence each."""
+    """Return the reasons why a device's table may be wrong for the device, as sentences."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
-    reasons = [f"{profile.unlike}: it is judged by the table {profile.contracts}"] if profile.unlike else []
+    reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
     if contracts.unlike and contracts.table is not None:
-        reasons.append(f"{contracts.unlike}: it is judged by the table {contracts.table.name}")
+        reasons.append(f"{contracts.unlike}: the check uses the table {contracts.table.name}")
     measured, here = (Version(version).base_version for version in (table.torch_version, torch.__version__))
     if measured != here:
         reasons.append(f"operators were measured with torch {measured}, this is torch {here}")
@@ -279,14 +279,14 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Patterns with float64 -> patterns that are measured for every operator: the narrower dtype beside the wider, and the reverse."""
+"""Translations of patterns with float64 and float32 to patterns that are measured for every operator, of float32 and bfloat16."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    """Return a refusal of mixed dtypes with float64, which is measured for few operators; None if nothing is known.
+    """Return a refusal of float32 mixed with float64, which few operators were measured with; None if nothing is known.
 
-    An operator refuses the mixture if it refuses both mixtures of float32 and bfloat16 at the same places, and bfloat16
-    itself is not the reason.
+    The refusal is assumed if the operator refuses float32 mixed with bfloat16 in both orders for another reason than a
+    missing bfloat16 kernel.
     """
     if "f" not in pattern:
         return None
@@ -300,7 +300,7 @@ def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtyp
 
 
 def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """Return the verdict on float8 operands; None if nothing is known: they have one float dtype, and the operator is rare.
+    """Return the verdict on float8 operands; None if nothing is known about a rare operator whose operands have one dtype.
 
     No operator promotes float8, see `promoteTypes` in c10/core/ScalarType.cpp. A CPU multiplies float8 (measured, torch
     2.13), other devices only copy it.

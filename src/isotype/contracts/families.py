@@ -1,7 +1,4 @@
-"""Rules for families of operators: they decide on dtypes and devices that were not measured.
-
-Verdicts by a family's rule are marked `assumed`.
-"""
+"""Rules for families of operators: they give the verdicts on dtypes and devices that were not measured, marked `assumed`."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class Family:
         refusal: torch's error for a dtype that is not accepted; `{0}` is that dtype.
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
-        matches: regular expression that the compared letters must match from the start; "" for all letters.
+        matches: the rule applies only if the compared letters begin with a match of this regular expression.
         in_order: True if `{0}`, `{1}`, … in the message stand for all operands in order.
     """
 
@@ -344,7 +341,7 @@ _BOOL_MINUS = (
 
 
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
-    """Return torch's error for integer or bool operands that an overload refuses, which tables do not tell apart; or ""."""
+    """Return torch's error for the integer or bool dtype of an operand, which tables do not contain; "" if none is refused."""
     name = op.partition(".")[2].partition(".")[0]
     if len(dtypes) < 2 and name != "rsub":
         return ""

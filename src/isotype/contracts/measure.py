@@ -121,7 +121,7 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
 
 
 def overload(op: str) -> OpOverload:
-    """Return the operator with this name (`aten.mm.default`); an operator of bitsandbytes imports the library."""
+    """Return the operator with this name (`aten.mm.default`); for an operator of bitsandbytes, import the library."""
     if op.startswith("bitsandbytes."):
         import bitsandbytes  # noqa: F401 - registers its operators
     operator: OpOverload = attrgetter(op)(torch.ops)

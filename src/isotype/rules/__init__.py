@@ -89,7 +89,7 @@ def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """Return the finding for a part of the check that failed with `error`.
 
-    `what` is a phrase that names the failed part; `whose` is a prefix of the finding's cause.
+    `what` is a phrase that names the failed part. The finding's cause begins with `whose`.
     """
     raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
@@ -108,8 +108,9 @@ def resolves(
 ) -> bool:
     """Return whether `finding` is gone, with no new cause among the errors and no new code among the warnings.
 
-    If the step ended early before, new warnings are accepted: they come from the part that was not traced then. With
-    `costly` they are accepted too, since a slow step is better than a crash, but the step must be traced to its end.
+    If `finding` is about a part that was not checked, new warnings are accepted: they come from this part. With
+    `costly`, new warnings are accepted because a slow step is better than a crash, but the step must be traced to its
+    end.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
     codes = {other.code for other in before}

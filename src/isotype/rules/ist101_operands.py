@@ -2,9 +2,9 @@
 **What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes.
 PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
 
-**Why it happens.** Something before the operator changed the dtype: a norm whose weight was kept in or cast to
-float32 (`weight * hidden` is then float32), an embedding that was upcast, a `.float()` in a custom layer, or
-a weight in another dtype than the weights around it.
+**Why it happens.** Something before the operator changed the dtype: a norm with a float32 weight (`weight * hidden` is
+then float32), an embedding that was upcast, a `.float()` in a custom layer, or a weight in another dtype than the
+weights around it.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ a weight in another dtype than the weights around it.
 
     isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
 
-**How safe is the fix?** The fix casts the output of each norm to the compute dtype, as models that are trained
-in 16 bits do. No stored value changes. The report marks a cast of a parameter to a narrower dtype as unsafe.
+**How safe is the fix?** The fix casts the output of each norm to the compute dtype. Models that are trained in 16 bits
+contain the same casts. No stored value changes. The report marks a cast of a parameter to a narrower dtype as unsafe.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

@@ -2,9 +2,9 @@
 **What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and the
 rows must have the dtype of this tensor.
 
-**Why it happens.** A mixture of experts collects its experts' results in a buffer that was created in another
-dtype (the router's float32, the default dtype); a vision-language model writes image features in the vision
-tower's dtype among token embeddings in another dtype; or a cache was allocated for another model.
+**Why it happens.** A mixture of experts collects its experts' results in a buffer of another dtype (the router's
+float32, the default dtype). Or a vision-language model writes image features among token embeddings of another dtype.
+Or a cache was allocated for another model.
 
 **An example that fails**
 
@@ -15,9 +15,9 @@ tower's dtype among token embeddings in another dtype; or a cache was allocated 
 
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
-**How safe is the fix?** The result is rounded once when it enters the buffer, as the surrounding model rounds
-every other result. The offered fixes cast the outputs of the module that returns the wrong dtype to
-the compute dtype.
+**How safe is the fix?** The result is rounded once before it is written into the buffer. Other results of a 16-bit
+model are rounded the same way. The offered fixes cast the outputs of the module that returns the wrong dtype to the
+compute dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
 #1349.

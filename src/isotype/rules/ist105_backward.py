@@ -1,9 +1,9 @@
 """
 **What it means.** The forward runs, but the backward raises an error: one of its operators gets two dtypes.
 
-**Why it happens.** A custom `autograd.Function` computes its gradients by hand. Its backward dequantizes a weight to the
-dtype of the quantization state (the checkpoint's dtype) and multiplies it with a gradient in the compute dtype, or
-runs outside of the autocast region of its forward.
+**Why it happens.** A custom `autograd.Function` computes its gradients by hand. Its backward dequantizes a weight to
+the dtype of the quantization state (the checkpoint's dtype), and multiplies the weight with a gradient in the compute
+dtype. Or the backward runs outside of the autocast region in which the forward ran.
 
 **An example that fails**
 
@@ -18,7 +18,7 @@ runs outside of the autocast region of its forward.
     # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
 
 **How safe is the fix?** Setting the state's dtype loses nothing: the packed codes and their scales are
-untouched. Casts inside of the Function are code that only you can write.
+untouched. Only you can write the casts inside of the Function.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212.
 """

@@ -48,16 +48,18 @@ def find(trace: Trace) -> Iterator[Finding]:
         how = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
         fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
     else:
-        how = "keep casts out of what is saved: torch.autocast(…, cache_enabled=False), or checkpoint without a selective policy"
+        how = "do not save cached casts: torch.autocast(…, cache_enabled=False), or checkpoint without context_fn (selective checkpointing)"
         fixes = (
             setting("run the step without autocast", "autocast", "None", "unsafe"),
             advice("autocast cache", how, "cache_enabled=False"),
         )
-    cached = "autocast caches the cast of a weight in the forward, and casts it again in the recomputation"
+    cached = (
+        "autocast caches the cast of a weight in the forward, but casts the weight again in the recomputation"
+    )
     yield Finding(
         code="IST107",
         severity="error",
-        message="gradient checkpointing does not repeat the forward it recomputes",
+        message="the recomputation of gradient checkpointing differs from the forward",
         module=failure.module,
         phase=failure.phase,
         source=failure.source,

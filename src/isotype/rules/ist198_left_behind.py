@@ -11,8 +11,8 @@ objects.
     batches = (load(path) for path in paths)
     isotype.check(model, lambda m: m(next(batches)).mean())     # the first batch is gone
 
-**What to do.** Draw the batch before the check, and let the loss use this batch. Before the real step, create again
-the objects that the finding names: they may still hold a tensor of the trace.
+**What to do.** Draw the batch before the check, and let the loss use this batch. Before the real step, recreate the
+objects that the finding names: they may still hold a tensor of the trace.
 
 **How safe is the fix?** Nothing is changed.
 

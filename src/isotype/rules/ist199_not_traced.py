@@ -104,7 +104,7 @@ def _without_state(trace: Trace, failure: Failure) -> bool:
 
 
 def is_about_dtypes(failure: Failure) -> bool:
-    """Return whether the error, or the check that raised it, is about dtypes."""
+    """Return whether the error, or the condition in the code that raised it, is about dtypes."""
     name, _, message = failure.error.partition(":")
     if failure.dtype_related and "dtype" in failure.condition:
         return True

@@ -1,13 +1,14 @@
 """
 **What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: all operands of a matmul have
-the same wide dtype, because they were promoted or cast to it, or stored in it. The matmul runs at the slower rate.
+the same wide dtype, because they were promoted or cast to it, or stored in it. The matmul runs at the lower rate of the
+wide dtype.
 
 **Why it is bad.** On a GPU with tensor cores a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
 a 16-bit matmul, and attention in float32 has no flash kernel. Every float32 operand takes twice the memory.
 
-**Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or
-a `.float()` of a custom layer makes the hidden states float32. A quantized layer casts its input to its own
-dtype and its result back, so it returns float32 again.
+**Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or a
+`.float()` of a custom layer makes the hidden states float32. A quantized layer casts a float32 input to its compute
+dtype and its result back to float32.
 
 **An example that costs**
 
@@ -45,7 +46,7 @@ from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
 from isotype.rules.kit.weight_sets import names
-from isotype.rules.kit.words import TRANSFORMERS, actions, and_its_like, cause_text, evidence, safety_of_cast
+from isotype.rules.kit.words import TRANSFORMERS, actions, and_others, cause_text, evidence, safety_of_cast
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 
@@ -177,7 +178,7 @@ def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     if frozen and inputs:
         together = (*actions("parameter", frozen, expected), Action("input", "", expected))
         yield Fix(
-            f"cast {and_its_like(frozen)} and the model's inputs to {expected}",
+            f"cast {and_others(frozen)} and the model's inputs to {expected}",
             safety_of_cast(weights, trace.setup.compute),
             actions=together,
         )

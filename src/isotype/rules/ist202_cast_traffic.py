@@ -101,7 +101,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
 
 
 def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
-    """Yield casts in an adapter's module that return values to the dtype from which its layer had cast them."""
+    """Yield (cast, adapter weight) for casts in an adapter that reverse the cast of its input by the layer around it."""
     adapters = {weight.module: weight for weight in trace.weights if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)
@@ -129,7 +129,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
         op=first.call.op,
         phase=first.call.phase,
         source=up.source,
-        cause=f"{weight.name} is {wide}, to which the layer around it casts its input at {short(up.source)}",
+        cause=f"{weight.name} is {wide}, so the layer around it casts the adapter's input to {wide} at {short(up.source)}",
         notes=(
             f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} and as many back in a step",
             *costs.estimate(cost, trace),

@@ -2,9 +2,9 @@
 **What it means.** Most of the model is in 16 bits or quantized, but embeddings, the head, norms or other
 frozen weights are float32.
 
-**Why it is bad.** Float32 weights take twice the memory that they need: for a vocabulary of 128,256 and a hidden
-size of 4,096, embedding and head take 2.1 GB more. Float32 results promote the residual stream, so that every
-layer casts its input, and attention runs in float32 unless autocast is on.
+**Why it is bad.** Float32 weights take twice the memory that they need: for a vocabulary of 128,256 and a hidden size
+of 4,096, embedding and head take 2.1 GB more. Float32 results promote the residual stream. Then every layer casts its
+input, and without autocast, attention runs in float32.
 
 **Why it happens.** Trainers call PEFT's `prepare_model_for_kbit_training` for quantized models. It casts
 every parameter that is not quantized to float32.
@@ -17,11 +17,12 @@ every parameter that is not quantized to float32.
 **Repaired**
 
     isotype.enforce(model, policy)            # or: isotype.repair(model, isotype.check(model, batch))
-    model.gradient_checkpointing_enable(); model.enable_input_require_grads()   # what else it did
+    model.gradient_checkpointing_enable(); model.enable_input_require_grads()   # prepare_model_for_kbit_training does
+    both
 
-**What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with
-less than 1 % of the memory of all weights. Trainable weights in float32 are masters, which small updates
-need: a note names their cost.
+**What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with less than 1
+% of the memory of all weights. Trainable weights in float32 are masters: without them, small updates are lost. A note
+reports the memory of the masters.
 
 **How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without
 loss. For other weights, or without access to their values, the report marks the fix as unsafe.

@@ -71,10 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return the calls that read the result of each cast, by (id of its operand's origin, its line, its module).
-
-    Views do not count.
-    """
+    """Return the calls, except views, that read the result of a cast, by (id of the operand's origin, line, module) of the cast."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -87,7 +84,7 @@ def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return whether several losses read the result of a cast, and each reads only some of its rows."""
+    """Return whether several loss operators read the result of a cast, a part of its rows each."""
     whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     losses = [
@@ -105,7 +102,7 @@ def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
 def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool) -> Finding:
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
-    what = "nothing in the step reads" if unread else "the loss reads piece by piece"
+    what = "no operator uses the copies" if unread else "the loss uses the copies piece by piece"
     how = (
         f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
         if unread
@@ -114,7 +111,7 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     return finding_at(
         "IST204",
         "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
-        f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}), which {what}",
+        f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}): {what}",
         first.call,
         [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",

@@ -4,7 +4,7 @@ float16 would turn small gradients into zero. A gradient has its parameter's dty
 trainable parameter is float16:
 
 - an adapter in the base model's dtype, or a trained copy (`modules_to_save`);
-- an adapter that `.half()` cast with its model;
+- an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
@@ -57,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if cast:
         # The step's code casts its parameters to the dtype of its input: a cast of the parameters would not last.
         places = modules(weight for weight in half if weight.name in cast)
-        text = f"take the inputs of {', '.join(places)} in float32"
+        text = f"cast the inputs of {', '.join(places)} to float32"
         fixes = (fix(text, "input", places, "float32"), *fixes)
     if len(cast) == len(half):
         name, before = next(iter(cast.items()))

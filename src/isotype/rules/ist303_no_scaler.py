@@ -81,7 +81,7 @@ def _measured(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:
-    """Yield fixes that make float32 masters, since a GradScaler refuses 16-bit masters, and that add the scaler.
+    """Yield fixes that add a GradScaler, and cast 16-bit masters to float32 first, because a GradScaler refuses them.
 
     A step that computes in bfloat16 or float32 needs no scaler (IST302).
     """

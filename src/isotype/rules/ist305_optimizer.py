@@ -89,7 +89,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return `[3]` for the role `grads[3]`: all tensors of one parameter have one index in an operator's lists."""
+    """Return `[3]` for the role `grads[3]`: an operator's lists have the tensors of one parameter at the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 
@@ -107,7 +107,7 @@ def _mismatched(call: Call) -> Operand:
 
 
 def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
-    """Return the name of a gradient's parameter, found in the other operands or the origin; "" if not a gradient."""
+    """Return the name of the parameter whose gradient `operand` is; "" if it is no gradient."""
     if operand.origin.kind != "gradient":
         return ""
     neighbours = (other.origin for other in call.operands if _entry(other) == _entry(operand))
@@ -135,5 +135,5 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
             yield setting("use an optimizer that is not fused", "optimizer", "adamw")
     elif call.source:  # torch's own code has no line to change
         dtype = dtype_name(call.operands[0].dtype)
-        text = f"cast the operands to {dtype}, the dtype of what is updated, at {short(call.source)}"
+        text = f"cast the operands at {short(call.source)} to {dtype}, the dtype of the updated tensor"
         yield fix(text, "line", (call.source,), dtype)

@@ -1,6 +1,6 @@
 """
-**What it means.** The step runs under autocast to another dtype than the policy's compute dtype: a trainer
-set `fp16=True` by itself, or the script did not pass a flag on.
+**What it means.** The step runs under autocast to another dtype than the policy's compute dtype: a trainer sets
+`fp16=True` by default, or the script does not pass its flag on to the trainer.
 
 **Why it is bad.** The run does not use the requested dtype. float16 instead of bfloat16 overflows above
 65504. bfloat16 instead of float16 is slow on devices that emulate it in software.

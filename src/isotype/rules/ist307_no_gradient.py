@@ -47,7 +47,7 @@ from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained
-from isotype.rules.kit.words import advice, and_its_like, device_error, fix
+from isotype.rules.kit.words import advice, and_others, device_error, fix
 
 TITLE = "Trainable parameters that get no gradient"
 
@@ -67,10 +67,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     left_out = _left_out(trace, ignored)
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
-        how = "keep the context manager or flag that switches these parameters on active in the backward, too; or checkpoint with use_reentrant=False, which raises an error"
-        cause = (
-            f"the forward uses {_named(left_out)}; gradient checkpointing computes its layer again without it"
-        )
+        how = "keep these parameters switched on (by the context manager or the flag) until the backward ends; with use_reentrant=False, checkpointing would raise an error"
+        cause = f"the forward uses {_named(left_out)}; gradient checkpointing does not use it when it computes the layer again"
         yield _finding(trace, None, left_out, cause, (advice("use_reentrant", how),))
     if unused and refused is None and trace.reached:  # the pooling head of a vision tower
         how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
@@ -82,7 +80,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _named(weights: Iterable[Weight]) -> str:
-    return and_its_like(weight.name for weight in weights)
+    return and_others(weight.name for weight in weights)
 
 
 def _finding(
@@ -118,12 +116,12 @@ def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[
 
 def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
     """Return (cause, fixes) for `torch.no_grad()` around a trained part of the model."""
-    how = f"run {first.module or 'it'} outside of torch.no_grad(){_at(first)}, or freeze what is not trained"
+    how = f"run {first.module or 'the trained part'} outside of torch.no_grad(){_at(first)}, or freeze its parameters"
     return f"gradients are off where {named} is used{_at(first)}", [advice(first.weight, how)]
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return parameters without a gradient: the backward computes their layer again, but does not use them."""
+    """Return the parameters in `ignored` that checkpointing does not use when it computes their layer again."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed}
     used = {operand.origin.name for call in recomputed for operand in call.operands}
@@ -158,6 +156,6 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     detached = [c for c in trace.calls if c.phase == "forward" and c.op == "aten.detach.default" and c.source]
     sources = [call.source for call in detached if not in_library(call.source)]
     where = f" at {short(sources[-1])}" if sources else ""
-    cause = f"the loss is cut off from them: it is made of detached values{where}"
+    cause = f"the loss is computed from detached values{where}"
     how = f"compute the loss without detach(), .data, item() or argmax{where}"
     return _finding(trace, refused, weights, cause, (advice("loss", how),))

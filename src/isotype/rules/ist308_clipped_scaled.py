@@ -1,9 +1,9 @@
 """
 **What it means.** Gradients are clipped while they are still multiplied by the loss scale of a GradScaler.
 
-**Why it is bad.** The scale begins at 65,536, so that nearly every norm exceeds the limit: each step's gradients are cut
-to the limit divided by the scale, whatever their size. Adam hides this almost, but its epsilon and moments do not fit such
-gradients; SGD stops learning. No error is raised.
+**Why it is bad.** The scale begins at 65,536, so that nearly every norm exceeds the limit: each step's gradients are
+cut to the limit divided by the scale, whatever their size. Adam divides by the gradients' size and hides most of the
+error, but its epsilon is large compared with such gradients. SGD stops learning. No error is raised.
 
 **An example that costs**
 

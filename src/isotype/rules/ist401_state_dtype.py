@@ -36,7 +36,7 @@ from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
 from isotype.rules.kit.words import fix
 
-TITLE = "A quantization state of another dtype than its layer computes in"
+TITLE = "A quantization state whose dtype is not its layer's compute dtype"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -65,6 +65,8 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         cause=f"the quantization state of {named(weights[0].module)} names {dtype_name(state)}",
         notes=(f"{crashes} operators with the dequantized weight fail",)
         if crashes
-        else ("the layers cast each dequantized weight; code that dequantizes by itself would fail",),
+        else (
+            "the layers cast each dequantized weight; other code that dequantizes these weights would fail",
+        ),
         fixes=(fix(to_compute, "state", modules(weights), dtype_name(compute)),),
     )

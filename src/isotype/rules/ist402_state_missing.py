@@ -12,7 +12,7 @@ is required` or a bare `AssertionError`.
 
 **Repaired**
 
-    load the model again; layers that get other weights later stay dense (llm_int8_skip_modules)
+    load the model again, without quantizing the layers whose weights your code replaces (llm_int8_skip_modules)
 
 **How safe is the fix?** The scales cannot be rebuilt from the codes: load the model again.
 
@@ -35,7 +35,7 @@ TITLE = "A quantized layer without its quantization state"
 def find(trace: Trace) -> Iterator[Finding]:
     lost = [weight for weight, state in quantized(trace) if not state.present]
     if lost:
-        how = "load the model again, and do not replace, copy or load plain tensors over packed weights"
+        how = "load the model again, and do not replace packed weights with plain tensors (assignment, copy_, load_state_dict)"
         yield finding_of(
             "IST402",
             "error",

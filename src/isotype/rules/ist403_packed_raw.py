@@ -3,10 +3,10 @@
 if they were a weight: they are multiplied, cast or replaced by a dense tensor, or activations are cast to their
 dtype.
 
-**Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be
-multiplied (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or
-complex dtypes`; or it runs without an error, but a cast has changed the codes, or has rounded the activations
-to integers from 0 to 255.
+**Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
+(6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
+the step runs without an error, but a cast has changed the codes, or has rounded the activations to integers from 0 to
+255.
 
 **An example that fails**
 
@@ -75,13 +75,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     bare = [w for w in trace.weights if not w.buffer and w.quantization is None and _is_bare(w)]
     if bare:
         plain, dtype = f"plain {bare[0].module_class} layer", dtype_name(bare[0].dtype)
-        how = "keep the quantized layer, or dequantize its weight, where the model is moved"
+        how = "keep the quantized layer, or dequantize its weight, at the line that copies its weight into another layer"
         yield finding_of(
             "IST403",
             "error",
             f"{agree(count(bare), plain, 'hold')} packed {dtype} codes",
             bare,
-            cause=f"{bare[0].name} is {dtype}, its layer multiplies with the packed bytes",
+            cause=f"{bare[0].name} is {dtype}, and its layer multiplies with the packed bytes",
             fixes=(advice(bare[0].module, how),),
         )
     failure = trace.failure
@@ -102,7 +102,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
-    """Return whether packed codes ended the step."""
+    """Return whether the step ended because code uses packed codes as a weight."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
 
@@ -166,7 +166,9 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
     codes = dtype_name(first.results[0][0])
     layer = next(weight for weight, _ in quantized(trace) if weight.module.startswith(f"{first.module}."))
     more = sum(call.repeats for call in casts) - 1
-    how = "cast to the compute dtype of the layers there, or only to a dtype that is_floating_point"
+    how = (
+        "cast the activations to the layers' compute dtype, or cast only if the target dtype is a float dtype"
+    )
     return finding_at(
         "IST403",
         "error",
@@ -176,7 +178,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         cause=f"a cast to {codes} at {short(first.source)}, the storage dtype of {layer.name}",
         notes=(
             *((plural(more, "more such cast"),) if more else ()),
-            "nothing fails: fractions and signs are lost, and no gradient passes",
+            "no error is raised: the activations lose fractions and signs, and the cast has no gradient",
         ),
         fixes=(advice(layer.module, how),),
     )
@@ -192,10 +194,10 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
         near = next((w for w in packed if w.name.startswith(inside)), None)
         if near is None:
             return None
-        return f"{near.name} holds packed codes, {list(near.shape)}", _unpack(near, failure)
+        return f"{near.name} holds packed codes of shape {list(near.shape)}", _unpack(near, failure)
     codes = next((w for w in owners.values() if w.dtype in _CODES), None)
     if codes is not None and _NO_GRADIENT.search(failure.error):
-        how = "train only parameters that is_floating_point, or leave this layer out of the quantization (llm_int8_skip_modules)"
+        how = "set requires_grad only for float parameters, or do not quantize this layer (llm_int8_skip_modules)"
         return f"{codes.name} holds {dtype_name(codes.dtype)} codes, which have no gradient", advice(
             codes.module, how
         )
@@ -210,7 +212,7 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
 
 
 def _is_column(weight: Weight) -> bool:
-    """Return whether a weight is, or looks like, a packed 4-bit weight of bitsandbytes in any module."""
+    """Return whether a weight has the shape of bitsandbytes' packed 4-bit weights: one column of codes."""
     codes = weight.quantization is not None or (not weight.buffer and weight.dtype in _CODES)
     return codes and weight.shape[-1:] == (1,)
 
@@ -222,7 +224,7 @@ def _unpack(weight: Weight, failure: Failure) -> Fix:
     )
     if weight.kind == "linear4bit" and weight.module != failure.module:
         how = (
-            f"leave {named(weight.module)} out of the quantization (llm_int8_skip_modules): {named(failure.module)} reads "
-            "its weight itself; or call the layer at that line"
+            f"do not quantize {named(weight.module)} (llm_int8_skip_modules), because {named(failure.module)} reads the "
+            "layer's packed weight; or call the layer at that line"
         )
     return advice(weight.module, how)

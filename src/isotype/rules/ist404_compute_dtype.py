@@ -4,7 +4,7 @@
 does not warn. If no compute dtype is marked as set, the layer computes in the dtype of its first input.
 
 **Why it is bad.** The layer casts its input and dequantizes its weight to float32, multiplies, and casts the
-output to 16 bits. On GPUs this is several times slower, and the 4-bit codes have no more digits.
+output to 16 bits. On GPUs this is several times slower, and it adds no digits to the 4-bit codes.
 
 **An example that costs**
 

@@ -19,9 +19,9 @@ float16.
 
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
 
-**How safe is the fix?** With one buffer per device, stream and dtype, the models do not share buffers of
-different dtypes. A new buffer for each call is safe too, but slower. Only the owner of the library can change
-its code, so the fix is advice.
+**How safe is the fix?** With one buffer per device, stream and dtype, the models do not share buffers of different
+dtypes. A new buffer for each call is safe too, but slower. isotype does not change a library's code, so the fix is
+advice.
 
 **Seen in** unslothai/unsloth #4026.
 """
@@ -54,4 +54,6 @@ def _own_tensor(finding: Finding) -> Fix:
     return advice(finding.source, how, "key the buffer by dtype")
 
 
-find = contract_rule(__name__, "a {given} buffer that calls share is used with {expected}", _own_tensor)
+find = contract_rule(
+    __name__, "a tensor outside of the model is {given}, but the other operands are {expected}", _own_tensor
+)

@@ -1,7 +1,7 @@
 """
-**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the
-first forward in eval mode. For weights of some shapes this raises an error. Repacked weights pass no gradient, so a
-training that goes on is wrong.
+**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the first forward
+in eval mode. For some shapes the repacking raises an error. Repacked weights pass no gradient, so a training that
+continues is wrong.
 
 **Why it is bad.** The new layout has blocks of 32 rows and scales per row. If a weight's rows are not a
 multiple of 32, or its columns are not a multiple of the block size (64 × 96), `evaluate` or `generate` raises

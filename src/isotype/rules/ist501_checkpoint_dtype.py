@@ -1,6 +1,6 @@
 """
-**What it means.** The frozen weights do not have the checkpoint's dtype, which the model's config names, and
-no policy requests their dtype.
+**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and no
+policy requests it.
 
 **Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate, but
 has no more digits. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against 3.4e38) and
@@ -23,7 +23,7 @@ names another dtype than that of the weights in the file.
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
-- a float32 checkpoint in 16 bits, which is always an explicit request.
+- a float32 checkpoint in 16 bits: a script has to request this cast.
 
 **How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (it does if the values
 come from the checkpoint), else unsafe. Rounded digits can only be restored by loading the weights again.
@@ -45,7 +45,7 @@ from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, finding_of, is_frozen_base, main_dtype
 from isotype.rules.kit.words import advice
 
-TITLE = "A checkpoint's dtype that did not survive loading"
+TITLE = "Weights that do not have their checkpoint's dtype"
 
 _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
     (torch.bfloat16, torch.float32): ("warning", ""),

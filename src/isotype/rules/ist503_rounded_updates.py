@@ -1,15 +1,15 @@
 """
 **What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it merges an
-adapter into its base weight, or updates a statistic, or updates an exponential moving average of trained weights.
+adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
 
 **Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring numbers are
 lost, larger addends are rounded.
 
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
-  unmerge before each rollout. In bfloat16 this changes the base by 1 % of its weights' size after one round, and by two
+  unmerge before each rollout. In bfloat16, the base weights are off by 1 % of their size after one round, and by two
   thirds after a thousand rounds.
-- A moving average with decay 0.999 adds a thousandth of the difference at each step and never changes. A counter in
-  bfloat16 stops at 256.
+- A moving average with decay 0.999 adds a thousandth of the difference at each step: in 16 bits it never changes. A
+  counter in bfloat16 stops at 256.
 - PEFT's adapters of parameters (`target_parameters`, used for experts) are added to the weight in each forward, in the
   weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the adapter's
   product and its gradient for every expert, even for experts without tokens.
@@ -55,7 +55,7 @@ from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
 from isotype.rules.kit.words import actions, advice
 
-TITLE = "A 16-bit weight that is added to in place"
+TITLE = "An in-place addition to a 16-bit weight"
 
 _LOST = "what is smaller than half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
@@ -65,7 +65,7 @@ _ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|a
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
     "delta": ("whole deltas of adapters are computed and added to {}", "stacked weight", "stacked weights"),
-    "other": ("{} added to in place outside of the optimizer", "tensor is", "tensors are"),
+    "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
 """For each kind of addition: the headline, a name for the changed tensor, and a name for several tensors."""
 
@@ -109,7 +109,7 @@ def _share(trace: Trace) -> str:
         and len(call.results[0][1]) == 3
         and (_PEFT in call.source or (call.phase == "backward" and "_grouped_mm" in call.op))
     )
-    return f"these deltas and their gradients, of every expert, are {flops_share(trace, of_deltas):.0%} of the step's FLOPs"
+    return f"the deltas of all experts and their gradients take {flops_share(trace, of_deltas):.0%} of the step's FLOPs"
 
 
 def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
@@ -165,6 +165,6 @@ def _float32(weights: list[Weight]) -> tuple[Fix, ...]:
         *casts([weight for weight in weights if not weight.buffer], torch.float32),
         *actions("buffer", names(buffers), "float32"),
     )
-    what = starred(weights[0].name) + (" and its like" if len(weights) > 1 else "")
-    how = "keep running sums and averages in float32, and cast what is read from them"
+    what = starred(weights[0].name) + (" and others" if len(weights) > 1 else "")
+    how = "keep running sums and averages in float32, and cast their values where they are used"
     return (Fix(f"keep {what} in float32", "safe", actions=to_float32), advice(weights[0].name, how))

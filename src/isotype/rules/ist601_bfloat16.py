@@ -17,9 +17,9 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**The estimate.** The roofline model gives the step time if bfloat16 runs at float32's rate. The estimate is
-this time divided by the time of the same step in the dtype of the fix. The estimate is a lower bound, since
-the conversion in software takes more time.
+**The estimate.** The roofline model computes the step time with float32's rate for bfloat16. The estimate is this time,
+divided by the step time in the dtype of the fix. The estimate is a lower bound, since the conversion in software takes
+more time.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, since
 float16 ends at 65,504 and models trained in bfloat16 (Gemma, T5) may exceed this limit: watch the loss.
@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per line of bfloat16 products with float32 results, which GPUs without bfloat16 refuse."""
+    """Yield a finding for each line with bfloat16 products whose results are float32: GPUs without bfloat16 refuse them."""
     wide = (
         call
         for call in trace.calls
@@ -70,7 +70,7 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
             f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
             first,
             calls,
-            cause=f"a product of bfloat16 operands is asked for in float32 at {short(first.source)}",
+            cause=f"a product of bfloat16 operands has a float32 result at {short(first.source)}",
             notes=(
                 f"torch raises: {_kernel(first)} input type at::BFloat16 and output type float is only supported for CUDA "
                 "devices with compute capability 8.0 or higher",

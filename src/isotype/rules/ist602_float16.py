@@ -17,9 +17,9 @@ hardware, as fast as float32 and three times slower than bfloat16. float16 also 
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** On CPUs the rule compares the times of the matmuls by measured rates. On devices with data-sheet
-rates it uses the roofline model, with float32's rate for float16. The rule reports float16 matmuls that take
-1 % of that time, even if their share of the FLOPs is smaller.
+**The estimate.** On CPUs the rule computes the matmuls' time from measured rates. On devices with data-sheet rates it
+uses the roofline model, with float32's rate for float16. The rule reports float16 matmuls that take 1 % of the matmuls'
+time or more, even if their share of the FLOPs is smaller.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of weights from float16 to bfloat16 loses three bits: unsafe.
 

@@ -5,22 +5,22 @@ of its free memory. Check, plan and `--gradient_checkpointing auto` use the same
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
-**What is counted.** Every storage counts once, from its creation until its last tensor is freed. The report
-groups storages by kind: weights with their quantization states, adapters, gradients, optimizer states,
-activations. Optimizer states exist beside the activations from the second step on, and gradients from the
-second micro-batch of a step on. The rest of the memory is reserved for what is not counted: the allocator's
-rounding and fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
+**What is counted.** Every storage counts once, from its creation until its last tensor is freed. The report groups
+storages by kind: weights with their quantization states, adapters, gradients, optimizer states, activations. From the
+second step on, memory holds optimizer states and activations at the same time. From the second micro-batch of a step
+on, it also holds gradients. The rest of the memory is reserved for what is not counted: the allocator's rounding and
+fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
 **What helps, and by how much.** The report estimates each saving as if it were the only one:
 
-- Gradient checkpointing keeps the inputs of all n layers and the activations of one layer, about `1/n` of the
+- Gradient checkpointing keeps the inputs of all n layers, and the activations of one layer: about `1/n` of all
   activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 - nf4 takes 0.5625 bytes per weight: 4 bits, and a float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023).
 - Frozen float32 weights take half of their memory in 16 bits, and optimizer states take a quarter in 8 bits.
 - Activations shrink in proportion to batch times length.
 - FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and optimizer states, and its
-  own activations. It also stores everything outside of the blocks, and up to three whole blocks: the block in use, its
-  gathering buffer, and the buffer of the next block.
+  own activations. It also stores everything outside of the repeated layers, and up to three whole layers: the layer in
+  use, the buffer that gathers it, and the buffer of the next layer.
 
 **An example**
 
@@ -107,7 +107,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """Yield a sentence on each of the largest tensors and weights; equal tensors of several layers share one."""
+    """Yield a sentence on each of the largest tensors and weights; tensors of equal shape in several layers count as one."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
@@ -168,7 +168,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
-        yield (f"take {share:.0%} of batch x length", over, "max_length", f"{share:.2f} of it")
+        yield (f"reduce batch x length to {share:.0%}", over, "max_length", f"{share:.2f} of it")
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
@@ -193,7 +193,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     for devices in _DEVICES:
         share = stays + sharded // devices
         if devices > before and setup.limit.holds(share):
-            advice = f"shard it over {devices} devices (--fsdp 2 --devices {devices}; trained with --fsdp full_shard)"
+            advice = f"shard the model over {devices} devices (isotype check: --fsdp 2 --devices {devices}; training: --fsdp full_shard)"
             yield (advice, trace.memory.peak - share, "devices", str(devices))
             return
 

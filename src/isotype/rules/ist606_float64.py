@@ -33,7 +33,7 @@ import torch
 from isotype.core.names import distinct_names, plural, short
 from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
 from isotype.records.trace import Call, Origin, Trace
-from isotype.rules.kit.words import LIBRARIES, advice, and_its_like, cause_text, fix
+from isotype.rules.kit.words import LIBRARIES, advice, and_others, cause_text, fix
 
 TITLE = "float64 on a device without it"
 KIND: Kind = "device"
@@ -59,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the origins of float64 in a call: its given operands, or its result if no operand is float64."""
+    """Yield the origins of float64 in a call: float64 operands that no operator computed, or the result if no operand is float64."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         if operand.shape and operand.origin.kind in _GIVEN:
@@ -93,7 +93,7 @@ def _fixes(origins: Sequence[Origin]) -> Iterator[Fix]:
         yield advice(first.name, f"make {first.name} float32 before it goes to the device")
     elif first.kind in _STORED:
         names = distinct_names(origin.name for origin in origins)
-        yield fix(f"cast {and_its_like(names)} to float32", _STORED[first.kind], names, "float32", "unsafe")
+        yield fix(f"cast {and_others(names)} to float32", _STORED[first.kind], names, "float32", "unsafe")
     elif first.source:
         where = short(first.source)
         yield fix(f"write float32 instead of float64 at {where}", "line", (first.source,), "float32")

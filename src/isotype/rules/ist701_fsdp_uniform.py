@@ -85,7 +85,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     packed = [weight for weight in mismatched if weight.quantization is not None]
     plain = [weight for weight in mismatched if weight.quantization is None]
     if packed:
-        how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and keep every other parameter in it too"
+        how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and cast all other parameters to this dtype"
         yield advice("bnb_4bit_quant_storage", how)
         return
     safe = all(weight.exact_in == most and not weight.trainable for weight in plain)
@@ -101,7 +101,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     if not safe:
         yield cast
     if not first:
-        how = "shard the modules of another dtype first, by themselves: fully_shard(layer.norm)"
+        how = "shard the modules of another dtype separately, before the layer: fully_shard(layer.norm)"
         yield advice("fully_shard", how)
     elif any(weight.adapter for weight in mismatched):
         how = "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"

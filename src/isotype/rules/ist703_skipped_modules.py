@@ -47,7 +47,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     if reach.skipped:
         what = f"only some batches run {listed(reach.skipped, 3)}"
-        how = "give a batch that does not run it one more row that does, with labels of -100"
+        how = "add a row that runs these modules, with labels of -100, to every batch that does not run them"
     else:
         what = "the gradients of some batches do not reach the same modules"
         how = "let every batch use all trained modules: a term of 0 times their result in the loss is enough"

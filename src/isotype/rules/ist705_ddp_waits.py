@@ -1,6 +1,7 @@
 """
-**What it means.** DDP averages the gradient of every trainable parameter over the processes. Here a parameter
-gets no gradient from a batch: the batch does not run its module, or the loss does not depend on the result.
+**What it means.** DDP averages the gradient of every trainable parameter over the processes. Here a parameter gets no
+gradient from a batch: the batch does not run the parameter's module, or the loss does not depend on the module's
+result.
 
 **Why it happens.** Rows with only text do not run the vision tower, whose adapters are trained. Or the
 forward never calls a trained layer or head. The next step raises `Expected to have finished reduction in the
@@ -30,7 +31,7 @@ from collections.abc import Iterator
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice, and_its_like
+from isotype.rules.kit.words import advice, and_others
 
 TITLE = "Parameters without a gradient under DDP"
 
@@ -44,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield Finding(
         "IST705",
         "error",
-        f"DDP waits for the gradients of {and_its_like(missing)}, which some batch does not use",
+        f"DDP waits for the gradients of {and_others(missing)}, but at least one batch computes no such gradient",
         module=missing[0].rpartition(".")[0],
         phase="backward",
         cause="DDP averages every trainable parameter's gradient over the processes in every step",

@@ -1,12 +1,13 @@
 """
 **What it means.** Trainable parameters are in 16 bits, and their updates are too small: the updates are less than half
 the distance to the next number of the dtype, so that the sum rounds to the old value. An Adam update is about as large
-as the learning rate; an SGD update is the learning rate times the gradient, which must have been measured. The
-distance from x to the next number is 2^(floor(log2 |x|) - 7) in bfloat16 and 2^(floor(log2 |x|) - 10) in float16.
+as the learning rate; an SGD update is the learning rate times the gradient, and the rule checks it only if the gradient
+was measured. The distance from x to the next number is 2^(floor(log2 |x|) - 7) in bfloat16 and 2^(floor(log2 |x|) - 10)
+in float16.
 
-**Why it is bad.** Most weights do not change. Larger weights are affected first, especially the weights of
-norms, which are near one. Weight decay (learning rate times decay) is smaller and is lost even at learning
-rates that keep the updates. The loss falls a little and stops, without an error.
+**Why it is bad.** Most weights do not change. Larger weights are affected first, especially the weights of norms, which
+are near one. Weight decay subtracts learning rate times decay times the weight. This change is smaller than the update,
+and is lost even at learning rates at which the update is not. The loss falls a little and stops, without an error.
 
 **An example that costs**
 
@@ -38,7 +39,7 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of, float32_masters, spacing, trained
 
-TITLE = "Updates smaller than the masters' dtype can hold"
+TITLE = "Updates that are lost to rounding in 16-bit masters"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -91,10 +92,10 @@ def _measured(weight: Weight, trace: Trace, module: str | None = None) -> Module
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase on its source.
 
-    If the values of a DoRA magnitude are unknown, its median is computed from the weight of its layer. A DoRA
-    magnitude has the norms of the rows of this weight (https://arxiv.org/abs/2402.09353, eq. 5): sqrt(n) m / 0.6745
-    for a row of `n` normally distributed values with the measured median m. Without a measurement, the standard
-    deviation of the row is the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
+    If the values of a DoRA magnitude are unknown, its median is computed from the weight of its layer. A DoRA magnitude
+    contains the norms of this weight's rows (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally
+    distributed values with median magnitude m has the norm sqrt(n) m / 0.6745. If m was not measured, the values'
+    standard deviation is assumed: the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values"

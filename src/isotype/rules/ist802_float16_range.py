@@ -49,21 +49,21 @@ _written_beyond = contract_rule(
     __name__,
     "a number beyond {given}'s range is written into a {given} tensor",
     lambda finding: advice(
-        finding.source, "write torch.finfo(tensor.dtype).min, of the tensor that is filled"
+        finding.source, "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"
     ),
 )
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     for finding in _written_beyond(trace):
-        wide = fix(f"fill in float32 at {short(finding.source)}", "line", (finding.source,), "float32")
+        wide = fix(f"fill a float32 tensor at {short(finding.source)}", "line", (finding.source,), "float32")
         yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding
     yield from _emptied_rows(trace)
     # Packed codes may have a float dtype (`quant_storage`): their bits are not numbers.
     dense = (weight for weight in trace.weights if weight.quantization is None)
     infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
     if infinite:
-        how = "load or merge it again in the checkpoint's own dtype: a cast to float16 has overflowed"
+        how = "load or merge the weight again in the checkpoint's dtype: a cast to float16 has overflowed"
         yield finding_of(
             "IST802",
             "error",

@@ -4,10 +4,10 @@
 cast buffers. Autocast computes the product of positions and frequencies in 16 bits, unless the model disables
 autocast for it.
 
-**Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is
-arbitrary. Without an error, distant positions become equal, and training and serving compute different
-results. The timesteps of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times
-1000 becomes 996. If the batch has such numbers, the check computes their values up to the sine.
+**Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
+error is raised, but distant positions become equal, and training and serving compute different results. The timesteps
+of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times 1000 becomes 996. If the batch
+contains such numbers, the check computes the error of each angle.
 
 **An example that costs**
 
@@ -36,7 +36,7 @@ from isotype.records.trace import HALVES, Call, Trace, Weight
 from isotype.rules.kit.weight_sets import count, finding_of, names
 from isotype.rules.kit.words import advice, fix
 
-TITLE = "Rotary positions in 16 bit"
+TITLE = "Rotary positions in 16 bits"
 
 _BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
 _MODULES = re.compile(r"rotary|rope", re.IGNORECASE)
@@ -80,10 +80,10 @@ def _angles(trace: Trace) -> Iterator[Finding]:
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
         if ":" in at:
-            cause = f"a cast to 16 bit at {short(at)}"
-            keep = fix(f"keep it in float32 at {short(at)}", "line", (at,), "float32")
+            cause = f"a cast to 16 bits at {short(at)}"
+            keep = fix(f"keep this number in float32 at {short(at)}", "line", (at,), "float32")
         else:
-            cause = f"the input {at} is given in 16 bit"
+            cause = f"the input {at} has 16 bits"
             keep = advice(at, f"give {at} as an integer or in float32, and cast the sines and cosines")
         yield finding_at(
             "IST803",
@@ -103,7 +103,7 @@ _OFF = 0.5
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
     if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
         return (fix("compute the rotary frequencies again in float32", "buffer", names(rounded), "float32"),)
-    how = "compute the frequencies in float32 after the model was cast: casting them back leaves them rounded"
+    how = "compute the frequencies in float32 after the model was cast: a cast back to float32 does not restore their digits"
     return (advice(rounded[0].module, how),)
 
 

@@ -14,8 +14,8 @@ overflows in float16, and the loss is NaN.
 
     T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
 
-**How safe is the fix?** The parameter computes in float32 again. Rounded digits can only be restored from the
-checkpoint.
+**How safe is the fix?** The parameter is float32 again, as its author requires. Rounded digits can only be restored
+from the checkpoint.
 
 **Seen in** huggingface/transformers #5651.
 """
@@ -32,7 +32,7 @@ from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of
 from isotype.rules.kit.words import advice
 
-TITLE = "A pinned parameter in 16 bit"
+TITLE = "A parameter in 16 bits that its author keeps in float32"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -47,17 +47,17 @@ def find(trace: Trace) -> Iterator[Finding]:
                 f"{count(rounded)} of the parameters that the model's author keeps in float32 {are} {dtype_name(dtype)}",
                 rounded,
                 phase="load",
-                notes=("values that a cast has rounded come back only from the checkpoint",),
+                notes=("rounded values can only be restored from the checkpoint",),
                 fixes=_fixes(trace, rounded),
             )
 
 
 def _fixes(trace: Trace, rounded: list[Weight]) -> tuple[Fix, ...]:
-    cast, keep = casts(rounded, torch.float32), "keep the pinned parameters in float32"
+    cast, keep = casts(rounded, torch.float32), "keep these parameters in float32"
     with_borders = (*cast, *borders(rounded, trace.setup.compute))
-    how = "load with from_pretrained(dtype=…), which keeps them; do not cast the model afterwards"
+    how = "load with from_pretrained(dtype=…), which keeps these parameters in float32, and do not cast the model afterwards"
     return (
         Fix(keep, "safe", actions=cast),
-        Fix(f"{keep} and cast at their modules' borders", "safe", actions=with_borders),
+        Fix(f"{keep} and cast the inputs and outputs of their modules", "safe", actions=with_borders),
         advice("dtype", how),
     )

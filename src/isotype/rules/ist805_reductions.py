@@ -29,7 +29,7 @@ from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import HALVES, Call, Trace
 from isotype.rules.kit.words import advice, evidence
 
-TITLE = "A long reduction returned in 16 bit"
+TITLE = "A long reduction returned in 16 bits"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
@@ -50,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             calls,
             cause=f"{name} of {dtype} values" + (f" at {short(first.source)}" if first.source else ""),
             evidence=evidence(first.operands[0].origin),
-            fixes=(advice(first.source or first.module, f"cast its input to float32 before {name}"),),
+            fixes=(advice(first.source or first.module, f"cast the input of {name} to float32"),),
         )
 
 

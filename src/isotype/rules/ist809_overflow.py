@@ -1,8 +1,8 @@
 """
-**What it means.** The values of this model were measured, and an operand or result of a float16 operator
-exceeds 65504, float16's largest number. The residual stream is the most frequent place: every block adds to
-it, and it grows large in models trained in bfloat16. Other frequent places are the gated product before
-`down_proj`, the queries, the keys and the gradients.
+**What it means.** The values of this model were measured, and an operand or result of a float16 operator exceeds 65504,
+float16's largest number. The residual stream is the most frequent place: every block adds to it, and its values are
+large in models that were trained in bfloat16. Other frequent places are the gated product before `down_proj`, the
+queries, the keys and the gradients.
 
 **Why it is bad.** Larger values become infinite, the next norm or softmax turns them into NaN, and the loss
 is NaN from the first step to the last. A GradScaler skips every such step, so nothing is trained.
@@ -17,9 +17,9 @@ is NaN from the first step to the last. A GradScaler skips every such step, so n
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16. Only values too large for float16 become float32, or
-the fix scales them by a power of two around a matmul, which changes no digit. Hidden states in float32 take
-twice the memory. bfloat16 has the range of float32 with fewer digits.
+**How safe is the fix?** Safe: matmuls stay in float16. Values that are too large for float16 become float32, or the fix
+multiplies them by a power of two before a matmul and divides the result by it, which changes no digit. Hidden states in
+float32 take twice the memory. bfloat16 has the range of float32 with fewer digits.
 
 **What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace
 shows which operators run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same

@@ -17,8 +17,8 @@ affected.
 **What is not reported.** Lines of published transformers models, whose routers divide by sums of scores that
 are never zero.
 
-**How safe is the fix?** Safe: a divisor below 6e-5 has lost digits in float16, and a division of 4 or more by
-it exceeds float16's range. If the line computes in float32, it keeps its epsilon.
+**How safe is the fix?** Safe: float16 numbers below 6e-5 have fewer digits, so a divisor below the new epsilon is
+inexact anyway. If the line computes in float32, it keeps its epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368.
@@ -60,14 +60,14 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"an epsilon of {epsilon:g} is zero in float16: a denominator of zero stays zero, and the quotient is not finite",
             first,
             calls,
-            cause=f"{_name(first)} with {epsilon:g}{at}, on float16",
+            cause=f"{_name(first)} of a float16 tensor and {epsilon:g}{at}",
             evidence=evidence(first.operands[0].origin),
             fixes=(advice(first.source or first.module, how),),
         )
 
 
 def _epsilon(call: Call) -> float:
-    """Return the call's positive number that is zero in float16; 0 if there is no such number to report."""
+    """Return the epsilon of a call (clamp, addition) if it is zero in float16; 0 if there is nothing to report."""
     if TRANSFORMERS in call.source:
         return 0.0
     number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)

@@ -39,7 +39,7 @@ from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, sp
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
 _VISIBLE = 0.005
-"""Relative error that exceeds the gradient's noise in a large step."""
+"""The least relative error that is reported; the noise of a gradient over many rows is smaller."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

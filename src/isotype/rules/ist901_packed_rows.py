@@ -45,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if leak is None:
         return
     if leak.without:
-        cause = f"{leak.without} is given beside position_ids: {where(leak)} then attends to the whole row"
+        cause = f"the batch has {leak.without} and position_ids: {where(leak)} then attends to the whole row"
         order = f"leave {leak.without} out of the batch"
         action = Action("advice", leak.without, order)
         outcome = "no sequence then reaches another one"

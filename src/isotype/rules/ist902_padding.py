@@ -42,15 +42,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     if read is not None:
         if "attention_mask" in trace.setup.batch:
             cause = f"{where(read)} ignores the attention mask"
-            how = "mask the padding in this module, or pad behind the rows"
+            how = "mask the padding in this module, or pad on the right"
         else:
             cause = "the batch has padding and no attention mask"
             how = "give the model the attention mask"
         fix = advice("attention_mask", how)
-        yield leak_finding(trace, read, "IST902", "error", "padding is read as text", cause, fix)
+        yield leak_finding(trace, read, "IST902", "error", "the model treats padding as text", cause, fix)
     if moved is not None:
-        message = "padding in front of a row moves its positions"
+        message = "padding on the left shifts the positions of a row's tokens"
         cause = "positions are counted from the first padding token"
-        how = "give position_ids that count from each row's first token, or pad behind the rows"
+        how = "pass position_ids that count from each row's first token, or pad on the right"
         fix = advice("position_ids", how)
         yield leak_finding(trace, moved, "IST902", "warning", message, cause, fix)

@@ -47,11 +47,11 @@ def find(trace: Trace) -> Iterator[Finding]:
     if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
         message = "predictions depend on the tokens that they predict"
         cause = f"{where(later)} lets a token attend to later tokens"
-        how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and give no mask that undoes it"
+        how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and pass no mask that replaces it"
         yield leak_finding(trace, later, "IST903", "error", message, cause, advice("causal mask", how))
     if label is not None:
         message = "predictions depend on their own labels"
-        cause = f"{where(label)} uses the labels as an input of the predictions at the same place"
+        cause = f"{where(label)} uses the labels as an input of the predictions at the same positions"
         how = "shift the labels that are an input of the model by one token"
         yield leak_finding(trace, label, "IST903", "error", message, cause, advice("labels", how))
     reach = trace.reach

@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     for unused in reach.unused:
         if unused.kind in ("picture", "input"):
-            cause = f"other values of {unused.name} change no logit, to the last bit"
+            cause = f"with other values of {unused.name}, no bit of the logits changes"
             yield _finding(unused.name, unused.kind == "picture", cause, measured_on(reach))
     for name in trace.without_effect if reach.undecided else ():
         picture = any(word in name for word in _PICTURES)

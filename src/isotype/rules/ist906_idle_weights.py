@@ -37,7 +37,7 @@ from isotype.records.finding import Finding
 from isotype.records.reach import Reach
 from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
-from isotype.rules.kit.words import advice, and_its_like
+from isotype.rules.kit.words import advice, and_others
 
 TITLE = "Adapters and trainable weights that reach no loss"
 KIND = "wiring"
@@ -60,11 +60,11 @@ def find(trace: Trace) -> Iterator[Finding]:
         else f"{len(names)} of {plural(len(trained), 'kind')} of trainable weights reach no loss"
     )
     why = next((unused.why for unused in idle if unused.why), "")
-    shown = and_its_like(names)
+    shown = and_others(names)
     how = (
         "give the adapter a scale (lora_alpha) above 0"
         if why
-        else "leave these weights out of what is trained, or use their result"
+        else "freeze these weights, or let the loss depend on their results"
     )
     yield Finding(
         "IST906",
@@ -72,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         what,
         module=names[0].rpartition(".lora_")[0],
         phase="backward",
-        cause=why or f"the gradient of {shown} is zero to the last bit, with random values in every weight",
+        cause=why or f"with random values in every weight, the gradient of {shown} is exactly zero",
         notes=(measured_on(reach),),
         fixes=(advice("lora_alpha" if why else names[0], how),),
     )
@@ -87,12 +87,12 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
         yield Finding(
             "IST906",
             "note",
-            f"{plural(len(names), 'kind')} of trainable weights get no gradient from this batch: {and_its_like(names)}",
+            f"{plural(len(names), 'kind')} of trainable weights get no gradient from this batch: {and_others(names)}",
             module=names[0].rpartition(".")[0],
             phase="backward",
             cause="this batch does not run the modules, or nothing uses their results",
             notes=(
-                "under DDP without find_unused_parameters, a step with such weights does not end (IST705)",
+                "under DDP without find_unused_parameters, a step with such weights hangs or fails (IST705)",
                 measured_on(reach),
             ),
             fixes=(advice(names[0], "freeze these weights (requires_grad_(False)) if no batch uses them"),),

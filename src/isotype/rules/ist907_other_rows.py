@@ -5,8 +5,9 @@
 rows compete for the limited capacity of experts, or the model flattens the rows into one row, in which they
 attend to each other.
 
-**Why it is bad.** A row's gradient depends on the other rows. Evaluation has other batches, so it computes another
-function of the row. The result of a training depends on the number of processes and on the size of micro-batches.
+**Why it is bad.** A row's gradient depends on the other rows. An evaluation has other batches, so it computes other
+predictions for the same row. The result of a training depends on the number of processes and on the size of
+micro-batches.
 
 **An example that fails**
 

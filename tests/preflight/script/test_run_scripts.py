@@ -336,4 +336,4 @@ def test_adapters_that_the_backward_computes_without_are_named_after_the_first_s
     assert ("isotype: after the first step:" in err) != kept
     if not kept:
         assert "warning[IST307]: no gradient reaches 2 of 5 trainable parameters" in err
-        assert "gradient checkpointing computes its layer again without it" in err
+        assert "gradient checkpointing does not use it when it computes the layer again" in err

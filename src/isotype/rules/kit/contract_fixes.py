@@ -53,7 +53,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors beside mismatched tensors that have the same dtype: the zero point of a scale."""
+    """Yield the buffers and plain tensors that share a mismatched tensor's module and dtype, such as a scale's zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -134,14 +134,14 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
         what = listed(modules, 2)
         if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
             what = f"each {first.module_class} of {what}"
-        text = f"let {what} cast at its border and compute in {expected}"
+        text = f"let {what} compute in {expected} and cast its inputs and outputs"
         yield fix(text, "boundary", modules, f"compute:{expected}")
     if not lossless:
         yield cast
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether `expected` represents every value of a frozen weight: it is wider, or the values fit."""
+    """Return whether a cast to `expected` changes no value of a weight; False for trainable and pinned weights."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -164,14 +164,14 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     makers = list(dict.fromkeys(makers))
     for targets in (*([makers] if len(makers) > 1 else []), *([module] for module in makers)):
-        yield fix(f"return the outputs of {listed(targets, 2)} in {expected}", "output", targets, expected)
+        yield fix(f"cast the outputs of {listed(targets, 2)} to {expected}", "output", targets, expected)
     if group.cause.kind == "input":
-        yield fix(f"give the model {group.cause.name} in {expected}", "input", ("",), expected)
+        yield fix(f"pass {group.cause.name} to the model in {expected}", "input", ("",), expected)
     # The fix of the model's input is above, and an operator of the loss has no module.
     called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:
-        yield fix(f"take the inputs of {listed(places, 2)} in {expected}", "input", places, expected)
+        yield fix(f"cast the inputs of {listed(places, 2)} to {expected}", "input", places, expected)
 
 
 def _is_own(mismatched: Operand, call: Call) -> bool:
@@ -190,10 +190,10 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights, and of the same weights in other layers if they have the same dtype.
+    """Return the names of weights, and of the corresponding weights of other layers if they have the same dtype.
 
-    If the weight has that dtype in all layers, `*` stands for the layer numbers. `*` also stands for layers whose
-    names are unknown, because one traced layer represents them.
+    If a weight has one dtype in all layers, `*` stands for the layer numbers. `*` also stands for layers without names,
+    because one traced layer represents them.
     """
 
     def written(name: str) -> Iterator[str]:
@@ -209,9 +209,9 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Return module names; `*` replaces layer numbers if `modules` has the module of every layer of the same class.
+    """Return module names; `*` replaces layer numbers if `modules` contains the same module of every layer.
 
-    `*` also replaces them if the other modules are unknown: the step ended early, or one layer represents several.
+    `*` also replaces layer numbers if other layers are unknown: the step ended early, or one layer represents several.
     """
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)

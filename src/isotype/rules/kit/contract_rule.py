@@ -20,7 +20,7 @@ from isotype.rules.kit.words import cause_text, device_error, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` of the rule in `module`: it yields one finding per cause of the broken contracts that it claims.
+    """Return the `find` of the rule in `module`: it yields a finding for each group of broken contracts with the rule's code.
 
     In `headline`, the message of the findings, {given} and {expected} stand for dtypes and {op} for the operator.
     `advise` returns the last fix of a finding.
@@ -70,7 +70,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield a cause and similar weights: if only the cause were fixed, the step would end at the next similar weight."""
+    """Yield a cause, and weights of the same class, name and dtype: without a cast, the step would end at the next of them."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

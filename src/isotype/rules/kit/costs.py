@@ -1,10 +1,9 @@
 """Costs of findings that raise no error: FLOPs, casts, bytes and estimated time. The rules IST2xx and IST6xx use them.
 
-The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator
-takes `max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step takes the
-sum over its operators. Rates are the data-sheet peaks of the device profile. Each operator counts by itself,
-as in eager PyTorch, without launch costs, so for tiny models only the ratios between large operators are
-meaningful.
+The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes
+`max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step takes the sum over its
+operators. Rates are the data-sheet peaks of the device profile. Operators are not fused, as in eager PyTorch, and
+launch costs are left out. So for tiny models only the ratios between large operators are meaningful.
 """
 
 from __future__ import annotations
@@ -67,15 +66,15 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return whether autocast made a cast: no Python function of a cast made it."""
+    """Return whether autocast made a cast, instead of a call such as `.to()` or `.float()`."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in CAST_FUNCTIONS)
 
 
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    Usually it is `Origin.cause`. But a quantized layer or an adapter may cast its input to a narrow dtype and its
-    output back. Such a module only restores a dtype, so the origin of its input is to blame.
+    Usually it is `Origin.cause`. But a quantized layer or an adapter may cast a wide input to a narrow dtype and its
+    output back. Then the origin of the input is to blame.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -120,7 +119,7 @@ def _returns(op: str) -> Sequence[Any]:
 
 
 def bytes_moved(call: Call) -> int:
-    """Return the bytes that the represented calls read and write; 0 for views and for memory that no call writes."""
+    """Return the bytes that `call` and the calls that it represents read and write; 0 for views and for unwritten memory."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in call.operands)
@@ -129,7 +128,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of the represented calls' new results that are too large for the C library to cache."""
+    """Return the bytes of new results of a call (and of those that it represents) that are too large for the C library's cache."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -172,7 +171,7 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return the step's estimated time, divided by its time with `costly` calls in dtype `wanted` and without `gone`.
+    """Return the step's estimated time, divided by its time if `costly` calls ran in `wanted` and `gone` calls did not run.
 
     The bytes that a costly call moves shrink with the item size. Return None if the profile lacks rates for the
     dtypes. A dtype without a rate gets the rate of `stand_in`.
@@ -211,7 +210,7 @@ def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
         return ()
     title = trace.setup.profile.title
     return (
-        f"about {cost.slowdown:.2f} times the step time on {title}: a roofline over its data-sheet rates",
+        f"about {cost.slowdown:.2f} times the step time on {title}, estimated from its data-sheet rates (roofline)",
     )
 
 
@@ -271,14 +270,14 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return the bytes that the represented calls read and write; an optimizer's call represents all layers."""
+    """Return `bytes_moved` of a call; for a call of the optimizer, of the trained weights of all layers."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return the number of the whole model's trained weights, divided by the number in the traced layers."""
+    """Return the number of elements of all trained weights, divided by the number in the traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
@@ -293,6 +292,6 @@ def fuses(call: Call) -> bool:
 
 
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of the represented calls; half of them for attention, since a causal mask may skip the rest."""
+    """Return the FLOPs of `call` and the calls that it represents; half of them for attention, as if its mask were causal."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count

@@ -28,7 +28,7 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Earlier stages are checked first, and within a stage the rules in order of their codes."""
+"""The criterion of a claim. Claims are checked in the order of stages; claims of one stage in the order of the rules' codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
 """Kind of refusal: operands mix dtypes, the device refuses a dtype, or a check of the model's code refuses a dtype."""
@@ -54,7 +54,7 @@ class Broken:
 
     @property
     def agrees(self) -> bool:
-        """True if the float operands have one dtype and the breach is not autocast's.
+        """True if the float operands have one dtype and autocast did not raise the error.
 
         Autocast refuses a 16-bit dtype other than its own when it promotes operands (`at::autocast::prioritize`).
         """
@@ -256,7 +256,7 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the module whose parameter or plain tensor an operand is; "" for other operands."""
+    """Return the module that holds an operand as a parameter or a plain tensor; "" for other operands."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
@@ -267,7 +267,7 @@ def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is float32 because a trained weight is, or because its layer casts to float32."""
+    """Return whether an operand is float32, and a trained weight or a cast gave it this dtype."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()

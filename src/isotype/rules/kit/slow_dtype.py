@@ -56,7 +56,7 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share of `dtype` in the time of all matmuls by measured rates, or without rates in their FLOPs."""
+    """Return the share of matmuls in `dtype` in the time of all matmuls; without measured rates, their share of the FLOPs."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
@@ -91,7 +91,7 @@ def _estimate(cost: Cost, trace: Trace) -> Iterable[str]:
     if trace.setup.profile.speed:
         return (f"about {cost.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
     return (
-        f"at least {cost.slowdown:.2g} times the step time: a roofline that counts them at float32's rate",
+        f"at least {cost.slowdown:.2g} times the step time, estimated with float32's rate for these matmuls (roofline)",
     )
 
 
@@ -108,7 +108,7 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     return f"the step computes in {name}"
 
 
-_UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "it rounds each to 8 bits"}
+_UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "this rounds their values to 8 bits"}
 """The loss that a cast of weights to a dtype causes."""
 
 

@@ -1,4 +1,4 @@
-"""Measured values that are float16 in a step: this file combines a trace with a measurement of the same model.
+"""Measured values that are float16 in a step, computed from a trace and a measurement of the same model.
 
 Magnitudes do not depend on the dtypes of a step unless a value overflows. So one measurement serves every trace
 of the model, including the trace of a fix.
@@ -29,10 +29,10 @@ class Held:
 
     Attributes:
         call: the operator in the trace, which may represent the same operator of several layers.
-        operator: what was measured for this operator, in one of the layers that `call` represents.
+        operator: the measured ranges of this operator, in one of the layers that `call` represents.
         at: position of the measured operator in program order; a cast of its result has a position 0.5 higher.
         value: the largest magnitude of its float16 operands or results.
-        takes: whether `value` is an operand's instead of a result's.
+        takes: True if an operand has this magnitude, False if a result has it.
     """
 
     call: Call
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the measured module, as in the call if the call runs in this module."""
+        """Fully qualified name of the measured module; as `call` spells it if `call` runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -123,7 +123,7 @@ def flushed(trace: Trace) -> Flushed | None:
 
 
 def _key(call: Call | OperatorRange) -> _Key:
-    """Return (module, operator without overload, phase) of a call or of what was measured for it.
+    """Return (module, operator without overload, phase) of a call or of a measured operator.
 
     All attention kernels have the same name.
     """
@@ -160,7 +160,7 @@ def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequenc
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the magnitudes of a quantized layer for its kernel, since the measurement does not contain the kernel."""
+    """Return the measured magnitudes of a quantized layer as those of its kernel, which the measurement does not contain."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":
@@ -175,8 +175,8 @@ def _matched(
     """Yield every call with the operator that was measured for it.
 
     The measurement has more operators than the step if a frozen input needs no gradient. A call then belongs to the
-    operator of the same source line. If a line has more or fewer operators than calls, its calls get the largest
-    values of its operators. If it has no operator, they get the largest values of all operators.
+    operator of the same source line. If the numbers of calls and operators of a line differ, each of its calls gets the
+    largest values of its operators. If a line has no operator, its calls get the largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)

@@ -80,7 +80,7 @@ def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
 def main_dtype(
     weights: Iterable[Weight], size: Callable[[Weight], int] = lambda weight: weight.bytes * weight.repeats
 ) -> torch.dtype | None:
-    """Return the dtype with the largest sum of sizes, by default of bytes; None if there are no weights."""
+    """Return the dtype whose weights have the largest total size, by default in bytes; None if there are no weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += size(weight)

@@ -13,7 +13,7 @@ from isotype.records.trace import Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Folder names that mark a source file as code of transformers or diffusers. Many trainings run this code, so what looks like a mistake in it works."""
+"""Folder names that mark a source file as code of transformers or diffusers. Many trainings use this code, so findings about it would be false alarms."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
@@ -30,12 +30,12 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "outside": f"{cause.name} is {dtype}{where}{inside}",
         "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
         "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
-        "data": f"{f'{cause.name}, which' if cause.name else 'a tensor that'} the loss brings with it{',' * bool(cause.name)} is {dtype}{where}",
+        "data": f"{f'{cause.name}, which' if cause.name else 'a tensor that'} the loss function uses{',' * bool(cause.name)} is {dtype}{where}",
         "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
         "cast": f"a cast to {dtype}{where}{inside}",
         "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
         "gradient": f"the gradient of {cause.name} is {dtype}",
-        "conversion": f"{cause.name}{where}{inside} was given mixed dtypes",
+        "conversion": f"{cause.name}{where}{inside} gets operands of several dtypes",
     }
     return texts.get(cause.kind, f"{cause.name} returns {dtype}{where}{inside}")
 
@@ -49,7 +49,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
         if step.like is not None:
             line = f"{step.name} takes that dtype{where}"
         elif step.kind == "promotion":
-            line = f"{step.name} with another dtype promotes to {dtype_name(step.dtype)}{where}"
+            line = f"{step.name} with an operand of another dtype returns {dtype_name(step.dtype)}{where}"
         lines.append(line)
     return tuple(lines)
 
@@ -87,7 +87,7 @@ def safety_of_cast(weights: Iterable[Weight], dtype: torch.dtype) -> Safety:
     return "safe" if all(weight.exact_in == dtype for weight in weights) else "unsafe"
 
 
-def and_its_like(names: Iterable[str]) -> str:
-    """Return the first name with `*` for layer numbers, followed by "and its like" if there are other names."""
+def and_others(names: Iterable[str]) -> str:
+    """Return the first name with `*` for layer numbers, followed by "and others" if there are other names."""
     first, *others = distinct_names(names)
-    return f"{first} and its like" if others else first
+    return f"{first} and others" if others else first
