@@ -703,7 +703,7 @@ def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPat
         "no readable safetensors on the hub\n"
         "  - hub id owner/name: 'owner/name' is not a safetensors repo.\n"
         "    expected  weights in safetensors\n"
-        "    fix       give a revision or conversion of it in safetensors; pickled weights are not read"
+        "    fix       give a revision or a conversion of the model in safetensors; pickled weights are not read"
     )
 
 

@@ -164,7 +164,7 @@ def test_data_sets_of_unlike_form_become_conversations(store: Callable[[Any], st
         f"'pairs.csv', '{other}': prompts and completions become conversations, like the rest of the mixture; "
         "the loss counts prompts too, unless --assistant_only_loss True is given"
     )
-    assert said[1].startswith("share.jsonl: ShareGPT messages are read by the chat template's roles: ")
+    assert said[1].startswith("share.jsonl: ShareGPT messages get the roles of chat templates: ")
 
 
 def test_messages_of_unlike_keys_fit_together() -> None:

@@ -248,7 +248,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
         what = "is neither in the base nor in the adapter"
-        expected = "every weight of the model: a missing weight is drawn at random at each load"
+        expected = "every weight of the model: a missing weight gets new random values in every load"
         raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
     method = getattr(config, "init_lora_weights", None)

@@ -177,7 +177,7 @@ class DeferredBlocks:
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
 
     def on_forward(self) -> None:
-        """Install hooks: a block is read before it or one of its layers runs, and dropped after its forward."""
+        """Install hooks: a block is read before it or one of its layers runs, and freed after its forward."""
         for block in self.blocks:
             if block.sources or block.dense:
                 dense = (weight.module for weight in block.dense)

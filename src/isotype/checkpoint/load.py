@@ -288,7 +288,7 @@ def _is_bnb(quantizer: Any) -> bool:
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:
-    """Return True if a tensor fits transposed into the bitsandbytes layer that replaced a Conv1D of GPT-2."""
+    """Return True if a bitsandbytes layer replaced a GPT-2 Conv1D, and the transposed tensor fits the layer."""
     layer = model.get_submodule(wrong.name.rpartition(".")[0])
     return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 

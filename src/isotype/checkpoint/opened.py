@@ -213,7 +213,7 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """Return the facts about a module, a config or a named checkpoint, without reading or allocating a weight.
 
     Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
-    is none of the three.
+    is something else.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)

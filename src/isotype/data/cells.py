@@ -162,7 +162,7 @@ _MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "mode
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
-    """Yield the problems with the roles in a chat; its messages are otherwise valid. Plain text has no problems."""
+    """Yield the problems with the roles of a chat, whose messages are otherwise valid; plain text has no roles."""
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]

@@ -20,7 +20,7 @@ from isotype.data.cells import describe
 PICTURE_COLUMNS = ("image", "images")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 NEEDS_PILLOW = Problem(
-    "pictures, and the package pillow is not installed",
+    "the rows have pictures, but the package pillow is not installed",
     "pillow, which reads them",
     "pip install 'isotype[vision]'",
 )

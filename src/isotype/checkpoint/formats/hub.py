@@ -97,7 +97,7 @@ def remote_headers(
             repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         what, expected = f"hub id {model_id}: {error}", "weights in safetensors"
-        fix = "give a revision or conversion of it in safetensors; pickled weights are not read"
+        fix = "give a revision or a conversion of the model in safetensors; pickled weights are not read"
         raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
         unread = f"the headers on the hub could not be read ({why or error})"

@@ -69,7 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that the first matching `Entry` forbids; `kinds` has the types for a `kind` of None."""
+    """Yield a problem for each value that the first matching `Entry` forbids; `kinds`: name -> type, if `kind` is None."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)

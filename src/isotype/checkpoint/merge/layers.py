@@ -348,7 +348,7 @@ def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     """Round float32 values up or down at random such that the mean error is 0; values that `dtype` has stay exact.
 
     Rounding to nearest would lose every update of a 16-bit weight below half a rounding step. Stochastic rounding keeps
-    such updates in the mean of each product (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend
+    such updates in the expected weights (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend
     only on the weight's name.
     """
     dropped = _DROPPED.get(dtype)

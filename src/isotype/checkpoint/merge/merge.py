@@ -67,8 +67,8 @@ def merge_adapter(
 
     - without `base`: the weights of its training, quantized as in training and dequantized;
     - with `base`: the weights that the files of `base` store;
-    - if `stored` is the training's quantization format: the weights that the base's files store. Small updates of
-      dequantized weights would be lost, because the sums would round to the base's codes.
+    - if `stored` is the training's quantization format: the weights that the base's files store. With dequantized
+      weights, the sums would round to the base's codes, and small updates would be lost.
 
     PEFT merges each layer in float32; the sum is rounded once, stochastically for 16 bits
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
@@ -174,7 +174,7 @@ def _check_mergeable(adapter: Adapter) -> None:
     elif getattr(config, "alora_invocation_tokens", None):
         why = "an activated LoRA acts only after its invocation tokens"
     elif getattr(config, "layer_replication", None):
-        why = "it replicates layers of the base, which would have to be merged with different updates"
+        why = "it replicates layers of the base: every copy would need different merged weights"
     if why:
         what = f"{adapter.directory}: a {kind} adapter; {why}"
         expected = "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …"
@@ -278,7 +278,7 @@ LEAST = 0.5
 def _formats_to_try(
     adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype, tokenizer: Any
 ) -> tuple[Candidate, ...]:
-    """Return the formats to try, fewest bits first; `policy` is the base's in training, `target` the merged dtype."""
+    """Return the formats to try, fewest bits first; `policy` is the training's, `target` is the merged weights' dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -295,7 +295,7 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if the merge changes no weight, or if a merge `back` into the training's format loses too much."""
+    """Raise CheckpointError if a merge changes no weight, or loses too much in the training's format (`back` is True)."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"
@@ -305,7 +305,7 @@ def _require_change(report: MergeReport, back: bool) -> None:
         keeps = "" if kept is None else f"{share(kept)} of what was learned is kept"
         lost = original = ""
         if report.again:
-            lost = f"{report.vanished_share:.1%} of the changed entries have the base's codes"
+            lost = f"{report.vanished_share:.1%} of the changed entries have the same codes as in the base"
             original = f", or into the original of the base: --base ORIGINAL --quantization {report.stored}"
         raise CheckpointError.of(
             f"a merge into {report.stored} would lose what was learned",

@@ -28,7 +28,7 @@ class WeightLoss:
     Attributes:
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: number of these entries for which S has the same value or code as a stored W; None if unknown.
+        vanished: number of these entries whose stored value or code is the same as without D; None if unknown.
     """
 
     name: str
