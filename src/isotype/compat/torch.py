@@ -350,7 +350,7 @@ def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
-    """Write the state dict of a module without its children into `into`; its tensors are not detached."""
+    """Write the state dict of a module, without that of its children, into `into`; tensors are not detached."""
     module._save_to_state_dict(into, prefix, True)
 
 

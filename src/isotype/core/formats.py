@@ -101,7 +101,7 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
-        return f"{values:,} values of an expert are no whole blocks of {block}"
+        return f"{values:,} values of an expert do not fill whole blocks of {block}"
     return None
 
 

@@ -114,7 +114,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """In the `with` block, let `unpadded` remove as much padding from fake batches as it removed for `bare` (None: none)."""
+    """In the `with` block, let `unpadded` remove as much padding from fake batches as it removed for `bare`; none for None."""
     return _holding(_traced, bare)
 
 
@@ -184,7 +184,7 @@ def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
 def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
     """Let the hooks of a model's embeddings get a batch's tokens as one row without padding.
 
-    `present` `[rows, length]` is nonzero for tokens, in any dtype. Hooks get a fake batch unchanged.
+    `present` `[rows, length]`, in any dtype, is zero for padding. Hooks get a fake batch unchanged.
     """
     if isinstance(present, FakeTensor) or not _is_hooked(model):
         return nullcontext()

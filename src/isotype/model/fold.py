@@ -52,9 +52,9 @@ def fold(model: nn.Module) -> nn.Module:
     """Remove, in place, layers of `model` that equal other layers, and return the model.
 
     Only lists of at least 4 layers are folded. Layers are equal if they have the same classes, the same parameters and
-    buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for their
-    number. The first and the last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The first
-    layer represents only itself, so that its extra work is counted once. The last layer represents all others (attribute
+    buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for the layer's number. The
+    first and the last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The first layer
+    represents only itself, so that its extra work is counted once. The last layer represents all others (attribute
     `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []

@@ -10,7 +10,7 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return the arguments with which a trainer calls `gradient_checkpointing_enable`, or None if it does not call it.
+    """Return the arguments that a trainer passes to `gradient_checkpointing_enable`, or None without checkpointing.
 
     `offload` is left out, because a traced step has no second memory to which activations could move.
     """
@@ -45,7 +45,7 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of TrainingArguments that enable checkpointing with `arguments`; if these are None, disable it."""
+    """Return the fields of TrainingArguments that enable checkpointing with `arguments`, or that disable it for None."""
     names = ("gradient_checkpointing", "activation_checkpointing")  # the newer name, in transformers 5.23
     if arguments is None:
         return dict.fromkeys(names, False)

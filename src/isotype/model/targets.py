@@ -347,7 +347,7 @@ def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Return whether a layer is a router: it or a parent is named as one, or it has one output per expert."""
+    """Return whether a layer is a router, by its name, by the name of a parent, or because it has one output per expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]

@@ -34,7 +34,7 @@ def is_adapter(name: str, weight: Weight | None) -> bool:
 
 @dataclass
 class Tally:
-    """The number of computing modules in one part of a model, and of their weights' elements, by dtype."""
+    """Counts by dtype in one part of a model: of the modules that compute, and of the elements of their weights."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)
@@ -104,7 +104,7 @@ class Sides:
     Attributes:
         compute: the compute dtype of the whole step.
         decided: True if a policy or autocast sets `compute` for all parts of the model.
-        parts: tally of every module, by name.
+        parts: the `Tally` of every module, by name.
         input_dtypes: float dtypes of the step's inputs.
     """
 
@@ -116,10 +116,10 @@ class Sides:
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
         """Return the dtype of the smallest part of the model that decides for a call in `module`.
 
-        A part contains all `causes`, the origins of the operands' dtypes, and all layers of their list. If an origin is
-        outside of the modules (an input), the part must contain modules of both dtypes. A single module decides
-        nothing, and in a tie the enclosing part decides. `whole` decides for the whole model, and `compute` is returned
-        for a model without weights.
+        A part contains all `causes` (the origins of the operands' dtypes), and all layers of the lists that contain a cause. If
+        an origin is outside of the modules (an input), the part must contain modules of both dtypes. A single module decides
+        nothing, and in a tie the enclosing part decides. `whole` decides for the whole model, and `compute` is returned for a
+        model without weights.
         """
         if self.decided:
             return self.compute

@@ -187,7 +187,7 @@ def test_what_cannot_be_measured_says_why() -> None:
     )
     large = nn.Sequential(nn.Linear(6000, 6000))
     assert measured(large, {"input_ids": ids, "labels": ids}).undecided == (
-        "the model has 36,006,000 weights and no config that a smaller one can be made from",
+        "the model has 36,006,000 weights and no config for a smaller model",
     )
     unlearned = torch.full_like(ids, -100)
     (why,) = measured(built("llama")[0], {"input_ids": ids, "labels": unlearned}).undecided

@@ -49,7 +49,7 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        closed_finitely: whether the mask adds finite numbers to the scores that hide all keys from some query. With torch's
+        closed_finitely: whether the mask hides all keys from some query, and does so by finite numbers. With torch's
             kernels such a query attends to all keys about equally, which blocks cannot represent.
     """
 

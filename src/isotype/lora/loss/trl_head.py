@@ -1,4 +1,4 @@
-"""Replaces TRL's fused language-model head by isotype's loss, where `own_is_better` prefers isotype's.
+"""Replaces TRL's fused language-model head by isotype's, if `own_is_better` is true.
 
 TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
 of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton isotype's loss is five times as

@@ -2,7 +2,7 @@
 
 A look-up in the cache of `FakeTensorMode` takes a third of a millisecond, a step has thousands of operators, and the step is
 traced again for every fix. The cache contains the results that torch would cache (`_validate_cache_key` in
-torch/_subclasses/fake_tensor.py, 2.13), and views, with the storage that they share.
+torch/_subclasses/fake_tensor.py, 2.13), and views with their shared storage.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Kernels:
         self._state = dict(template.__dict__)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of `func`: cached for operands of the same kind, else from its fake kernel."""
+        """Return the result of `func`: from the cache for operands of the same kind, else from the fake kernel."""
         tensors: list[FakeTensor] = []
         key = self._key(func, args, kwargs, tensors)
         if key is None:

@@ -47,7 +47,7 @@ class Known:
         self._values = values
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the value of an input of integers that is too large for `Values`."""
+        """Store the value of an integer input that has too many elements for `Values`."""
         if value.numel() > LIMIT and value.dtype in (torch.int64, torch.int32):
             setattr(tensor, _INTEGERS, value)
 
@@ -148,7 +148,7 @@ class Known:
     # ------------------------------------------------------------------------------------------------- decisions
 
     def _outside(self, packet: Any, args: Any) -> Iterator[tuple[int, int]]:
-        """Yield the (index, size) of each index that the operator refuses, because its table has fewer entries."""
+        """Yield (index, size) for each index that the operator refuses, because the table has fewer entries."""
         read = _INDICES.get(packet)
         for indices, size, lowest, ignored in read(args) if read else ():
             numbers = self._integers(indices)

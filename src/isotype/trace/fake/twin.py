@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     """Return a mode that replaces the real tensors of an operator by fakes.
 
-    If the profile is of a CPU, code that asks whether the CPU has instructions for a dtype runs as on that CPU.
+    If the profile is of a CPU, isotype's kernels choose the dtype of their products as on that CPU.
     """
     mode = SimulatedMode(profile)
     # `isotype.trace.fake.kernels` has a cache: look-ups in a second one would only take time.

@@ -1,6 +1,6 @@
 """The Python state that the step's code can reach: it is saved before a trace and restored after it.
 
-What the model's modules assign to themselves stays in the twin. Objects in a loss's closure (a noise scheduler, an
+Attributes that the model's modules set stay in the twin. Objects in a loss's closure (a noise scheduler, an
 average of weights, a cache), globals, class attributes and memoized results are outside of the twin: without a restore
 they would hold fake tensors after the trace. Only references are saved: the contents of containers, attributes, cells
 and globals. The data of real tensors needs no copy, because a fake replaces each tensor.

@@ -1,4 +1,4 @@
-"""The recorder of a real step, which it does not change.
+"""Records a real step without changing it.
 
 The recorder's own memory does not count in the ledger. If the recorder itself fails, it stops and stores the reason
 (`LiveRecorder.fault`), and the step goes on.
@@ -171,7 +171,7 @@ class LiveRecorder(Recorder):
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove the origins from the script's tensors, because the script may save them, and remove all references."""
+        """Remove the origins from the script's tensors, which the script may save, and drop all references."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):

@@ -52,7 +52,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     Args:
         model: the trained model.
         scale: the loss scale; None if there is none.
-        stop: whether to raise `FoundError` at that operator; False if other processes wait for the end of the step.
+        stop: whether to raise `FoundError` at the first such operator; False if other processes wait for the end of the step.
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.

@@ -110,7 +110,7 @@ def _measured(probe: Probe) -> Reach:
         unused=(*unused_inputs(probe, padding), *unused_weights(probe), *unused_count(probe)),
         matrix=_matrix(probe, of_copy[0].row if of_copy else int(probe.learned.rows[0])),
     )
-    return replace(reach, undecided=("no time was left for every probe",)) if probe.late else reach
+    return replace(reach, undecided=("there was not enough time for all probes",)) if probe.late else reach
 
 
 def _labels(probe: Probe) -> Labels:

@@ -120,7 +120,7 @@ def _of_parts(model: nn.Module, present: set[int]) -> Copy:
     weights = sum(weight.numel() for key, weight in by_id.items() if key not in tables)
     if weights > MOST_WEIGHTS_OF_CLASS or (len(parts) == 1 and not words):
         what = "the model" if not short else f"the first {_LAYERS_OF_A_COPY} layers of the model"
-        raise NoCopyError(f"{what} has {weights:,} weights and no config that a smaller one can be made from")
+        raise NoCopyError(f"{what} has {weights:,} weights and no config for a smaller model")
     dtype = torch.float32 if weights > MOST_WEIGHTS else torch.float64
     copied = _copied(model, memo, left_out, dtype)
     for layers in (memo[key] for key in short):
