@@ -74,7 +74,7 @@ class DeviceProfile:
             devices.
         speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
         contracts: name of the device's contract table if its kind has several (`"cpu-avx2"`); else "".
-        unlike: why the device of that contract table differs from this device, as a clause; "" if it does not differ.
+        unlike: how this device differs from the device of that contract table, as a clause; "" if it does not differ.
         repacks_4bit: whether bitsandbytes repacks 4-bit weights on the device in evaluation.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
         page_rate: bytes of zeroed pages that a CPU's operating system provides per second; None if not measured.

@@ -118,7 +118,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Disable the script's modes inside the `with` block, and hide output and warnings of the script's code."""
+    """In the `with` block, disable the function and dispatch modes, output and warnings of the script."""
     output = contextlib.redirect_stdout(io.StringIO())
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")

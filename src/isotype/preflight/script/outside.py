@@ -22,7 +22,7 @@ class Outside:
     """The description of a dtype error.
 
     Attributes:
-        source: `file:line` of the code that raised, in the script or a library.
+        source: `file:line` of the code that raised the error, in the script or a library.
         tensors: (variable name, dtype, shape, name in the model or "") of float tensors in variables of this code.
         help: advice, or "".
     """

@@ -15,7 +15,7 @@ from isotype.report.html import escape, format_number
 _LEAST = 6
 """Minimum number of samples to measure a change over the run."""
 _LITTLE = 2.0
-"""Headroom below which a warning is printed: the largest values of batches may differ by this factor."""
+"""Headroom below which a warning is printed: the largest value of another batch may be larger by this factor."""
 
 
 @dataclass(frozen=True)
