@@ -72,7 +72,9 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
     assert finding.message == (
         "2 bfloat16 tensors are changed in place outside of the optimizer: what is smaller than half a rounding step is lost"
     )
-    assert finding.cause.startswith("average.weight is bfloat16, and added to in place at test_ist503.py:")
+    assert finding.cause.startswith(
+        "average.weight is bfloat16, and an operand of the in-place addition at test_ist503.py:"
+    )
     assert finding.notes == ("bfloat16 loses an update below 1/512 of a value, and some below 1/256",)
 
 
@@ -122,7 +124,7 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
             "what is smaller than half a rounding step is lost"
         )
         assert finding.cause.startswith(
-            "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, and added to at"
+            "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, and an operand of the addition at"
         )
         share = re.search(
             r"the deltas of all experts and their gradients take (\d+)% of the step's FLOPs", finding.notes[1]

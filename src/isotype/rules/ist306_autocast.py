@@ -27,7 +27,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace
 
-TITLE = "Autocast in another dtype than the policy's"
+TITLE = "Autocast to another dtype than the policy's compute dtype"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -127,7 +127,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[
     dtype = weights[0].dtype
     # Between two powers of two the spacing is constant: half of it is between these shares of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
-    in_place = " in place" * (call.op != _FORMED)
+    in_place = "in-place " * (call.op != _FORMED)
     finding = finding_of(
         "IST503",
         "warning",
@@ -135,7 +135,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[
         weights,
         op=call.op,
         source=call.source,
-        cause=f"{weights[0].name} is {dtype_name(dtype)}, and added to{in_place} at {short(call.source)}",
+        cause=f"{weights[0].name} is {dtype_name(dtype)}, and an operand of the {in_place}addition at {short(call.source)}",
         notes=(
             f"{dtype_name(dtype)} loses an update below 1/{2 * share} of a value, and some below 1/{share}",
         ),

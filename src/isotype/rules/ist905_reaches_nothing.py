@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _finding(name: str, picture: bool, cause: str, note: str) -> Finding:
     how = f"pass {name} on to the module that uses it"
     if picture:
-        how += ", and give the row the tokens that stand for it"
+        how += ", and insert its placeholder tokens into the row"
     return Finding(
         "IST905",
         "error" if picture else "warning",
