@@ -17,7 +17,7 @@ def mark_as_skipped(optimizer: Any) -> None:
 
 
 def is_prepared(model: Any) -> bool:
-    """Return whether accelerate has wrapped a model's forward in its autocast."""
+    """Return whether accelerate has wrapped a model's forward in accelerate's autocast."""
     return hasattr(model, "_original_forward")
 
 

@@ -59,7 +59,7 @@ def former_forward(model: Any) -> Callable[..., Any]:
 
 
 def take_forward(model: Any) -> None:
-    """Restore the forward that `put_forward` replaced, if it was called."""
+    """Restore the forward that `put_forward` replaced; do nothing if `put_forward` was not called."""
     former = model.__dict__.pop(_FORMER, None)
     if former is not None:
         model.forward = former

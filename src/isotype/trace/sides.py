@@ -40,7 +40,7 @@ class Tally:
     elements: Counter[torch.dtype] = field(default_factory=Counter)
 
     def leaders(self) -> tuple[torch.dtype, ...]:
-        """Return a tuple with the dtype of most modules: several dtypes in a tie, no dtype if no module computes."""
+        """Return the dtype of most modules in a tuple, which has several dtypes in a tie, and none if no module computes."""
         most = max(self.modules.values(), default=0)
         return tuple(dtype for dtype, count in self.modules.items() if count == most)
 

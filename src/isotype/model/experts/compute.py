@@ -118,7 +118,7 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """Experts `first` to `stop - 1`; in the order by expert, their rows are the rows `begin` to `end - 1`.
+    """Experts `first` to `stop - 1`, and their rows `begin` to `end - 1` of all rows, which are sorted by expert.
 
     `offsets` are the int32 ends of each expert's rows, counted from `begin`; None for one expert.
     """

@@ -42,7 +42,7 @@ _RETURNED_BY = "_isotype_returned_by"
 
 @dataclass(eq=False)
 class _Gathering:
-    """An FSDP2 group during the step; if the group represents several equal layers, its bytes are those of one layer.
+    """An FSDP2 group during the step; all bytes are those of one layer, even if the group represents several equal layers.
 
     Attributes:
         repeats: number of groups of the whole model that the group represents.
