@@ -107,7 +107,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return a context for the run of a block; this context does nothing."""
+        """Return a context for the run of a block; this recorder needs none."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:

@@ -279,7 +279,7 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
     """Return a line about the unused keys of a data set, or None if all keys are used.
 
-    `keys` counts the unused keys ("row", "message" or "part", name) in the first `sample` rows (None: in all rows).
+    `keys`: ("row", "message" or "part", name of an unused key) -> count in the first `sample` rows (None: all rows).
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):

@@ -88,7 +88,7 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of a picture that cannot be read, or None; with `whole`, decode it, else read its header."""
+    """Return the problem of a picture that cannot be read, or None; unless `whole`, only the header is read."""
     size = _read(picture, methodcaller("load" if whole else "verify"))
     return size if isinstance(size, Problem) else None
 

@@ -143,7 +143,7 @@ class Reading:
             if isinstance(standard, Problem):
                 return standard
             if unpaired and pictures_in(standard) and "chosen" in standard:
-                expected = "labelled completions, where there are pictures"
+                expected = "labelled completions for rows with pictures"
                 fix = "write two rows of 'prompt', 'completion' and 'label'"
                 return Problem("a pair of answers with pictures", expected, fix)
         if self.chat or self.joined:

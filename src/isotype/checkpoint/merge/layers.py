@@ -124,7 +124,7 @@ class Merging:
         self._peft = inject(self.model, adapter, dense)
         if not hasattr(self._peft.base_model, "merge_and_unload"):
             kind = type(self._peft.base_model).__name__
-            what = f"{adapter.directory}: a {kind}, which PEFT has no merge for"
+            what = f"{adapter.directory}: a {kind}; PEFT cannot merge this kind"
             raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
         # Copies of the base's parameters that the adapter's file replaces (`bias="all"`).
         prefix = getattr(self._peft.base_model, "prefix", "lora_")
@@ -179,7 +179,7 @@ class Merging:
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
-        """Iterate over all `parts`, and return `weights`, which are then complete; errors are those of `parts`."""
+        """Iterate over all `parts`, and return the complete `weights`; raise the errors of `parts`."""
         for _ in self.parts():
             pass
         return self.weights
@@ -345,7 +345,7 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 
 
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values up or down at random such that the mean error is 0; values that `dtype` has stay exact.
+    """Round float32 values up or down at random such that the mean error is 0; values of `dtype` stay unchanged.
 
     Rounding to nearest would lose every update of a 16-bit weight below half a rounding step. Stochastic rounding keeps
     such updates in the expected weights (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend

@@ -240,7 +240,7 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":
         flags = f"--dtype {name} and --gguf {stored}"
-        problem = Problem(flags, "only one of the two: a GGUF type is a dtype", "leave --dtype out")
+        problem = Problem(flags, "only one of the two: a GGUF type sets the dtype", "leave --dtype out")
     if problem is not None:
         raise UsageError("a merged model cannot be stored like this", [problem])
 
@@ -331,8 +331,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
         )
     if compared and own_base and policy.storage == "int8":
         cautions.append(
-            "int8 layers also round their inputs, in training and with a separate adapter; the merged model does not, and the "
-            "comparison does not count this"
+            "int8 layers also round their inputs, in training and with a separate adapter; the merged model does not "
+            "round them, and the comparison leaves this out"
         )
     quantized_on = trained.device if own_base and trained is not None and trained.quantized else policy.device
     if trained is not None and quantized_on.split(":")[0] != policy.device.split(":")[0]:

@@ -98,7 +98,7 @@ class MergeReport:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
         dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
-        weights: rounding losses of all weights that the adapter changed; for quantized and GGUF outputs, of the files.
+        weights: rounding losses of all weights that the adapter changed; quantized and GGUF outputs are read back.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
