@@ -41,7 +41,7 @@ _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
 """Commands whose results are files: they continue if standard output is closed."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
-"""Methods of TRL that isotype lacks; a similar name of another method is not suggested for them."""
+"""Methods of TRL that isotype lacks. No similar command is suggested for them."""
 
 _METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
 _USAGE = f"""\

@@ -70,12 +70,14 @@ def choose(foresee: Foresee, room: Room) -> Choice:
             some = {**CHECKPOINTING, "every_n_layers": number}
             peak = foresee(some)
             if peak <= room.size:
-                saved = f"{format_bytes(peak)} at the step's peak, {format_bytes(without)} without"
-                return Choice(some, f"{saved}, and no more than {room.words}")
+                saved = (
+                    f"{format_bytes(peak)} at the step's peak ({format_bytes(without)} without recomputation)"
+                )
+                return Choice(some, f"{saved}, within {room.words}")
     except NotForeseenError as why:
         return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {why}")
     fits = "" if least <= room.size else ", still more than the step may use"
-    reason = f"{format_bytes(least)} at the step's peak, {format_bytes(without)} without: {room.words}{fits}"
+    reason = f"{format_bytes(least)} at the step's peak ({format_bytes(without)} without recomputation): {room.words}{fits}"
     return Choice(CHECKPOINTING, reason)
 
 

@@ -42,8 +42,8 @@ def _of(table: dict[str, Any]) -> str:
     )
     parts = [
         f"**{table['title']}, by the same name.** {_listed([name for name, _, ours in pairs if not ours])}.",
-        f"**By another name.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
-        f"**Together with others.** {_listed(ruled)}.",
+        f"**{table['title']}, by another name.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
+        f"**{table['title']}, depending on other names.** {_listed(ruled)}.",
     ]
     for kind, title, lead, verdict in ROWS:
         lines = [

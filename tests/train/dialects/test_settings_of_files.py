@@ -209,7 +209,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
         (
             {"dataset_dir": "else"},
             "dpo",
-            "dataset: pairs\n    expected  else/dataset_info.json, with their paths",
+            "dataset: pairs\n    expected  else/dataset_info.json, which describes",
         ),
         (
             {"stage": "kto"},

@@ -91,7 +91,7 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
         return content, root
     fix = "give dataset_dir, or remove dataset and give --dataset_name and --columns"
     file = Path(where) / "dataset_info.json"
-    reader.refuse("dataset", f"{file}, with their paths and contents", fix)
+    reader.refuse("dataset", f"{file}, which describes the data sets", fix)
     return None, Path()
 
 

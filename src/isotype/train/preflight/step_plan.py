@@ -82,7 +82,7 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     if flags := [*unknown, *flags]:
         headline = f"arguments that do not go with {function}"
         expected = "--device, --devices, --fsdp, --generate and the outputs"
-        raise UsageError.of(headline, " ".join(flags), expected, "let the function decide it")
+        raise UsageError.of(headline, " ".join(flags), expected, "leave them out: the function decides them")
     device, fsdp = vars(options).pop("device"), vars(options).pop("fsdp")
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(options)), function, device
 
