@@ -352,7 +352,7 @@ def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, s
     assert "runs clean" not in out
     assert "The text of this step runs on NVIDIA H100" in out
     assert "the step does not use model.visual: only text was checked" in " ".join(out.split())
-    assert "--image 1024x768 gives each row a picture of that size" in " ".join(out.split())
+    assert "--image 1024x768 adds a picture of that size to each row" in " ".join(out.split())
 
 
 def test_pictures_are_traced_by_the_config(capsys, seeing):

@@ -173,7 +173,7 @@ def test_every_command_asks_a_silent_hub_once_and_says_what_it_wanted(
     assert main([places.get(each, each) for each in command]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert wanted in said
-    assert f"{constants.ENDPOINT} does not answer: timed out" in said
+    assert f"{constants.ENDPOINT} does not answer: timed out" in said, said
     assert len(silent) == 1
 
 

@@ -134,7 +134,7 @@ def test_no_second_adapter_takes_its_part_out_of_the_base_once_more(path: Path, 
     train(path, tmp_path / "sft", "--init_lora_weights", "pissa", "--max_steps", 1)
     with pytest.raises(UsageError, match="merge it first"):
         train(tmp_path / "sft", tmp_path / "out", method="dpo")
-    with pytest.raises(CheckpointError, match="subtracted from the base"):
+    with pytest.raises(CheckpointError, match="subtracts the adapter's initial values from the base"):
         load_for_inference(tmp_path / "sft", quantization="nf4")
 
 

@@ -145,8 +145,9 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
         return read_headers(snapshot)
     remote, notes = remote_headers(model_id, revision)
     if remote is None:
+        # Without the note's last clause, on the dtypes that a plan of a load then assumes.
         what, expected = (
-            f"{model_id}: {notes[0].partition(': ')[0]}",
+            f"{model_id}: {notes[0].rpartition(': ')[0]}",
             "a model on the hub, or an existing path",
         )
         fix = "check the spelling and the network, or give a local path"

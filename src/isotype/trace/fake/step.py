@@ -274,10 +274,14 @@ class _Step:
             self.loss = self.loss_of(self.twin, self.inputs)
         if self.loss is not None:
             # Padding behind a row reaches no causal prediction: such a mask has no effect in a working step either.
-            mask = self.known.get("attention_mask")
-            in_front = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
             names = self.recorder.reach.without_effect(self.loss)
-            self.without_effect = tuple(name for name in names if name != "attention_mask" or in_front)
+            self.without_effect = tuple(
+                name for name in names if name != "attention_mask" or self._padded_in_front()
+            )
+
+    def _padded_in_front(self) -> bool:
+        mask = self.known.get("attention_mask")
+        return mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
     def _backward(self) -> None:
         reached = self.recorder.gradients.reached
