@@ -24,7 +24,7 @@ class _Lasting:
     """Standard output or error that stops writing after a failure, such as a full disk or a closed pipe or terminal.
 
     Attributes:
-        raises: True if the first failure is raised, as for commands whose output is their result.
+        raises: True if the first failed write raises its error, as in commands that only print their result.
         lost: why writing stopped, or None.
     """
 

@@ -69,7 +69,7 @@ REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """Return the profile with rates for the estimated time, and the source of the rates as a clause.
+    """Return the profile with the rates of the time estimate, and a phrase that names their source.
 
     A device of this machine is measured in about a second; other devices get the share that published runs reach.
     Without rates in the profile the clause is "".

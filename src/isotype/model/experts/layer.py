@@ -203,7 +203,7 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Let isotype's function compute the experts of a model that need this function."""
+    """Let isotype's function compute the experts that are quantized or whose adapters have dropout."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)

@@ -80,7 +80,7 @@ def trace_step(
         change: a fix to try, which changes the twin before the step.
         lines: a fix to try, `file:line` -> dtype: casts and new tensors in this line get this dtype.
         deadline: end of the step by `time.monotonic`, in seconds; a step that is still running ends with a failure.
-        untouched: saved state that the step's code reaches, shared by several traces; None to save it here.
+        untouched: a saved copy of the state that the step can change, for several traces; None to save it here.
         enough: called after a forward or backward that had breaches, with the trace up to then; True ends the step.
     """
     model, untouched = code.model, untouched or code.reached()

@@ -350,7 +350,7 @@ _COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, ty
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the objects, by name, that a twin may share with `model`: classes, hooks, attributes that are not copied."""
+    """Yield (name, object) for all that `model` may share with its fake copy: classes, hooks, attributes that are not copied."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):

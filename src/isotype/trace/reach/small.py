@@ -257,7 +257,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
     """Reduce a config's vocabulary to `present` and special tokens.
 
-    Return (old id -> new id, new ids without a special meaning).
+    Return a map from old to new token ids, and the new ids that are no special tokens.
     """
     special = special_tokens(config)
     known = sorted(present | special.keys())

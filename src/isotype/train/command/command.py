@@ -221,7 +221,7 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` for the variables of the file if `arguments` does not name the file; else ()."""
+        """Return `env NAME=VALUE …` for the variables of the config file; () if `arguments` names the file, which then sets them."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
