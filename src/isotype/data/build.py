@@ -325,26 +325,21 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         if wrong:
             return Prepared([_at(everything, wrong)])
     reading = job.reading
-    sample, changed = _sample(plain, parts, reading, Counter() if reading.takes_pictures else names)
-    if (
-        reading.takes_pictures
-    ):  # a single picture stays as it is stored, unless the rows are written again anyway
+    takes_pictures, has_length = reading.takes_pictures, hasattr(dataset, "__len__")
+    sample, changed = _sample(plain, parts, reading, Counter() if takes_pictures else names)
+    if takes_pictures:  # a single picture stays as it is stored, unless the rows are written again anyway
         spelled = _spelled(dataset)
         reading = dataclasses.replace(reading, listed=reading.listed or changed or spelled)
         sample, changed = _sample(plain, parts, reading, names)
         changed |= spelled
         converted = reading.apply(first)
-    if hasattr(dataset, "__len__"):
+    if has_length:
         sample += _empty_ones(plain, parts, job)
     result = survey(sample, job.method, job.text_field, word="row")
     problems = result.problems("row")
     if changed and not problems:
         dataset = _converted(undecoded(dataset), first, reading, parts, "images" in result.shapes)
-    pictured = (
-        reading.takes_pictures
-        and hasattr(dataset, "__len__")
-        and {*PICTURE_COLUMNS} & {*dataset.column_names}
-    )
+    pictured = takes_pictures and has_length and {*PICTURE_COLUMNS} & {*dataset.column_names}
     if pictured and not problems:
         problems = [_in_part(parts, at, problem) for at, problem in broken_rows(dataset)]
     notes = (
