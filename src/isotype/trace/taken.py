@@ -112,7 +112,7 @@ class DtypeReads:
         reads = [
             read
             for read in in_call
-            if any(_is_inside(_position(read.code, read.at), argument.span) for argument in arguments)
+            if any(is_inside(position(read.code, read.at), argument.span) for argument in arguments)
         ]
         if reads:
             return max(reads, key=lambda read: read.number)
@@ -178,21 +178,21 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @lru_cache(maxsize=4096)
-def _position(code: CodeType, at: int) -> Span | None:
+def position(code: CodeType, at: int) -> Span | None:
     """Return the source span of the instruction at byte `at`; None if it is unknown."""
     span = list(code.co_positions())[at // 2]
     line, last, column, end = span
     return None if None in span else (line, column, last, end)  # type: ignore[return-value]
 
 
-def _is_inside(span: Span | None, outer: Span) -> bool:
+def is_inside(span: Span | None, outer: Span) -> bool:
     return span is not None and outer[:2] <= span[:2] and span[2:] <= outer[2:]
 
 
 @lru_cache(maxsize=4096)
 def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     """Return the arguments of the call at byte `at`; empty if the instruction is no call or has no source."""
-    span = _position(code, at)
+    span = position(code, at)
     if span is None:
         return ()
     line, column, last, end = span
@@ -270,7 +270,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
     """Return whether the code stores the value that the instruction at byte `at` reads under `name`."""
-    span = _position(code, at)
+    span = position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)
     )

@@ -180,7 +180,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Raise the preflight's errors or log them, as `self.check` requests; log its other findings."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
-        covered = ("device", "memory", "versions")  # kinds of which the policy has warned already
+        covered = ("device", "memory", "versions")  # the policy has already warned of these kinds
         costs = [finding for finding in report.warnings if finding.kind not in covered]
         for finding in (*assumed, *costs) if logs else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)

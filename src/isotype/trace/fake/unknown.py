@@ -22,6 +22,7 @@ import torch
 
 from isotype.core.names import short
 from isotype.core.source import asking_frame, is_library
+from isotype.trace.taken import is_inside, position
 
 _ROUNDS = 3
 _MOST_READS = 50
@@ -233,15 +234,13 @@ def _expression(code: CodeType, at: int) -> ast.expr | None:
     The conversion of a condition to a truth value has the position of the whole statement. The instruction before it
     has the position of the operand.
     """
-    positions, index = [*code.co_positions()], at // 2
-    while dis.opname[code.co_code[2 * index]].startswith(_CONVERTS) and index:
-        index -= 1
-    line, last, column, end = positions[index]
-    around = None
+    while at and dis.opname[code.co_code[at]].startswith(_CONVERTS):
+        at -= 2
+    span, around = position(code, at), None
     for node in _parents(code.co_filename):
-        if isinstance(node, ast.expr) and None not in (line, last, column, end):
-            begins = (node.lineno, node.col_offset) <= (line, column)
-            around = node if begins and (last, end) <= (node.end_lineno, node.end_col_offset) else around
+        if isinstance(node, ast.expr):
+            outer = node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
+            around = node if is_inside(span, outer) else around
     return around
 
 
