@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import operator_packet, version_of, without_functions, without_modes
+from isotype.compat.torch import FakeTensor, operator_packet, version_of, without_functions, without_modes
+from isotype.precision.devices.simulated import VALUE
 from isotype.records.trace import Call
 from isotype.trace.fake.values import LIMIT, Values
 
@@ -34,6 +35,9 @@ _FILLS = frozenset({aten.masked_fill, aten.masked_fill_})
 _CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
 """Operators that code uses to replace NaN."""
 _MEAN = 1
+_ADDS = frozenset({aten.add, aten.add_, aten.baddbmm, aten.addmm})
+_CARRIES = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
+"""Operators that concern this module only if an operand is noted, see `_is_noted`."""
 
 
 class Known:
@@ -57,9 +61,9 @@ class Known:
         If the operator replaces a result that was NaN, the earlier call in `calls` loses its `undefined`.
         """
         packet = operator_packet(func)
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if first is None:
+        if packet not in _DECIDES and not (packet in _CARRIES and any(map(_is_noted, args[:2]))):
             return {}
+        first = args[0]
         with without_functions(), without_modes():
             self._cleared(packet, args, calls)
             self._follow(packet, func, first, args, result)
@@ -106,7 +110,7 @@ class Known:
             if value == -math.inf:
                 return (mask | before if before is not None else mask).expand(output.shape)
             return None if before is None else before & ~mask
-        if packet in (aten.add, aten.add_, aten.baddbmm, aten.addmm):
+        if packet in _ADDS:
             parts = [self._masked(arg) for arg in args[: 2 if packet in (aten.add, aten.add_) else 1]]
         elif packet is aten.where and len(args) == 3 and (chosen := self._values.of(args[0])) is not None:
             kept = [self._masked(arg) for arg in args[1:]]
@@ -209,3 +213,14 @@ _INDICES: dict[Any, _Read] = {
     aten.index: _of_indices,
 }
 """Operators that read a table, and the function that returns their indices, the table's size, the lowest and the ignored index."""
+
+_DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
+"""Operators that decide something, or replace what was NaN, whatever their operands are."""
+_NOTES = (VALUE, _INTEGERS, _MASKED, _NAN)
+
+
+def _is_noted(value: Any) -> bool:
+    """Return whether an operand has a known value, followed integers or positions, or is NaN or minus infinity."""
+    if not isinstance(value, torch.Tensor):
+        return bool(value == -math.inf)
+    return not isinstance(value, FakeTensor) or any(name in value.__dict__ for name in _NOTES)
