@@ -300,7 +300,8 @@ def table() -> str:
     within = sum(each <= math.log(SPEED) for each in off)
     lines += [
         "",
-        f"Of {len(off)} held-back runs {within} are within {SPEED} times, half of them within {math.exp(off[len(off) // 2]):.2f}.",
+        f"Of {len(off)} held-back runs, {within} have a foreseen speed that is wrong by a factor of at most {SPEED};"
+        f" for half of the {len(off)}, the factor is at most {math.exp(off[len(off) // 2]):.2f}.",
         "",
     ]
     reasons: dict[str, list[str]] = {}

@@ -135,13 +135,14 @@ def test_matrices_of_two_ranks(adapter: Path, tmp_path: Path) -> None:
         adapter, tmp_path / "a", lambda name, value: value[:3].clone() if "q_proj.lora_A" in name else value
     )
     assert problem(directory).startswith(
-        "adapter_model.safetensors: model.layers.0.self_attn.q_proj.lora_A.weight has the shape [3, 64], its B [64, 4]\n"
-        "    expected  3 columns in B, as A has rows\n"
+        "adapter_model.safetensors: model.layers.0.self_attn.q_proj.lora_A.weight has the shape [3, 64], "
+        "and its B has [64, 4]\n"
+        "    expected  B with one column per row of A: 3\n"
     )
 
 
 def test_no_tensor_and_a_base_that_is_not_there(adapter: Path, tmp_path: Path) -> None:
-    assert "without a tensor" in problem(rewritten(adapter, tmp_path / "a", lambda *_: None))
+    assert "contains no tensor" in problem(rewritten(adapter, tmp_path / "a", lambda *_: None))
     gone = changed(adapter, tmp_path / "b", base_model_name_or_path=str(tmp_path / "nosuch"))
     text = refused(IsotypeError, load_for_inference, gone, device="cpu")
     assert text.startswith("the adapter's base model cannot be opened\n")

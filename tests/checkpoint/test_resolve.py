@@ -55,7 +55,7 @@ def test_versions_that_do_not_fit_are_obstacles_here_and_no_matter_for_a_device_
     monkeypatch.setattr(resolve, "incompatible_here", lambda: (incompatibility,))
     path = saved("llama", torch.float32)
     assert refused(PrecisionError, isotype.resolve_precision, path, device="cpu") == (
-        "1 conflict in the precision asked for\n"
+        "1 conflict in the requested precision\n"
         "  - peft 0.1 and transformers 5\n"
         "    expected  versions that fit: peft 0.19 or newer\n"
         "    fix       pip install -U peft"

@@ -292,7 +292,7 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(tmp_path: Path) -> None
 
 
 def test_a_refused_storage_is_an_error_where_it_is_the_only_one(config: Path) -> None:
-    """The plan printed only a headline, `no quantization: 1 conflict in the precision asked for`."""
+    """The plan printed only a headline, `no quantization: 1 conflict in the requested precision`."""
     with pytest.raises(PrecisionError, match="quantization mxfp4, but"):
         planned(config, "1GiB", quantization="mxfp4")
     plan = planned(config, "1GiB", device="t4,h100", quantization="mxfp4")

@@ -213,7 +213,7 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
     facts = replace(LLAMA, quantization=NF4, source="llama-nf4")
     asked = PrecisionRequest(dtype="float16", quantization="int8", trainable="full", master="bfloat16")
     assert refused(PrecisionError, decide, facts, A100, asked) == (
-        "3 conflicts in the precision asked for\n"
+        "3 conflicts in the requested precision\n"
         "  - every weight trainable, but the weights are stored in int8\n"
         "    expected  float weights: quantized weights have no gradient\n"
         "    fix       train adapters (trainable='lora'), or leave the quantization out\n"

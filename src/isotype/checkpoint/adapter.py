@@ -27,7 +27,7 @@ from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.core.names import base_name, pattern_problems, plural
+from isotype.core.names import base_name, pattern_problems
 from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
@@ -72,7 +72,7 @@ class Adapter:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return True if `path` is a directory with an adapter and without a whole model."""
+    """Return True if `path` is a directory that holds an adapter but no whole model."""
     directory = Path(path)
     return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
@@ -83,7 +83,8 @@ def read_adapter(directory: str | Path) -> Adapter:
     if not path.is_dir():
         what, expected = f"adapter {path}", "a directory that exists"
         raise CheckpointError.of("no such adapter", what, expected, "check the path")
-    what, fix = f"the directory {path} holds {contents(path)}", "give the --output_dir of a training run"
+    what = f"the directory {path} holds {contents(path)}"
+    fix = "give the --output_dir of a training run that ended, or one of its checkpoint folders"
     if not (path / CONFIG_FILE).is_file():
         if (path / "config.json").is_file():
             fix = "it is a whole model, not an adapter: there is nothing to merge"
@@ -91,7 +92,6 @@ def read_adapter(directory: str | Path) -> Adapter:
         raise CheckpointError.of("not an adapter", what, expected, fix)
     weights = find_weights(path)
     if weights is None or weights[1] != "adapter":
-        fix += " that ended, or one of its checkpoint folders"
         raise CheckpointError.of("an adapter without weights", what, "adapter_model.safetensors", fix)
     headers = read_headers(weights[0])
     config = read_config(path, headers.tensors)
@@ -107,7 +107,7 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy for inference: the requested values, else those of the training's policy `saved`.
+    """Return the policy for inference: the requested values, and the rest from `saved`, the policy of the training.
 
     Without `saved`, the policy is the best for this machine. `quantization` is a format, `"none"`, or None for the
     format of `saved`. `isotype.resolve_precision` describes the other arguments.
@@ -139,7 +139,7 @@ def inference_policy(
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
-    """Return the `inference_policy` of an adapter's base at `revision` (default: the commit that the adapter names)."""
+    """Return the policy for inference with an adapter's base at `revision` (default: the commit in the config)."""
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
@@ -165,7 +165,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base as `model_class`, else as the class of the training, with the training's vocabulary size."""
+    """Load an adapter's base with the training's vocabulary size, as `model_class` (default: the trained class)."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -212,9 +212,9 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """Return `DeferredBlocks` for the adapter's base.
+    """Return the `DeferredBlocks` that select which weights of the adapter's base stay on the meta device at first.
 
-    Weights that the adapter's file replaces are not deferred. No weight is deferred if the adapter is not LoRA, or if
+    Weights that the adapter's file replaces are loaded at once. All weights are if the adapter is not LoRA, or if
     PEFT reads base weights while it adds the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
@@ -224,7 +224,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Return the number of embedding rows that the adapter needs: training may have added tokens."""
+    """Return the number of embedding rows that the adapter needs, or 0 if it trains neither embeddings nor tokens."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -234,7 +234,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add a saved adapter unrounded and return the PEFT model; raise CheckpointError if the adapter does not fit."""
+    """Add a saved adapter without rounding it and return the PEFT model; raise CheckpointError if it does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
@@ -346,7 +346,7 @@ _ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""Valid values of the config's fields; the first matching entry decides. A type corrects PEFT's annotation."""
+"""The first pattern that matches a field's name gives its valid values. A type here replaces PEFT's annotation."""
 _EXPRESSIONS = (
     "target_modules",
     "exclude_modules",
@@ -410,9 +410,9 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Yield a problem for each integer tensor, for each pair of A and B with different ranks, and for too large ranks."""
+    """Yield a problem for each integer tensor, each pair A and B of different ranks, and each rank too large."""
     if not tensors:
-        what = f"{path.parent / 'adapter_model.safetensors'} without a tensor"
+        what = f"{path.parent / 'adapter_model.safetensors'} contains no tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")
         return
     file = tensors[0].file.name
@@ -427,8 +427,8 @@ def _tensor_problems(
     for name, shape in shapes.items():
         other = shapes.get(re.sub("lora(_embedding)?_A", r"lora\1_B", name), ())
         if "_A" in name and len(shape) == len(other) == 2 and shape[0] != other[1]:
-            what = f"{file}: {base_name(name)} has the shape {list(shape)}, its B {list(other)}"
-            yield Problem(what, f"{plural(shape[0], 'column')} in B, as A has rows", "save the adapter again")
+            what = f"{file}: {base_name(name)} has the shape {list(shape)}, and its B has {list(other)}"
+            yield Problem(what, f"B with one column per row of A: {shape[0]}", "save the adapter again")
     widest = max((side for shape in shapes.values() for side in shape), default=0)
     for name in ("r", "init_r", "rank_pattern"):
         if any(number > widest for number in numbers_in(content.get(name))):

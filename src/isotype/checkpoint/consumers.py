@@ -1,11 +1,11 @@
-"""Decide which tensors of an adapter another program applies, changes, ignores or refuses.
+"""Predict what another program does with each tensor of an adapter: apply, change, ignore or refuse it.
 
 The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts tensors for a module if the last part
-  of the module's name (`q_proj`) is that of a linear layer. They have no effect if the model has no module of the full
-  name (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a tensor if a linear layer's name
+  has the same last part (`q_proj`). The tensor has no effect if no module has the same full name
+  (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
 - `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
   for rsLoRA).
 """
@@ -32,7 +32,7 @@ from isotype.core.names import base_name, grouped, starred
 from isotype.model.parts import LANGUAGE, Parts
 
 Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
-"""`changed`: the program applies the tensor with another scale than the training."""
+"""`changed`: the program applies the tensor but scales it differently from the training."""
 
 _SUFFIX = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$")
 _STACKED = re.compile(r"\.experts$")
@@ -45,12 +45,12 @@ class Consumer:
     """A program that loads adapters.
 
     Attributes:
-        refuses: option of adapter_config.json -> why the program refuses an adapter that sets this option.
-        unplaced: effect on a tensor whose module the model lacks.
+        refuses: options of adapter_config.json that the program refuses -> the reason.
+        unplaced: effect on a tensor if the model has no module for it.
         other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
-        stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
-        towers: True if the program applies adapters of vision and audio towers and of projectors.
-        scale: function (config's alpha, config's r, layer's r, is rsLoRA) -> adapter's scale; None for PEFT's formula.
+        stacked: (effect, reason) for an adapter of experts stacked in one tensor; None if the program applies it.
+        towers: True if the program applies adapters outside of the language model (towers and projectors).
+        scale: computes the adapter's scale from (config's alpha, config's r, layer's r, is rsLoRA); None: as PEFT does.
         rank: largest rank that the program loads without its option `flag`; 0 if there is no limit.
     """
 
@@ -69,8 +69,8 @@ CONSUMERS: Mapping[str, Consumer] = {
     "vllm": Consumer(
         {
             "use_dora": "vLLM has no DoRA",
-            "modules_to_save": "vLLM does not load modules that were trained whole",
-            "trainable_token_indices": "vLLM does not load trained tokens",
+            "modules_to_save": "vLLM does not load fully trained modules",
+            "trainable_token_indices": "vLLM does not load separately trained token embeddings",
         },
         unplaced="ignored",
         stacked=("unknown", "vLLM loads adapters of stacked experts only for the models in its list"),
@@ -88,7 +88,7 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """Effect that a program has on the adapter tensors of a module; the module's name has `*` for the layer number.
+    """The effect that a program has on a module's adapter; `*` in the module's name stands for any layer number.
 
     `why` is the reason as a clause, or "" if the program applies the tensors.
     """
@@ -102,7 +102,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """Effects that the program `consumer` has on an adapter for `model`; `notes` lists flags that the program needs."""
+    """Prediction of how the program `consumer` uses an adapter with `model`; `notes` lists flags that it needs."""
 
     adapter: str
     consumer: str
@@ -116,7 +116,7 @@ class Fit:
 
 
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
-    """Return how another program uses an adapter with a model; the model's weights are not read.
+    """Predict how another program uses an adapter with a model, without reading the model's weights.
 
     `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the adapter's base.
     Raises CheckpointError if the adapter or the model does not exist, and UsageError if neither `model` nor a base is
@@ -174,7 +174,7 @@ class _Judge:
             return "refused", why, _OTHER_MODEL
         part = self.parts.of(module)
         if not rules.towers and part != LANGUAGE:
-            return "ignored", f"only the language model takes adapters; this module is in the {part}", _MERGE
+            return "ignored", f"no adapters outside the language model; this module is in the {part}", _MERGE
         return self._scaled(tensor, module)
 
     def _scaled(self, tensor: TensorHeader, module: str) -> tuple[Effect, str, str]:
@@ -186,7 +186,7 @@ class _Judge:
         if not applied or module in self.zeros:
             return "ignored", "its scale is 0" if not applied else "its B is zero", "train it"
         if not math.isclose(trained, applied):
-            return "changed", f"the program scales it by {applied:.3g}, the training by {trained:.3g}", _MERGE
+            return "changed", f"it is scaled by {applied:.3g}, but by {trained:.3g} in training", _MERGE
         return "applied", "", ""
 
     def rank(self, tensor: TensorHeader) -> int:

@@ -69,7 +69,7 @@ def decide(
     pinned = () if compute == torch.float32 else (*facts.pinned, *facts.pinned_strict)
     if problems:
         raise PrecisionError(
-            f"{len(problems)} conflict{'s' if len(problems) > 1 else ''} in the precision asked for",
+            f"{len(problems)} conflict{'s' if len(problems) > 1 else ''} in the requested precision",
             problems,
             hint=_nearest(facts, profile, request, obstacles),
         )

@@ -43,7 +43,7 @@ def _of(table: dict[str, Any]) -> str:
     parts = [
         f"**{table['title']}, by the same name.** {_listed([name for name, _, ours in pairs if not ours])}.",
         f"**{table['title']}, by another name.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
-        f"**{table['title']}, depending on other names.** {_listed(ruled)}.",
+        f"**{table['title']}, translated together with other names.** {_listed(ruled)}.",
     ]
     for kind, title, lead, verdict in ROWS:
         lines = [
