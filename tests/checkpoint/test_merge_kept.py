@@ -127,7 +127,7 @@ def test_the_base_again_is_refused_and_nothing_is_written(tmp_path: Path, scale:
     if scale:
         (problem,) = caught.value.problems
         assert (
-            "of what was learned is kept; 100.0% of the changed entries have the same codes as in the base"
+            "of what was learned is kept; 100.0 % of the changed entries have the same codes as in the base"
             in problem.given
         )
         command = problem.fix.removeprefix("merge with ").partition(" (")[0]

@@ -34,7 +34,7 @@ def test_a_custom_layer_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("cpu-amx", monkeypatch)
     (finding,) = found(RULE, traced(model(), forward, phases=("forward",)))
     assert finding.severity == "warning"
-    assert finding.message == "25% of the FLOPs run in float32 instead of bfloat16"
+    assert finding.message == "25 % of the FLOPs run in float32 instead of bfloat16"
     assert finding.module == "3"
     assert finding.cause.startswith("a cast to float32 at test_ist201.py:")
     assert finding.notes == ("1 matmuls in 1 modules",)

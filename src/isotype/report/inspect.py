@@ -275,7 +275,7 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
 
 
 def _weight_share(error: float) -> str:
-    return f"{error:.2%} of" if error < 1 else f"{error:,.1f} ×"
+    return f"{100 * error:.2f} % of" if error < 1 else f"{error:,.1f} ×"
 
 
 def _rows(report: MergeReport) -> list[tuple[str, str]]:
@@ -292,7 +292,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         lost = f"{_weight_share(report.median_error)} a weight's update in the median"
         rows.append(("lost to rounding", f"{lost}, {most} in {report.worst.name}"))
     if report.weights and report.vanished is not None:
-        what = f"have the base model's {'codes' if report.coded else 'values'} ({report.vanished_share:.2%})"
+        what = f"have the base model's {'codes' if report.coded else 'values'} ({100 * report.vanished_share:.2f} %)"
         rows.append(("unchanged", f"{report.vanished:,} of these entries {what} after rounding"))
     if report.logits is not None:
         rows += _kept(report.logits)

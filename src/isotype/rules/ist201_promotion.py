@@ -155,7 +155,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
     return finding_at(
         "IST201",
         "warning",
-        f"{cost.flops_share:.0%} of the FLOPs run in {wide} instead of {narrow}",
+        f"{100 * cost.flops_share:.0f} % of the FLOPs run in {wide} instead of {narrow}",
         first.call,
         calls,
         cause=cause_text(cause, trace.owners),

@@ -115,7 +115,7 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
         first.call,
         [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",
-        notes=(f"{size / max(1, trace.memory.peak):.0%} of the peak memory of the step",),
+        notes=(f"{100 * size / max(1, trace.memory.peak):.0f} % of the peak memory of the step",),
         fixes=(advice(short(first.call.source), how),),
         cost=Cost(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
     )

@@ -109,7 +109,7 @@ def _share(trace: Trace) -> str:
         and len(call.results[0][1]) == 3
         and (_PEFT in call.source or (call.phase == "backward" and "_grouped_mm" in call.op))
     )
-    return f"the deltas of all experts and their gradients take {flops_share(trace, of_deltas):.0%} of the step's FLOPs"
+    return f"the deltas of all experts and their gradients take {100 * flops_share(trace, of_deltas):.0f} % of the step's FLOPs"
 
 
 def _targets(call: Call, trace: Trace) -> Iterator[Weight]:

@@ -168,7 +168,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
-        yield (f"reduce batch x length to {share:.0%}", over, "max_length", f"{share:.2f} of it")
+        yield (f"reduce batch x length to {100 * share:.0f} %", over, "max_length", f"{share:.2f} of it")
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:

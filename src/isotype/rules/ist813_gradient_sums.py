@@ -55,6 +55,6 @@ def find(trace: Trace) -> Iterator[Finding]:
                 f"gradients of {micro_batches} micro-batches are added up in {dtype_name(dtype)}",
                 weights,
                 phase="backward",
-                notes=(f"{of_all} trainable parameters; the sums are off by about {error:.1%}",),
+                notes=(f"{of_all} trainable parameters; the sums are off by about {100 * error:.1f} %",),
                 fixes=float32_masters(trace, weights),
             )

@@ -42,7 +42,9 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         "cost": cost,
     }
     if calls:
-        yield finding_at(code, severity, f"{message}: {share:.0%} of the FLOPs", calls[0], calls, **facts)
+        yield finding_at(
+            code, severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls[0], calls, **facts
+        )
     else:
         yield Finding(code, severity, message, **facts)
 
