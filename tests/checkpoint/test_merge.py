@@ -845,8 +845,8 @@ def test_what_the_terminal_shows() -> None:
         "base              base (dequantized from nf4)",
         "dtype             bfloat16 (as requested)",
         "merged            3 weights, 2,000 entries changed",
-        "lost to rounding  25.00% of a weight's update in the median, 50.00% in b.weight",
-        "unchanged         600 of these entries have the base model's values (30.00%) after rounding",
+        "lost to rounding  25.00 % of a weight's update in the median, 50.00 % in b.weight",
+        "unchanged         600 of these entries have the base model's values (30.00 %) after rounding",
         "kept              87.5 % of what was learned: 1 - KL(trained || merged) / KL(trained || base), on",
         "                  held-back rows of t.jsonl (8) (30 tokens)",
         "logits            differ from the trained model's in float32 by at most 0.5, KL 0.0125 nats; those",
@@ -929,14 +929,16 @@ def test_a_merged_model_as_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.M
     assert f"stored as         {kind}" in captured.get()
 
 
-def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path) -> None:
+def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = make()
     with pytest.raises(UsageError, match="stored as iq2_xs"):
         merge_adapter(adapter, tmp_path / "merged", stored="iq2_xs")
     with pytest.raises(UsageError, match="--dtype float32 and --gguf f16"):
         merge_adapter(adapter, tmp_path / "merged", stored="f16", dtype="float32")
-    with pytest.raises(UsageError, match="a tokenizer of the kind WordLevel"):
-        merge_adapter(adapter, tmp_path / "merged", stored="f16")
+    with monkeypatch.context() as patch:
+        patch.setattr("isotype.checkpoint.merge.merge.learned", None)  # refused before the model is run
+        with pytest.raises(UsageError, match="a tokenizer of the kind WordLevel"):
+            merge_adapter(adapter, tmp_path / "merged", stored="f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
     # So neither a command for it is printed, nor one that names it as the smallest format.
     merged = merge_adapter(adapter, tmp_path / "merged")

@@ -114,11 +114,22 @@ def check_exportable(config: Any) -> Architecture:
     return architecture
 
 
+def exportable_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer, or that of a processor; raise UsageError if it is None or GGUF cannot represent it."""
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    if not getattr(words, "is_fast", False):
+        what = "no tokenizer that can be read as tokenizer.json"
+        fix = "copy tokenizer.json into the adapter's directory"
+        raise UsageError.of("a GGUF file contains the model's tokenizer", what, "a fast tokenizer", fix)
+    _name_of_split(json.loads(words.backend_tokenizer.to_str()))
+    return words
+
+
 def is_exportable(config: Any, tokenizer: Any) -> bool:
     try:
         check_exportable(config)
         if tokenizer is not None:
-            _name_of_split(json.loads(tokenizer.backend_tokenizer.to_str()))
+            exportable_tokenizer(tokenizer)
     except UsageError:
         return False
     return True

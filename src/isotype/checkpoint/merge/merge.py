@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
-from isotype.checkpoint.export import check_exportable, is_exportable, require_program
+from isotype.checkpoint.export import check_exportable, exportable_tokenizer, is_exportable, require_program
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import (
     Candidate,
@@ -111,6 +111,7 @@ def merge_adapter(
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
         check_exportable(config_of(open_model(source, revision)))
+        exportable_tokenizer(_tokenizer(saved, source, revision))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     outputs, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
     instead = wider(stored, torch.bfloat16, torch.float32)
@@ -122,7 +123,7 @@ def merge_adapter(
         check_same_base(saved, source, revision)
     model_class = original_class(merging.model)
     with staged(final) as built:
-        tokenizer = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(source, revision)), revision)
+        tokenizer = tokenizer or _tokenizer(saved, source, revision)
         path = written_path(final, built, stored)
         with disk_errors(final):
             notes += write_merged(merging, tokenizer, path, target, stored)
@@ -245,6 +246,11 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         raise UsageError("a merged model cannot be stored like this", [problem])
 
 
+def _tokenizer(adapter: Adapter, base: str, revision: str | None) -> Any:
+    of_base = tokenizer_source(open_checkpoint(base, revision))
+    return tokenizer_of(adapter.directory) or tokenizer_of(of_base, revision)
+
+
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
@@ -256,7 +262,7 @@ def _learned(
     try:
         trained = policy or base_policy(adapter, "auto", None, "auto", revision)
         of = revision or adapter.revision
-        tokenizer = saved or tokenizer_of(tokenizer_source(open_checkpoint(str(adapter.base), of)), of)
+        tokenizer = _tokenizer(adapter, str(adapter.base), of)
         if tokenizer is None:
             none = "logits were not compared: neither adapter nor base has a tokenizer"
             return None, None, [none], trained
@@ -305,7 +311,7 @@ def _require_change(report: MergeReport, back: bool) -> None:
         keeps = "" if kept is None else f"{share(kept)} of what was learned is kept"
         lost = original = ""
         if report.again:
-            lost = f"{report.vanished_share:.1%} of the changed entries have the same codes as in the base"
+            lost = f"{100 * report.vanished_share:.1f} % of the changed entries have the same codes as in the base"
             original = f", or into the original of the base: --base ORIGINAL --quantization {report.stored}"
         raise CheckpointError.of(
             f"a merge into {report.stored} would lose what was learned",

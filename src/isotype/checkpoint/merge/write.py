@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.export import quantize_by_llama_cpp, write_tensors
+from isotype.checkpoint.export import exportable_tokenizer, quantize_by_llama_cpp, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
@@ -119,11 +119,7 @@ def write_merged(
         expected = f"{format_bytes(needed)} for the weights"
         raise _no_room(directory.parent, f"{format_bytes(free)} are free", expected)
     if stored in GGUF_TYPES:
-        words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
-        if not getattr(words, "is_fast", False):
-            what = "no tokenizer that can be read as tokenizer.json"
-            fix = "copy tokenizer.json into the adapter's directory"
-            raise UsageError.of("a GGUF file contains the model's tokenizer", what, "a fast tokenizer", fix)
+        words = exportable_tokenizer(tokenizer)
         name = Path(str(name_of(config))).stem or "model"
         values = chain.from_iterable(part.items() for part in merging.parts())
         if stored not in LLAMA_CPP_TYPES:
