@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import subprocess
 import sys
@@ -213,9 +214,17 @@ def test_a_loss_of_the_script_is_judged_after_the_first_step(
     assert "loop.py:5" in after
 
 
-@pytest.mark.parametrize(("unscale", "expected"), [("", 1), ("scaler.unscale_(optimizer)", 0)])
+@pytest.mark.parametrize(
+    ("unscale", "factors", "expected"),
+    [
+        ("", [1.0], 1),
+        ("scaler.unscale_(optimizer)", [1.0], 0),
+        ("", [math.inf, 1.0], 1),  # the GradScaler skips the first step
+        ("", [[1.0, 1.0]], 1),  # two micro-batches
+    ],
+)
 def test_gradients_that_are_clipped_before_they_are_unscaled(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, unscale: str, expected: int
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, unscale: str, factors: list[Any], expected: int
 ) -> None:
     script = tmp_path / "loop.py"
     script.write_text(
@@ -226,20 +235,44 @@ def test_gradients_that_are_clipped_before_they_are_unscaled(
         "model = Net(8, 8)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
         "scaler = torch.amp.GradScaler('cpu', init_scale=8.0)\n"
-        "with torch.autocast('cpu', torch.float16):\n"
-        "    loss = model(torch.ones(2, 8), torch.ones(2))['loss']\n"
-        "scaler.scale(loss).backward()\n"
-        f"{unscale}\n"
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer)\n",
+        "inf = float('inf')\n"
+        f"for factors in {factors}:\n"
+        "    for factor in factors if isinstance(factors, list) else [factors]:\n"
+        "        with torch.autocast('cpu', torch.float16):\n"
+        "            loss = model(torch.ones(2, 8), torch.ones(2))['loss']\n"
+        "        scaler.scale(loss * factor).backward()\n"
+        f"    {unscale}\n"
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()\n"
+        "    optimizer.zero_grad()\n",
         encoding="utf-8",
     )
     status, _, err = _run(capsys, str(script))
     assert status == 0
+    assert "no step was judged" not in err
     assert (
         err.count("warning[IST308]: gradients are clipped while the loss scale multiplies them") == expected
     )
-    assert err.count("loop.py:12 runs before the gradients are unscaled") == expected
+    assert err.count("loop.py:15 runs before the gradients are unscaled") == expected
+
+
+def test_a_script_whose_steps_are_all_skipped_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        "scaler.scale(model(torch.ones(2, 8)).mean() * float('inf')).backward()\n"
+        "scaler.step(optimizer)\n",
+        encoding="utf-8",
+    )
+    status, _, err = _run(capsys, "--no-preflight", str(script))
+    assert status == 0
+    assert "isotype: no step was judged after it ran: gradients were unscaled, but the optimizer took" in err
 
 
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,10 @@ AGAIN_SECONDS = 60.0
 MENTIONED_FROM = 5.0
 """If the trace before the first step takes more seconds than this, a line reports it even if nothing was found."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
+_ALL_SKIPPED = (
+    "no step was judged after it ran: gradients were unscaled, but the optimizer took no step, because the GradScaler "
+    "skipped every step (gradients that are infinite or NaN), or because the script ended first"
+)
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
 # Words by which torch and its libraries describe incompatible dtypes in errors.
 _ABOUT_DTYPES = re.compile(
@@ -229,6 +233,8 @@ class Diagnosis:
         for note in watch.notes:
             self._say(note)
         if not watch.seen:
+            if watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
+                self._say(_ALL_SKIPPED)
             return
         steps, last = len(watch.seen), watch.seen[-1]
         findings = [finding for finding in (*self._findings(), *self._late) if finding.severity != "note"]

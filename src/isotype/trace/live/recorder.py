@@ -53,6 +53,7 @@ class LiveRecorder(Recorder):
         failed: the last call of this step that raised; the script may have caught the error.
         failure_text: the error of `failed`; "" if no call raised.
         weights: parameters and buffers of every model that the script has called.
+        of_gradients: True to record only operators whose first operand is a gradient that backward has accumulated.
     """
 
     supports_higher_order_operators = True
@@ -63,6 +64,7 @@ class LiveRecorder(Recorder):
         self.contracts = contracts_here(device)
         self.autocast_device = device
         self.fault = ""
+        self.of_gradients = False
         self.failed: Call | None = None
         self.failure_text = ""
         self.weights: list[Weight] = []
@@ -73,7 +75,9 @@ class LiveRecorder(Recorder):
         kwargs = kwargs or {}
         # The inner operators of a higher-order operator are recorded. A forked process, such as a worker of a data
         # loader, is not recorded.
-        blind = self.fault or len(self.calls) >= self._limit
+        blind = (
+            self.fault or len(self.calls) >= self._limit or (self.of_gradients and not _of_gradients(args))
+        )
         if blind or not isinstance(func, OpOverload) or os.getpid() != self._process:
             return func(*args, **kwargs)
         try:
@@ -215,6 +219,13 @@ class LiveRecorder(Recorder):
     def _gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._book(self.ledger.count, parameter.grad, "gradients")
+
+
+def _of_gradients(args: Sequence[Any]) -> bool:
+    first = args[0] if args else None
+    first = first[0] if isinstance(first, list | tuple) and first else first
+    origin = getattr(first, ORIGIN, None) if isinstance(first, torch.Tensor) else None
+    return origin is not None and origin.kind == "gradient" and current_node() is None
 
 
 class LiveFunctions(TorchFunctionMode):

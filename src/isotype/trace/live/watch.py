@@ -315,7 +315,8 @@ class Watch:
         """Pause if a forward follows a backward: gradients accumulate, and further micro-batches only repeat the first."""
         self.state = "paused"
         self._note("gradients accumulate: only the first forward and backward of each step was recorded")
-        self._leave_modes()
+        assert self.recorder is not None
+        self.recorder.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
         self._module_hooks.close()
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -330,8 +331,8 @@ class Watch:
             return
         if self.state == "paused":
             self.state = "watching"
-            self._enter_modes()
         if self.state == "watching" and self.recorder is not None:
+            self.recorder.of_gradients = False
             self.optimizer = type(optimizer).__name__
             self.learning_rate = learning_rate_of(optimizer)
             self._weigh_gradients(optimizer)
