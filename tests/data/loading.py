@@ -11,7 +11,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from isotype.core.errors import DataError
 from isotype.data.load import load_training_data
-from isotype.data.reading import Reading
+from isotype.data.reading import Reading, parse_columns
 
 Row = dict[str, Any]
 
@@ -26,12 +26,13 @@ def load(
     chat: bool = False,
     prompts: bool = False,
     lines: bool = False,
+    columns: str | None = None,
     said: list[str] | None = None,
     **script: Any,
 ) -> Any:
     """The splits of a data set, or of a mixture; `said` takes the lines about it."""
     arguments = ScriptArguments(dataset_name=name, **script)
-    reading = Reading(method, chat=chat, prompts=prompts, lines=lines)
+    reading = Reading(method, parse_columns(columns), chat, prompts=prompts, lines=lines)
     say = ([] if said is None else said).append
     return load_training_data(arguments, config, reading, need_test=evaluate, text_field=text_field, say=say)
 

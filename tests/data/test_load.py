@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isotype.core.errors import DataError
 from isotype.data import locate
 from isotype.data.locate import looks_like_path
 from isotype.data.methods import METHODS
@@ -375,6 +376,40 @@ def test_an_empty_row_behind_the_sample_is_named() -> None:
         pyarrow.parquet.write_table(table, "t.parquet")
         assert "t.parquet, row 1500: column 'completion' is" in refusal("t.parquet")
     assert len(load("t.parquet", "grpo")["train"]) == 1500
+
+
+@pytest.mark.parametrize(
+    ("chat", "problem"),
+    [
+        ([*USER, {"role": "asistant", "content": "4"}], "holds a message of the role 'asistant'"),
+        ([*USER, {"role": None, "content": "4"}], "holds a message without 'role'"),
+        (USER, "holds no message of the assistant"),
+        ([{"role": "user", "content": None}, *ASSISTANT], "holds a message without 'content'"),
+    ],
+)
+def test_a_faulty_chat_behind_the_sample_is_named(chat: list[Row], problem: str) -> None:
+    rows = [[*USER, *ASSISTANT]] * 1499
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [*rows, chat]}), "t.parquet")
+    assert f"t.parquet, row 1500: column 'messages' {problem}" in refusal("t.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"talk": [*rows, chat]}), "t.parquet")
+    assert "t.parquet, row 1500: column 'messages'" in refusal("t.parquet", columns="messages=talk")
+    pyarrow.parquet.write_table(pyarrow.table({"messages": rows}), "t.parquet")
+    assert len(load("t.parquet")["train"]) == 1499
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_the_data_is_not_replaced(kind: str) -> None:
+    rows: list[Row] = [{"prompt": "a", "q": "b", "completion": "c"}]
+    write(f"t.{kind}", WRITERS[kind](rows))
+    assert (
+        "--columns makes a column 'prompt' of 'q', which would replace the data's 'prompt'\n"
+        "    expected  a new name for each column that is kept\n"
+        "    fix       to keep both, add other=prompt; to train on the data's 'prompt', remove prompt=q"
+    ) in refusal(f"t.{kind}", columns="prompt=q")
+    row = {"prompt": "b", "other": "a", "completion": "c"}
+    assert load(f"t.{kind}", columns="prompt=q,other=prompt")["train"][0] == row
+    with pytest.raises(DataError, match="two columns would become one"):
+        load(f"t.{kind}", columns="prompt=q,prompt=prompt")
 
 
 def test_pairs_need_the_same_first_message() -> None:

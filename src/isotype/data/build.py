@@ -1,7 +1,8 @@
 """Check a local or hub data set, then build it in the form that a trainer takes.
 
 Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. Of parquet files,
-directories of `save_to_disk` and hub data sets, only the columns and the first 1000 rows are checked.
+directories of `save_to_disk` and hub data sets, the columns, the first 1000 rows, and later rows with empty values or
+faulty chats are checked; of streams, only the columns and the first 1000 rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed, plural
 from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row, unread_line
-from isotype.data.columns import Survey, columns_problem, empty_rows, formats_of, quoted, survey
+from isotype.data.columns import (
+    Survey,
+    columns_problem,
+    empty_rows,
+    formats_of,
+    misspoken_rows,
+    quoted,
+    survey,
+)
 from isotype.data.locate import PARQUET, LocalData, data_error
 from isotype.data.methods import METHODS
 from isotype.data.pictures import PICTURE_COLUMNS, SUFFIXES, broken, broken_rows, picture_problem, pictures_in
@@ -334,7 +343,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
         changed |= spelled
         converted = reading.apply(first)
     if has_length:
-        sample += _empty_ones(plain, parts, job)
+        sample += _doubtful(plain, parts, job)
     result = survey(sample, job.method, job.text_field, word="row")
     problems = result.problems("row")
     if changed and not problems:
@@ -350,12 +359,15 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     return Prepared(problems, dataset=dataset, first=result.first, notes=tuple(filter(None, notes)))
 
 
-def _empty_ones(dataset: Any, parts: Parts, job: Job) -> Iterator[tuple[str, int, object]]:
-    """Yield rows with an empty text or list that follow the checked sample of a part, up to 1,000 per part."""
+def _doubtful(dataset: Any, parts: Parts, job: Job) -> Iterator[tuple[str, int, object]]:
+    """Yield rows behind the checked sample of a part that may have an empty value or a faulty chat, up to 1,000 per part."""
     needed = {name for form in formats_of(job.method, job.text_field) for name in form.required}
     mapped = job.reading.columns
     needed |= set() if mapped is None else mapped.sources - OPTIONAL_SOURCES
-    rows = empty_rows(dataset, needed & {*dataset.column_names})
+    stored = {*dataset.column_names}
+    targets = {} if mapped is None else {name: target for target, names in mapped.targets for name in names}
+    chats = {name: targets.get(name, name) for name in stored if targets.get(name, name) in CHATS}
+    rows = sorted({*empty_rows(dataset, needed & stored), *misspoken_rows(dataset, chats)})
     start = 0
     for source, count in parts:
         end = len(dataset) if count is None else start + count

@@ -10,14 +10,17 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
 from isotype.data.cells import (
+    ANSWERS,
     CHATS,
     COLUMNS,
     REFILL,
+    ROLES,
     TEXT,
     TURN_COLUMNS,
     Column,
@@ -225,6 +228,36 @@ def empty_rows(dataset: Any, columns: Iterable[str]) -> list[int]:
         )
         numbers.update(compute.indices_nonzero(empty).to_pylist())
     return sorted(numbers)
+
+
+def misspoken_rows(dataset: Any, chats: Mapping[str, str]) -> list[int]:
+    """Return the numbers of rows of a stored data set that may have a chat with a fault, so that they must be checked.
+
+    Such a chat has a message with an unusual role or without content, or has no answer. `chats`: column -> its name for
+    the trainer.
+    """
+    import numpy as np
+    import pyarrow
+    import pyarrow.compute as compute
+
+    rows: set[int] = set()
+    for name, meant in chats.items():
+        column: Any = dataset.select_columns([name]).with_format("arrow")[:][name].combine_chunks()
+        item = getattr(column.type, "value_type", None)
+        fields = [field.name for field in item] if item is not None and pyarrow.types.is_struct(item) else []
+        if not {"role", "content"} <= {*fields}:
+            continue
+        of_row, messages = compute.list_parent_indices(column).to_numpy(), compute.list_flatten(column)
+        role, *others = (
+            compute.struct_field(messages, key) for key in ("role", "content", "tool_calls") if key in fields
+        )
+        faulty = compute.invert(compute.is_in(role, pyarrow.array(ROLES)))
+        faulty = compute.or_(faulty, reduce(compute.and_, map(compute.is_null, others)))
+        rows.update(of_row[faulty.to_numpy(zero_copy_only=False)].tolist())
+        if meant in ANSWERS:
+            answered = compute.equal(role, "assistant").fill_null(False).to_numpy(zero_copy_only=False)
+            rows.update(np.setdiff1d(np.arange(len(column)), of_row[answered]).tolist())
+    return sorted(rows)
 
 
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:

@@ -40,7 +40,10 @@ class ColumnMap:
         return frozenset(name for _, names in self.targets for name in names)
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
-        """Return the row with the trainer's column names, or the problem of a missing column; other columns stay."""
+        """Return the row with the trainer's column names; other columns stay.
+
+        If a column is missing, or a column would be replaced by another one, return the problem.
+        """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
             return Problem(
@@ -50,6 +53,13 @@ class ColumnMap:
             )
         mapped = {name: value for name, value in row.items() if name not in self.sources}
         for target, names in self.targets:
+            if target in mapped:
+                sources = " and ".join(map(repr, names))
+                return Problem(
+                    f"{self.origin} makes a column '{target}' of {sources}, which would replace the data's '{target}'",
+                    "a new name for each column that is kept",
+                    f"to keep both, add other={target}; to train on the data's '{target}', remove {target}={names[0]}",
+                )
             texts = (str(row[name]) for name in names if row.get(name) not in (None, ""))
             mapped[target] = row[names[0]] if len(names) == 1 else "\n\n".join(texts)
         return mapped
@@ -81,7 +91,11 @@ def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | No
         expected = f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs"
         fix = "--columns prompt=question,completion=answer"
         raise DataError.of("the columns cannot be parsed", f"{origin} {text}", expected, fix)
-    return ColumnMap(tuple((target.strip(), (source.strip(),)) for target, _, source in pairs), origin)
+    targets = tuple((target.strip(), (source.strip(),)) for target, _, source in pairs)
+    if len(dict(targets)) < len(targets):
+        expected, fix = "each of the trainer's columns once", "remove one of the pairs"
+        raise DataError.of("two columns would become one", f"{origin} {text}", expected, fix)
+    return ColumnMap(targets, origin)
 
 
 @dataclass(frozen=True)
