@@ -214,8 +214,8 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 def waiting(adapter: Adapter) -> DeferredBlocks:
     """Return the `DeferredBlocks` that select which weights of the adapter's base stay on the meta device at first.
 
-    Weights that the adapter's file replaces are loaded at once. All weights are if the adapter is not LoRA, or if
-    PEFT reads base weights while it adds the adapter (DoRA, PiSSA, OLoRA).
+    Weights that the adapter's file replaces are loaded at once. All weights are loaded at once if the adapter is not
+    LoRA, or if PEFT reads them while it adds the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -346,7 +346,7 @@ _ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""The first pattern that matches a field's name gives its valid values. A type here replaces PEFT's annotation."""
+"""The first pattern that matches a field's name decides which values are valid. A type replaces PEFT's annotation."""
 _EXPRESSIONS = (
     "target_modules",
     "exclude_modules",
