@@ -119,5 +119,5 @@ def test_a_card_that_nobody_has_measured_is_judged_by_the_nearest_and_says_so(
 
 
 def test_what_judges_a_device_without_a_table() -> None:
-    assert judged_by(device_profile("mi300x")) == "by families of operators, from PyTorch's source"
+    assert judged_by(device_profile("mi300x")) == "rules for families of operators, from PyTorch's source"
     assert judged_by(device_profile("cpu-amx")) == "cpu-amx, measured with torch 2.13"

@@ -39,7 +39,7 @@ def test_no_old_name_is_one_still(names: set[str]) -> None:
         ("--max-seq-length=512", "--max-seq-length: renamed\n.*\n.*--max_length 512"),
         ("--torch_dtype bfloat16", "fix +--dtype bfloat16"),
         ("--overwrite_output_dir", "--overwrite_output_dir: removed"),
-        ("--tokenizer x", "the tokenizer is the model's"),
+        ("--tokenizer x", "isotype uses the model's tokenizer"),
         ("--group_by_length", "fix +--train_sampling_strategy group_by_length"),
     ],
 )

@@ -445,7 +445,7 @@ def test_a_hub_data_set_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusal("owner/name").splitlines()[1:] == [
         "  - 'owner/name' is no file or directory here, and the hub data set cannot be loaded: Config name is missing.",
         "    expected  a hub data set of plain data files",
-        "    fix       check the spelling, --dataset_config and your access to it, or name a local file",
+        "    fix       check the spelling, --dataset_config and your access to the data set, or name a local file",
     ]
 
 

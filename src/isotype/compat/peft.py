@@ -1,4 +1,4 @@
-"""PEFT (0.21): attributes of its layers, the layers of `all-linear`, and adapters on parameters. Imported on use."""
+"""PEFT (0.21): base models, the layers that `all-linear` selects, and adapters on parameters. PEFT is imported on use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_linear(config: Any, model: Any) -> set[str]:
 
 
 def takes_outputs_first(wrapper: Any) -> bool:
-    """Return whether a `ParamWrapper` takes d2 for the inputs and d1 for the outputs of a weight `[experts, d1, d2]`."""
+    """Return whether a `ParamWrapper` reads its weight as `[experts, outputs, inputs]`."""
     return bool(wrapper._did_swap_in_out_features)
 
 
@@ -51,4 +51,4 @@ PARAMETER_WRAPPER_REPAIRS: Final[Mapping[str, Callable[..., Any]]] = {
     "_activate_lora": _activate_lora,
     "_remove_parametrizations": _remove_parametrizations,
 }
-"""Methods for a subclass of `ParamWrapper` that has `ParamWrapper` as its attribute `plain`."""
+"""Methods for a subclass of `ParamWrapper`; the subclass has an attribute `plain`, which is `ParamWrapper`."""

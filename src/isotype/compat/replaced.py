@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes of other libraries' modules, classes and objects."""
+"""Temporarily replaces attributes of other libraries' modules, classes and objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:
 
 
 class Replacements:
-    """Wrappers around functions or methods, which stay until `put_back`."""
+    """Replaces functions and methods by wrappers until `put_back` is called."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

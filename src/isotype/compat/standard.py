@@ -1,4 +1,4 @@
-"""Private parts of Python's standard library and of NumPy: frames, argparse, imports, processes, bit generators."""
+"""Uses private parts of Python's standard library and of NumPy: frames, argparse, imports, processes, bit generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from isotype.compat.replaced import Replacements
 
 frame_above = sys._getframe
-"""Return a frame of the call stack (CPython 3.11 to 3.14): `frame_above(1)` is that of the caller's caller."""
+"""Return a frame of the call stack (CPython 3.11 to 3.14). In a function, `frame_above(1)` is the frame of the function's caller."""
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -22,7 +22,7 @@ def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 class ValueParser(argparse.ArgumentParser):
-    """Parser with two private methods of argparse under public names that a subclass may override."""
+    """A parser with public names for two private methods of argparse, so that a subclass may override them."""
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
         """Return the value of an argument that is given as `text`."""
@@ -50,7 +50,7 @@ def source_of(generator: Any) -> Any:
 
 
 def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
-    """Wrap `Popen.__init__` by `popen(start, process, args, …)`, and `os.system` by `system(start, command)`."""
+    """Let `popen(original, …)` replace `Popen.__init__(…)`, and `system(original, command)` replace `os.system(command)`."""
     replaced.wrap(subprocess.Popen, "__init__", popen)
     replaced.wrap(os, "system", system)
 
@@ -58,6 +58,6 @@ def around_programs(replaced: Replacements, popen: Callable[..., Any], system: C
 def around_processes(
     replaced: Replacements, start: Callable[..., Any], bootstrap: Callable[..., Any]
 ) -> None:
-    """Wrap methods of a multiprocessing process: `start`, called in this process, and `_bootstrap`, called in the new one."""
+    """Wrap two methods of a multiprocessing process: this process calls `start`, and the new process calls `_bootstrap`."""
     replaced.wrap(BaseProcess, "start", start)
     replaced.wrap(BaseProcess, "_bootstrap", bootstrap)

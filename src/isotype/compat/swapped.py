@@ -1,7 +1,7 @@
-"""Modules whose class is swapped for a subclass with another forward, and functions copied with another global.
+"""Swaps a module's class for a subclass with another forward, and copies functions with one changed global variable.
 
-`torch.nn.utils.parametrize` and FSDP2 swap classes, too: `isinstance`, `deepcopy`, pickle and fully qualified names keep
-working, and the swap can be undone.
+After a swap, `isinstance`, `deepcopy`, pickle and fully qualified names still work, and the swap can be undone.
+`torch.nn.utils.parametrize` and FSDP2 swap classes in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Base of the classes that `swapped_class` creates; pickle recreates such a class by `made_by[0](*made_by[1])`."""
+    """Base of the classes that `swapped_class` creates. To recreate a swapped class, pickle calls `made_by[0](*made_by[1])`."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
@@ -41,14 +41,14 @@ def swapped_class(
     members: Mapping[str, Callable[..., Any]],
     **attributes: Any,
 ) -> Any:
-    """Return a subclass of `marker` and `base` with the methods of `members`, which keep the signatures of `base`."""
+    """Return a subclass of `marker` and `base` with the methods `members`, which get the signatures of `base`'s methods."""
     methods = {name: _like(member, getattr(base, name)) for name, member in members.items()}
     names = {"original": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (marker, base), {**names, **attributes, **methods, "made_by": made_by})
 
 
 def _like(member: Any, original: Any) -> Callable[..., Any]:
-    """Return a copy of `member` with the signature and docstring of `original`: trainers read a forward's signature."""
+    """Return a copy of `member` with the signature of `original`, because trainers read the signature of a forward."""
     copy = types.FunctionType(
         member.__code__, member.__globals__, member.__name__, member.__defaults__, member.__closure__
     )
@@ -70,14 +70,14 @@ def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType | None:
-    """Return the function inside all decorators, or None if a decorator does not hold it in its closure."""
+    """Return the function inside all decorators, or None if it is not in the decorators' closures."""
     if not hasattr(function, "__wrapped__"):
         return function
     return None if _cell(function) is None else innermost(function.__wrapped__)
 
 
 def globals_of(function: types.FunctionType) -> set[str] | None:
-    """Return the names of globals that a decorated function reads, or None if a copy would behave differently."""
+    """Return the names of the globals that a decorated function reads; None if a copy of it would behave differently."""
     inner = innermost(function)
     if inner is None:
         return None
@@ -90,7 +90,7 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
     """Return a copy of a function and its decorators in which the global `name` has the value `value`.
 
-    Raises ValueError if a decorator's closure lacks the function; `globals_of` returns None in that case.
+    Raises ValueError if the function is not in a decorator's closure; `globals_of` returns None for such a function.
     """
     names, closure = function.__globals__, function.__closure__
     attributes = dict(vars(function))
@@ -111,7 +111,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def update_globals(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Update all globals except `name` in a copy that `with_global` has made to the current globals of `function`."""
+    """Give `copy`, which `with_global` has made, the current globals of `function`, except for the global `name`."""
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None
@@ -120,7 +120,7 @@ def update_globals(copy: types.FunctionType, function: types.FunctionType, name:
 
 
 def _cell(function: types.FunctionType) -> int | None:
-    """Return the index of the decorated function in a decorator's closure, or None if the closure does not hold it."""
+    """Return the index of the decorated function in a decorator's closure, or None if the closure lacks it."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType):
         return None

@@ -1,4 +1,4 @@
-"""Chat templates of transformers (5.20 to 5.23): limits of time, memory and text, and the date that they write."""
+"""Chat templates of transformers (5.20 to 5.23): limits their time, memory and text, and sets the date that they write."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from isotype.compat.replaced import replaced
 
 SECONDS = 5
-"""Limit of processor time for rendering one conversation."""
+"""Maximum processor time for rendering one conversation."""
 BYTES = 1 << 30
-"""Limit of memory for rendering one conversation (Linux only)."""
+"""Maximum memory for rendering one conversation (Linux only)."""
 CHARACTERS = 1 << 24
-"""Limit of the text of one conversation: about four million tokens."""
+"""Maximum length of a conversation's text: about four million tokens."""
 BITS = 100_000
-"""Limit of the size of integers: a product of larger ones takes seconds, in which no signal can interrupt it."""
+"""Maximum size of an integer: a product of larger integers takes seconds, and no signal can interrupt it."""
 
 CLOCK = "strftime_now"
-"""Name of the function in a template that writes today's date."""
+"""Name of the function with which a template writes today's date."""
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of Python that a template can raise besides jinja's own errors."""
@@ -39,7 +39,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
     day: date | None = None
-    """The date that `strftime_now` writes, or None for the date of the clock."""
+    """The date that `strftime_now` writes, or None for the current date."""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Return `left operator right`; raise TemplateRuntimeError if an integer would take too long to compute."""
@@ -50,7 +50,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile a template within the limits, which also apply when the template is rendered."""
+        """Compile a template with limits of time and memory; the limits also apply when the template is rendered."""
         clock: Any = self.globals.get(CLOCK)
         if clock is not None:
             self.globals[CLOCK] = partial(_written, clock)
@@ -93,7 +93,7 @@ def _limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise TemplateRuntimeError if a template takes too long; without effect outside of Python's main thread."""
+    """Raise TemplateRuntimeError if a template takes too long. The time is limited only in Python's main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -141,7 +141,7 @@ def limit_templates() -> None:
 
 
 def day_held(day: date) -> AbstractContextManager[None]:
-    """Return a context manager in which chat templates write `day`, at midnight, in place of the current date."""
+    """Let chat templates write `day` (time 00:00) in place of the current date inside the `with` block."""
     return replaced(LimitedEnvironment, "day", day)
 
 

@@ -1,7 +1,7 @@
-"""torch (2.10 to 2.15): its private names under public names of isotype.
+"""torch (2.10 to 2.15): gives torch's private names public names, which the rest of isotype uses.
 
 Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or has
-changed its meaning. docs/compat.md lists the names that this file reads, and those that it replaces.
+changed its meaning. docs/compat.md lists each name, and tells whether this file reads or replaces it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 without_modes = _disable_current_modes
 """Context manager that disables all dispatch modes."""
 without_dispatch = torch._C._DisableTorchDispatch
-"""Context manager that disables `__torch_dispatch__` of tensor subclasses, which then act as plain tensors."""
+"""Context manager that disables `__torch_dispatch__` of tensor subclasses, so that they act as plain tensors."""
 without_functions = torch._C.DisableTorchFunction
 """Context manager that disables function modes, and `__torch_function__` of tensor subclasses."""
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass
@@ -48,13 +48,13 @@ dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 
 
 UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
-"""A view without alias annotations; a fused LoRA layer reshapes outputs with it."""
+"""A view operator without alias annotations in its schema; a fused LoRA layer reshapes its outputs with it."""
 VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
-"""The operator of `torch.nn.attention.varlen.varlen_attn`; its backward's name has the suffix `_backward`."""
+"""Name of the operator that `torch.nn.attention.varlen.varlen_attn` calls; the backward's name ends in `_backward`."""
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode for uncompiled code: torch does not wrap its `__torch_dispatch__` in `torch._dynamo.disable`."""
+    """A dispatch mode for uncompiled code only; torch does not wrap the mode in `torch._dynamo.disable`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -62,7 +62,7 @@ class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModeStack:
-    """The functions by which torch reads and changes one of its two mode stacks."""
+    """The functions that read and change one of torch's two stacks: of function modes, or of dispatch modes."""
 
     def __init__(self, length: Any, at: Any, pop: Any, push: Any) -> None:
         self.length, self.at, self.pop, self.push = length, at, pop, push
@@ -83,18 +83,18 @@ DISPATCH_MODES = ModeStack(
 
 
 def stack_of(mode: Any) -> ModeStack:
-    """Return the stack that holds modes of the class of `mode`."""
+    """Return the stack to which `mode` belongs."""
     return FUNCTION_MODES if isinstance(mode, TorchFunctionMode) else DISPATCH_MODES
 
 
 def stays_at_the_bottom(mode: Any) -> bool:
-    """Return whether `mode` must stay at the bottom of its stack: the default device's mode, and torch's internal ones."""
+    """Return whether `mode` is the default device's or one of torch's own, which must stay at the bottom of their stack."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return mode is default or getattr(mode, "_mode_key", None) is not None
 
 
 def is_simulated() -> bool:
-    """Return whether a fake, functional or proxy mode is active: then operators compute no values."""
+    """Return whether a mode is active in which operators compute no values (a fake, functional or proxy mode)."""
     keys = torch._C._TorchDispatchModeKey
     return any(
         torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
@@ -127,7 +127,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Return whether an operator (`aten::mm`) has its own kernel for a device type, not a composition of operators."""
+    """Return whether an operator (`aten::mm`) has its own kernel for a device type; a composition of operators has none."""
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
@@ -167,7 +167,7 @@ def after_backward(act: Callable[[], None]) -> None:
 
 
 def forget_gradient_hooks(leaf: torch.Tensor) -> None:
-    """Remove the hook dictionary of a leaf tensor if it is empty: autograd would check it in every backward."""
+    """Remove an empty hook dictionary from a leaf tensor, because autograd would check the dictionary in every backward."""
     if not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
@@ -190,16 +190,16 @@ def needs_operators() -> bool:
 # ------------------------------------------------------------------------------------------------------- tensors
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Tensor classes whose memory holds their values; a subclass may store its values in another way."""
+"""Tensor classes whose storage holds the values; a subclass may keep its values elsewhere."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return a tensor's version counter, which each in-place write increases; None for an inference tensor."""
+    """Return a tensor's version counter, which counts its in-place writes, or None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def storage_key(storage: Any) -> int:
-    """Return a number that identifies a storage: tensors that are views of one storage share it, also on the meta device."""
+    """Return a number that identifies a storage, also on the meta device. All views of a storage have the same number."""
     key: int = storage._cdata
     return key
 
@@ -215,18 +215,18 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of any class, with the attribute that torch uses for it."""
+    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of any class, by setting torch's attribute `_is_param`."""
     tensor._is_param = True
 
 
 dispatch_keys = torch._C._dispatch_key_set
-"""Return the dispatch keys of a tensor, by which torch chooses the kernel of an operator."""
+"""Return the dispatch keys of a tensor; torch chooses an operator's kernel by these keys."""
 TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 """The function that a function mode receives when code reads `tensor.data`."""
 
 
 def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
-    """Wrap the meta tensor `memory` as a fake tensor on `device`. The attributes that `FakeTensor.__new__` sets are not set."""
+    """Wrap the meta tensor `memory` as a fake tensor on `device`, without the attributes that `FakeTensor.__new__` sets."""
     result = torch.Tensor._make_subclass(
         FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -235,9 +235,9 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
 
 
 def give_class(fake: torch.Tensor, cls: Any) -> None:
-    """Give a fake tensor the class `cls` of the tensor that it represents.
+    """Make a fake tensor an instance of `cls`, the class of the real tensor that the fake tensor represents.
 
-    Raises TypeError if instances of `cls` have another memory layout (DTensor).
+    Raises TypeError if instances of `cls` have another memory layout than fake tensors (example: DTensor).
     """
     fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
 
@@ -248,7 +248,7 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace `to` of bitsandbytes' classes, which fails for fake tensors if the dtype stays."""
+    """Replace the method `to` of bitsandbytes' classes: it fails for a fake tensor that keeps its dtype."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
@@ -266,27 +266,27 @@ def unshard(model: nn.Module) -> bool:
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return (device, dtype, non_blocking, memory format) of the arguments of a call of `Tensor.to`."""
+    """Return (device, dtype, non_blocking, memory format) from the arguments of a `Tensor.to` call."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale gradients of one device in place as GradScaler does; set `found_inf` to 1 if any is not finite."""
+    """Unscale one device's gradients in place, as GradScaler does; set `found_inf` to 1 if a gradient is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Multiply each tensor by its number, in the tensor's dtype; a GPU runs one kernel if all dtypes are equal."""
+    """Return each tensor times the number at its index, in the tensor's dtype; a GPU runs one kernel for equal dtypes."""
     return list(torch._foreach_mul(tuple(tensors), list(numbers)))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy and cast every source into its target; a GPU runs one kernel if dtypes and layouts are equal."""
+    """Copy each source to the target at its index, with a cast; a GPU runs one kernel for equal dtypes and layouts."""
     torch._foreach_copy_(tuple(targets), tuple(sources))
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:
-    """Return the byte offset of a meta storage in the file that `torch.load` has read; None for another storage."""
+    """Return at which byte of a file `torch.load` found the data of a meta storage; None for any other storage."""
     begin = getattr(storage, "_checkpoint_offset", None)
     return None if begin is None else int(begin)
 
@@ -301,7 +301,7 @@ HELD: Final = (CHILDREN, PARAMETERS, BUFFERS)
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 ALL_HOOKS: Final = (*HOOKS, "_backward_pre_hooks")
 EXTRA_STATE: Final[str] = _EXTRA_STATE_KEY_SUFFIX
-"""Suffix of a state dict's key under which a module saves its extra state."""
+"""Suffix of the state dict key under which a module saves its extra state."""
 MODULE_CALL: Final = nn.Module._call_impl.__code__
 """The code object of torch that calls a module's forward."""
 COMPILED_CALL: Final = "_compiled_call_impl"
@@ -350,7 +350,7 @@ def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
-    """Write the state dict of a module, without that of its children, into `into`; tensors are not detached."""
+    """Add the state dict of a module, without its children, to `into`; the tensors are not detached."""
     module._save_to_state_dict(into, prefix, True)
 
 
@@ -360,7 +360,7 @@ def original(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled, in place or by `torch.compile`."""
+    """Return whether a module is compiled, by `module.compile()` or by `torch.compile`."""
     return hasattr(module, ORIGINAL) or getattr(module, COMPILED_CALL, None) is not None
 
 
@@ -425,18 +425,18 @@ def _push_all(stack: ModeStack, modes: list[Any]) -> None:
 
 
 def around_backward(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
-    """Replace `torch.autograd.backward`, which `Tensor.backward` calls, by `wrapper(backward, tensors, …)`."""
+    """Let `wrapper(backward, tensors, …)` replace `torch.autograd.backward`, which `Tensor.backward` calls."""
     replaced.wrap(torch.autograd, "backward", wrapper)
 
 
 def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
-    """Replace `GradScaler.step` by `wrapper(step, scaler, optimizer, …)`."""
+    """Let `wrapper(step, scaler, optimizer, …)` replace `GradScaler.step`."""
     replaced.wrap(torch.amp.GradScaler, "step", wrapper)
 
 
 @contextmanager
 def fake_errors_unlogged() -> Iterator[None]:
-    """Hide the tracebacks that torch logs for errors in fake kernels, even for errors that are caught."""
+    """Hide the tracebacks of errors in fake kernels: torch logs a traceback even if the error is caught."""
     logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -447,7 +447,7 @@ def fake_errors_unlogged() -> Iterator[None]:
 
 
 def cudnn_is_on() -> bool:
-    """Return whether `torch.backends.cuda.enable_cudnn_sdp` enables cuDNN's attention kernel."""
+    """Return whether cuDNN's attention kernel is enabled (`torch.backends.cuda.enable_cudnn_sdp`)."""
     return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
 
 

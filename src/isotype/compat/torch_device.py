@@ -1,8 +1,8 @@
-"""torch: simulation of a device that code names, on a machine that may not have it.
+"""torch: simulates a device that a script names, on a machine that may not have this device.
 
 A trace computes on CPU tensors, whatever device it simulates. If the code of the model or of the loss names the
 simulated device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
-torch.autocast("cuda")`. On a machine without a GPU, torch would raise for such a device, and would disable
+torch.autocast("cuda")`. On a machine without a GPU, torch would raise an error for `"cuda"`, and would disable
 autocast. Streams, events and counters return the values of an idle device.
 """
 
@@ -56,7 +56,7 @@ _MOVES = ("cuda", "xpu", "pin_memory")
 
 
 class Device(Protocol):
-    """The properties of a device profile that a simulation reads."""
+    """The properties that a simulation reads from a device profile."""
 
     @property
     def kind(self) -> str: ...
@@ -71,19 +71,19 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Return `"native"` or `"emulated"` if the device computes in `dtype`, else another word."""
+        """Return how the device computes in `dtype`: `"native"`, `"emulated"`, or another word if it does not."""
 
 
 def device_type(kind: str) -> str:
-    """Return torch's device type for the kind of a device profile: `"cuda"` for `"rocm"`."""
+    """Return torch's device type for a kind of device, such as `"cuda"` for the kinds `"cuda"` and `"rocm"`."""
     return _DEVICE_TYPES.get(kind, kind)
 
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Apply autocast of the simulated device to CPU tensors, with the default autocast dtype of that device.
+    """Let autocast for the simulated device cast CPU tensors, by default to that device's autocast dtype.
 
-    If `profile` is given, torch's queries of the device return the properties of the profile.
+    If `profile` is given, torch's functions that describe the device return the properties of the profile.
     """
     simulated = device_type(kind)
     if simulated == "cpu":
@@ -101,10 +101,10 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_for(profile: Device) -> Iterator[None]:
-    """Create models and tensors on the CPU where code inside the `with` block names the simulated device.
+    """Create models and tensors on the CPU if code inside the `with` block names the simulated device.
 
-    torch reports that the device is available, so that the code takes its path for that device. Libraries may cache
-    this report, so use `written_for` only in a process that does nothing else.
+    torch reports that the device is available, so that code with a branch for this device takes the branch. Libraries
+    may cache that the device is available, so use `written_for` only in a process that does nothing else.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -148,7 +148,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
 
 
 def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, attribute name, new function) for each device query of torch that `profile` answers."""
+    """Yield (owner, attribute name, new function) for each torch function that returns a property in `profile`."""
     if profile is None:
         return
     backend, memory = getattr(torch, simulated), profile.memory_bytes
@@ -171,7 +171,7 @@ def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, A
 
 
 def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:
-    """Wrap `function` so that it gets the name of the CPU in place of the simulated device's."""
+    """Wrap `function` so that it receives `"cpu"` in place of the name of the simulated device."""
     has_default = function is torch.is_autocast_enabled  # without arguments, it returns CUDA's setting
 
     def renamed(value: Any) -> Any:
@@ -214,7 +214,7 @@ class _Idle:
 
 
 class _Generators(type):
-    """Metaclass of the class that replaces `torch.Generator`: its instances are CPU generators, whatever device is named."""
+    """Metaclass of the class that replaces `torch.Generator`. Its call returns a CPU generator, whatever device is named."""
 
     _real = torch.Generator
 
@@ -226,7 +226,7 @@ class _Generators(type):
 
 
 def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `sdpa_kernel` so that a choice of any fused kernel also allows the CPU's fused and plain kernels."""
+    """Wrap `sdpa_kernel`: if code allows any fused kernel, the CPU's fused kernel and its unfused one are allowed, too."""
 
     def chosen(backends: Iterable[SDPBackend], *args: Any, **kwargs: Any) -> None:
         chosen_ones = set(backends)
@@ -238,7 +238,7 @@ def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
-    """Return (function, args, kwargs) of a torch call with the CPU in place of devices whose names match `named`."""
+    """Return (function, args, kwargs) of a torch call, with the CPU in place of each device whose name matches `named`."""
     if func is torch.device:
         return func, args, kwargs  # only a name: tensors that are created or moved there go to the CPU
     if func in _CALLS_TO_MOVE:

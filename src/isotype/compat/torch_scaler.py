@@ -10,7 +10,7 @@ import torch
 def loss_scale(scaler: Any) -> torch.Tensor | float | None:
     """Return a GradScaler's loss scale without synchronizing, or None if `scaler` is None or disabled.
 
-    The scale is a float32 tensor `[]` on the GradScaler's device, or a number before the first backward.
+    The scale is a float32 tensor of shape `[]` on the GradScaler's device; before the first backward, it is a number.
     `GradScaler.get_scale()` would synchronize with the device.
     """
     if scaler is None or not scaler.is_enabled():
@@ -20,7 +20,7 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
 
 
 def sharded_scaler(device: str) -> torch.amp.GradScaler:
-    """Return torch's GradScaler for sharded models with overflow flags of shape `[]` instead of `[1]`.
+    """Return torch's GradScaler for sharded models, except that its overflow flags have the shape `[]` instead of `[1]`.
 
     Fused optimizers reject the shape `[1]`: https://github.com/pytorch/pytorch/issues/140514
     """

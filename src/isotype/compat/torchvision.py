@@ -1,4 +1,4 @@
-"""torchvision (0.20 to 0.29): import of its Python code if its compiled operators were built for another torch."""
+"""torchvision (0.20 to 0.29): makes it importable even if its compiled operators were built for another torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _declared: list[Any] = []  # an operator stays declared as long as its torch.lib
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Call `make_importable` when transformers is imported inside the `with` block: transformers imports torchvision."""
+    """Call `make_importable` if transformers is imported inside the `with` block, because transformers imports torchvision."""
     if "transformers" in sys.modules:
         make_importable()
         yield
@@ -31,9 +31,9 @@ def importable() -> Iterator[None]:
 
 
 def make_importable() -> None:
-    """Let `import torchvision` succeed if its operators do not load, for example PyPI's CUDA wheel with a CPU torch.
+    """Let `import torchvision` succeed even if its operators cannot be loaded, as in PyPI's CUDA wheel with a CPU torch.
 
-    The import needs two operators, which are declared without kernels. No image processor calls them.
+    The import needs two operators. isotype declares these operators without kernels: no image processor calls them.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

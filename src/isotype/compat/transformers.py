@@ -1,6 +1,6 @@
-"""transformers (5.20 to 5.23): private names of models, configs and the Trainer under public names of isotype.
+"""transformers (5.20 to 5.23): gives private names of models, configs and the Trainer public names for isotype.
 
-Only functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or has changed
+Only the functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or has changed
 its meaning.
 """
 
@@ -24,9 +24,9 @@ from isotype.compat.standard import frame_above
 # -------------------------------------------------------------------------------------------------------- models
 
 DTYPE_PLAN: Final = "_get_dtype_plan"
-"""The method of a model class that returns the parameters to load in another dtype than the model's."""
+"""The method of a model class that returns the parameters whose dtype differs from the model's dtype."""
 LOAD: Final = "_load_pretrained_model"
-"""The method of a model class that fills a model from files."""
+"""The method of a model class that loads weights from files into a model."""
 
 
 def pinned(model: Any) -> Any:
@@ -40,17 +40,17 @@ def pinned_strictly(model: Any) -> Any:
 
 
 def unsplit_classes(model: Any) -> frozenset[str]:
-    """Return the names of module classes that transformers keeps on one device and that accelerate shards as a unit."""
+    """Return the names of the module classes that transformers never splits across devices; accelerate shards each as a unit."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def is_auto_class(cls: Any) -> bool:
-    """Return whether a class selects a model class by the config, as `AutoModelForCausalLM` does."""
+    """Return whether a class is an auto class: it selects the model class by the config, as `AutoModelForCausalLM` does."""
     return hasattr(cls, "_model_mapping")
 
 
 def mapping_of(auto_class: Any) -> Any:
-    """Return the mapping from config class to model class of an auto class."""
+    """Return the mapping by which an auto class finds the model class for a config class."""
     return auto_class._model_mapping
 
 
@@ -60,22 +60,22 @@ def name_of(config: Any) -> Any:
 
 
 def rename(config: Any, name: str) -> None:
-    """Set the path or hub id of a config, which PEFT and trainers read."""
+    """Set the path or hub id of a config; PEFT and trainers read this name."""
     config._name_or_path = name
 
 
 def has_own_adapters(model: Any) -> bool:
-    """Return whether the model's method `load_adapter`, which needs no `PeftModel`, has added adapters."""
+    """Return whether adapters were added by the model's own method `load_adapter`, which creates no `PeftModel`."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def has_states(model: Any) -> bool:
-    """Return whether a model has a recurrent state, in which attention masks cannot separate documents."""
+    """Return whether a model has a recurrent state. In a recurrent state, attention masks cannot separate documents."""
     return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
 def lines_separating_documents() -> frozenset[str]:
-    """Return the lines (`file:line`) by which transformers finds the documents of a packed row in its position ids."""
+    """Return the lines (`file:line`) of transformers that find a packed row's documents by the row's position ids."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -88,7 +88,7 @@ def may_be_missing(model: Any) -> Iterable[str]:
 
 
 def may_be_surplus(model: Any) -> Iterable[str]:
-    """Return name patterns of tensors in a checkpoint that the model ignores."""
+    """Return name patterns of checkpoint tensors that the model ignores."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
@@ -98,7 +98,7 @@ def never_saved(model: Any) -> set[str]:
 
 
 def draw(model: Any, module: Any) -> None:
-    """Initialize the parameters of `module` as the class of `model` does."""
+    """Initialize the parameters of `module`, a part of `model`, as the class of `model` does."""
     model._init_weights(module)
 
 
@@ -108,13 +108,13 @@ def mark_as_loaded(tensor: Any) -> None:
 
 
 def conversions(model: Any) -> list[Any] | None:
-    """Return the conversions of tensors on loading, which saving reverses, or None if there are none."""
+    """Return the tensor conversions that loading applies and that saving reverses, or None if there are none."""
     steps: list[Any] | None = getattr(model, "_weight_conversions", None)
     return steps
 
 
 def set_conversions(model: Any, steps: list[Any] | None) -> None:
-    """Set the conversions of `model`, which `conversions` returns."""
+    """Set the tensor conversions of `model` to `steps`, a result of `conversions`."""
     model._weight_conversions = steps
 
 
@@ -130,7 +130,7 @@ def set_attention(config: Any, name: Any) -> None:
 
 
 def use_plain_experts(config: Any) -> None:
-    """Select transformers' eager experts, which run in any dtype, if the config has a setting for experts."""
+    """Select transformers' eager experts, which run in any dtype. Do nothing if the config has no setting for experts."""
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
 
@@ -141,31 +141,31 @@ def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
 
 
 def takes_attention(model: Any) -> bool:
-    """Return whether a model reads its attention function from transformers' registry, so that it can be replaced."""
+    """Return whether a model's attention can be replaced, because the model takes it from transformers' registry."""
     return bool(model._can_set_attn_implementation())
 
 
 def mark_as_sharded(model: Any) -> None:
-    """Let `model.generate` run on every process until the last one has finished, as FSDP requires."""
+    """Let every process continue in `model.generate` until the last process has finished, as FSDP requires."""
     model._is_fsdp_managed_module = True
 
 
 # ------------------------------------------------------------------------------------------------- a class for one load
 
 Names = Callable[[Any], set[str]]
-"""A function from a model to names of its parameters."""
+"""A function that takes a model and returns names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""A function (model, weights in memory, files, settings, transformers' reader) -> result of `_load_pretrained_model`."""
+"""Arguments: model, weights in memory, files, settings, transformers' reader; result: that of `_load_pretrained_model`."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
-    """Return a subclass of `cls` with the same name and module for loading one model; `own_class_again` removes it.
+    """Return a subclass of `cls` for loading one model; `own_class_again` gives the loaded model its class again.
 
-    The subclass keeps every pinned parameter in float32. In a bfloat16 model, transformers casts the parameters of
-    `_keep_in_fp32_modules` to bfloat16, and a cast back to float32 would not restore their digits.
+    The subclass has the name and the module of `cls`, and keeps the parameters of `_keep_in_fp32_modules` in float32. In a
+    bfloat16 model, transformers would cast these parameters to bfloat16; a cast back would not restore their digits.
 
     Args:
-        float32: function that returns names of further parameters that stay float32; none by default.
+        float32: function that returns the names of more parameters to keep in float32; there are none by default.
         read: function that loads the weights into the model; by default transformers loads them.
     """
 
@@ -193,7 +193,7 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
 
 def own_class_again(model: Any) -> None:
-    """Restore the class of a model that was loaded with a subclass from `class_for_load`."""
+    """Restore the class of a model that was loaded by a subclass from `class_for_load`."""
     model.__class__ = type(model).__mro__[1]
 
 
@@ -202,14 +202,14 @@ def own_class_again(model: Any) -> None:
 GRADIENT_NORM: Final = "_get_grad_norm"
 """The trainer's method that returns the norm of a step's unscaled gradients before clipping."""
 PREPARE_INPUTS: Final = "_prepare_inputs"
-"""The trainer's method that prepares a batch of the data loader for the model."""
+"""The trainer's method that prepares a data loader's batch for the model."""
 
 
 class TrainerSteps:
-    """Private methods of transformers' Trainer under public names that a subclass may override and call.
+    """Gives private methods of transformers' Trainer public names, so that a subclass may override and call them.
 
-    A subclass names `TrainerSteps` before the Trainer among its bases. Each private method here calls a public one, which
-    by default calls the Trainer's private method.
+    A subclass lists `TrainerSteps` before the Trainer in its bases. Each private method here calls a public one; the
+    public one, if it is not overridden, calls the Trainer's private method.
     """
 
     def run_epoch(self: Any, **options: Any) -> None:
@@ -217,7 +217,7 @@ class TrainerSteps:
         super()._run_epoch(**options)  # type: ignore[misc]
 
     def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of the step's unscaled gradients before clipping; called once per step."""
+        """Return the norm of the step's unscaled gradients before clipping. The Trainer calls this method once per step."""
         return super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
 
     def folder_of_run(self: Any, trial: Any) -> str:
@@ -287,18 +287,18 @@ class TrainerSteps:
 
 
 def train_on_first_gpu(training: Any) -> None:
-    """Let a process without a launcher train on the first visible GPU only.
+    """Let a process that no launcher started train only on the first visible GPU.
 
-    Without a launcher `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer wraps the model in
-    `nn.DataParallel`, which TRL's trainers reject after loading the weights (`args.n_gpu > 1` in
-    trl/trainer/sft_trainer.py). tests/train/test_launched.py fails if the attribute is gone.
+    Without a launcher, `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer uses `nn.DataParallel`.
+    TRL's trainers reject several GPUs (`args.n_gpu > 1` in trl/trainer/sft_trainer.py), but only after loading the weights.
+    tests/train/test_launched.py fails if the attribute is gone.
     """
     if training.n_gpu > 1:
         training._n_gpu = 1
 
 
 def gpus_left(training: Any) -> int:
-    """Return the number of visible GPUs that a training leaves unused after `train_on_first_gpu`."""
+    """Return the number of visible GPUs that stay unused because of `train_on_first_gpu`."""
     from transformers.training_args import ParallelMode
 
     alone = training.n_gpu == 1 and training.parallel_mode == ParallelMode.NOT_PARALLEL
@@ -311,11 +311,11 @@ OVERRIDDEN: Final = tuple(
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Method of `OVERRIDDEN` -> first version of transformers that has it."""
+"""Methods of `OVERRIDDEN` that older versions of transformers lack, with the first version that has them."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks, and therefore would never call."""
+    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks; the trainer would never call this method."""
     installed = Version(version("transformers"))
     steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
@@ -326,12 +326,12 @@ def incompatibilities(trainer: type) -> list[str]:
 
 @contextmanager
 def fakes_taken_for_real() -> Iterator[None]:
-    """Let transformers (5.20 to 5.24) run the same code for fake tensors as for real ones inside the `with` block.
+    """Let transformers (5.20 to 5.24) run the same code for fake tensors as for real tensors inside the `with` block.
 
-    `is_tracing` in transformers/utils/import_utils.py takes a trace on fake tensors for an export: then masks are never
-    left out, keys and values are repeated, and attention uses another kernel. On the CPU before torch 2.11,
-    `_can_use_grouped_mm` in transformers/integrations/moe.py reads whether memory is aligned to 16 bytes: fake tensors
-    have no memory, and torch allocates aligned memory. tests/compat/test_others.py fails once one of the two
+    If `is_tracing` in transformers/utils/import_utils.py sees a fake tensor, transformers acts as in an export: it always
+    creates masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
+    `_can_use_grouped_mm` in transformers/integrations/moe.py checks that memory is aligned to 16 bytes. torch aligns the
+    memory of real tensors, but fake tensors have no memory. tests/compat/test_others.py fails once one of the two
     replacements is no longer needed.
     """
     experts = sys.modules.get("transformers.integrations.moe")
@@ -349,7 +349,7 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide transformers' progress bars inside the `with` block, unless the user's settings force or hide them."""
+    """Hide transformers' progress bars inside the `with` block, unless the user's settings say to show or hide them."""
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
@@ -368,7 +368,7 @@ def without_bars() -> Iterator[None]:
 
 
 def gguf_bar_hidden() -> AbstractContextManager[None]:
-    """Hide the progress bar over the tensors of a GGUF file, for which transformers has no setting."""
+    """Hide transformers' progress bar for the tensors of a GGUF file. transformers has no setting for this bar."""
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
@@ -377,10 +377,10 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Wrap a trainer's `training_step`, `compute_loss` and gradient norm; wrappers get the method and its arguments.
+    """Wrap a trainer's `training_step`, `compute_loss` and gradient norm; a wrapper gets the method and its arguments.
 
-    Callbacks get neither batch nor loss. They get the gradient norm, but only of logged steps. A method that is already
-    replaced on the trainer itself is skipped.
+    Callbacks do not suffice: they get no batch and no loss, and they get the gradient norm only in logged steps. A method
+    that a script has replaced on the trainer object is not wrapped.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):
@@ -391,7 +391,7 @@ def steps_seen(
 
 @contextmanager
 def batches_as_they_are(trainer: Any) -> Iterator[None]:
-    """Let a trainer's `training_step` take prepared batches, without generating completions; then restore the trainer."""
+    """Let `training_step` take prepared batches and generate no completions. After the `with` block, restore the trainer."""
     before = dict(vars(trainer))
     setattr(trainer, PREPARE_INPUTS, lambda inputs: inputs)
     try:
@@ -402,7 +402,7 @@ def batches_as_they_are(trainer: Any) -> Iterator[None]:
 
 
 def calling_trainer() -> Any:
-    """Return the trainer on the call stack whose callback is running, or None if there is none."""
+    """Return the trainer that called the running callback (from the call stack), or None if there is no trainer."""
     from transformers import Trainer
 
     frame: FrameType | None = frame_above(1)
@@ -412,7 +412,7 @@ def calling_trainer() -> Any:
 
 
 def gate_of(experts: Any) -> Any:
-    """Return the function of an experts module that combines gate and up projections, or None for another module."""
+    """Return the function by which an experts module combines gate and up projections; None for any other module."""
     return getattr(experts, "_apply_gate", None)
 
 

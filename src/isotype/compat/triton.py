@@ -1,4 +1,4 @@
-"""triton: what its bindings print when a process ends."""
+"""triton: handles the list of objects that its bindings may print when a process ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import sys
 
 _REPORTING = (3, 9)
-"""First release whose bindings are built with nanobind, which prints all objects that a process has not freed:
+"""First release with nanobind. At the end of a process, nanobind prints all objects that have not been freed:
 https://nanobind.readthedocs.io/en/latest/refleaks.html
 """
 

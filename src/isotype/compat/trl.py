@@ -1,4 +1,4 @@
-"""TRL (1.16): the forward with a fused head that its trainers give a model, and completions that GRPO keeps.
+"""TRL (1.16): the forward with a fused head that TRL sets on a model, and the completions that a GRPO trainer keeps.
 
 `add_fused_lm_head` (trl/trainer/utils.py) keeps the arguments of the head only in the closure of the forward.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
@@ -28,7 +28,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
-"""Module of TRL -> its names that a training uses, without those that only a training on a GPU uses (`trl.kernels`)."""
+"""For each module of TRL: the names that a training uses, except names that only a training on a GPU uses (`trl.kernels`)."""
 
 
 def is_fused_forward(function: Any) -> bool:
@@ -38,7 +38,7 @@ def is_fused_forward(function: Any) -> bool:
 
 
 def head_arguments(function: Any) -> dict[str, Any]:
-    """Return the arguments of a fused head from its forward; raises LookupError if the closure lacks one of them."""
+    """Return the fused head's arguments from the closure of its forward; raises LookupError if one of them is missing."""
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
@@ -66,14 +66,14 @@ def take_forward(model: Any) -> None:
 
 
 def completions_of(trainer: Any) -> dict[str, Any] | None:
-    """Return a GRPO or RLOO trainer's generated completions and its micro-batch count; None for other trainers."""
+    """Return the generated completions and the micro-batch count of a GRPO or RLOO trainer; None for any other trainer."""
     if not hasattr(trainer, "_buffered_inputs"):
         return None
     return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}
 
 
 def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
-    """Set a trainer's completions and micro-batch count to the result of `completions_of`, on the trainer's device."""
+    """Give a trainer the result of `completions_of`: its completions, moved to the trainer's device, and its batch count."""
     if held is not None:
         from accelerate.utils import send_to_device
 
@@ -82,13 +82,13 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:
-    """Return a clause for every name of `trl` in `NAMES` or in `names` that TRL lacks, without importing the name."""
+    """Return a clause for each of `NAMES["trl"]` and `names` that the package `trl` lacks. The names are not imported."""
     present = frozenset(dir(import_module("trl")))
     return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in present]
 
 
 def lacking_inside() -> list[str]:
-    """Import the modules of TRL in `NAMES`; return a clause for every name that they lack."""
+    """Import the modules of TRL that `NAMES` lists; return a clause for every name that they lack."""
     inside = ((module, name) for module, names in NAMES.items() if module != "trl" for name in names)
     return [f"{module} has no {name}" for module, name in inside if not _has(module, name)]
 
@@ -101,7 +101,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def incompatibilities(utilities: Any) -> list[str]:
-    """Return a clause for everything that `head_arguments` needs and `utilities` (trl.trainer.utils) lacks."""
+    """Return a clause for each thing that `head_arguments` needs but that `utilities` (trl.trainer.utils) lacks."""
     maker = getattr(utilities, _MAKER, None)
     if maker is None:
         return [f"{utilities.__name__} has no {_MAKER}"]

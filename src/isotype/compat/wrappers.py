@@ -1,4 +1,4 @@
-"""Names that wrappers of other libraries add between a module and its parent. This file imports no library."""
+"""Parts of module names that other libraries' wrappers insert before a module's name. This file imports no library."""
 
 from __future__ import annotations
 

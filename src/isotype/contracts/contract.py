@@ -1,4 +1,4 @@
-"""Contracts: which operand dtypes an operator accepts on a device, from tables that were measured on real devices."""
+"""Contracts: an operator's contract says which operand dtypes it accepts on a device, as measured on real devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""A table for each instruction set whose kernels support other dtypes; the first table is used for calls that were not measured."""
+"""Names of the CPU tables, one for each instruction set. The first table also decides calls that were not measured."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _PRODUCTS = frozenset({"mul", "mm", "addmm"})
@@ -42,7 +42,7 @@ _NOT_IN_FLOAT8 = frozenset(
 _MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
 
 UNSPECIFIED = "?"
-"""Entry of a table: the call is accepted, but the result's dtype depends on more than the operands' dtypes."""
+"""The table entry of an accepted call whose result has a dtype that depends on more than the operands' dtypes."""
 
 _INDEX_PUT = frozenset(
     f"aten.{name}.default" for name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
@@ -51,7 +51,7 @@ _LERP = frozenset({"aten.lerp.Tensor", "aten.lerp_.Tensor"})
 
 
 def is_exempt(op: str, args: Sequence[Any]) -> bool:
-    """Return whether the contract of an operator does not hold for a call because of the operands' shapes.
+    """Return whether a call need not keep its operator's contract, because of the shapes of the operands.
 
     In two cases, one operand may have any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one
     value, which torch runs as `masked_fill`, and `lerp` with a 0-dim weight.
@@ -72,11 +72,11 @@ class Verdict:
 
     Attributes:
         accepted: True if the operator runs, False if it raises.
-        results: dtypes of the returned tensors or, if the operator works in place, of the changed tensor. Empty if the
-            operator raises, if it was not measured on this device, or if the dtypes depend on more than operand dtypes
-            (scalars, list lengths, 0-dim operands). Then the fake kernel decides the dtypes.
+        results: dtypes of the returned tensors or, if the operator works in place, of the changed tensor. `results` is
+            empty if the operator raises, if it was not measured on this device, or if the dtypes depend on more than
+            operand dtypes (scalars, list lengths, 0-dim operands). For empty `results`, the fake kernel decides the dtypes.
         message: the device's error message if the operator raises, else "".
-        assumed: True if the verdict is a family's rule or the behaviour of another device, and was not measured.
+        assumed: True if the verdict was not measured: it comes from a family's rule or from another device.
     """
 
     accepted: bool
@@ -89,8 +89,8 @@ class Verdict:
 class Table:
     """The measured contracts of one device.
 
-    `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators` maps an overload and
-    a pattern to the letters of the results, or to the number of a message.
+    `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
+    contains the dtype letters of the results or, if the call raises, the number of its message.
     """
 
     device: str
@@ -102,7 +102,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return a table that `isotype.contracts.measure` has written; a file with a `base` contains only differences."""
+    """Return a table from a file of `isotype.contracts.measure`. A file with a `base` contains only differences from the base."""
     content = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})
@@ -129,12 +129,12 @@ class Contracts:
     Attributes:
         kind: kind of the device, see `KINDS`.
         measured: the table of a device of this kind; None if no such device was measured.
-        reference: a CPU table, whose verdicts are assumed for everything that was not measured.
-        others: tables of other devices of this kind, if this device was not measured itself. A verdict in which
-            `others` and `measured` differ is marked as assumed.
+        reference: a CPU table; its verdicts are assumed for everything that was not measured.
+        others: the tables of other CPUs if this device is a CPU that was not measured itself. A verdict of `measured` is
+            marked as assumed if a table in `others` has another verdict.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
-        unlike: a clause on how this device differs from the measured device; "" if it does not differ.
+        unlike: a clause that says how this device differs from the measured device; "" if it does not differ.
     """
 
     kind: str
@@ -149,9 +149,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` are the dtypes of all tensor arguments in order, including the tensors in lists. The result is None if
-        nothing is known (no float operand, or a dtype or operator without table and family): then the fake kernel
-        decides.
+        `dtypes` are the dtypes of all tensor arguments in order, including the tensors in lists. The result is None if no
+        operand is a float, or if no table and no family covers the call: then the fake kernel decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -224,7 +223,7 @@ def contracts_of(profile: DeviceProfile) -> Contracts:
 
 
 def contracts_for(kind: str) -> Contracts:
-    """Return the contracts of a device kind in `KINDS`, or of a CPU table (`cpu-amx`); raise ValueError for others."""
+    """Return the contracts of a device kind in `KINDS` or of a CPU table (`cpu-amx`); raise ValueError for any other name."""
     if kind in CPU_TABLES:
         return _contracts("cpu", kind.partition("-")[2], False, None, TABLES)
     if kind not in KINDS:
@@ -233,7 +232,7 @@ def contracts_for(kind: str) -> Contracts:
 
 
 def contracts_here(device: str) -> Contracts:
-    """Return the contracts of a torch device type on this machine; for a type that is not in `KINDS`, the CPU's contracts."""
+    """Return this machine's contracts for a torch device type. A type that is not in `KINDS` gets the CPU's contracts."""
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if kind == "cuda" and torch.cuda.is_available():
         return contracts_of(device_profile("cuda"))
@@ -241,7 +240,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return the reasons why a device's table may be wrong for the device, as sentences."""
+    """Return a sentence for each reason why the contract table that is used for a device may be wrong."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
@@ -256,7 +255,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
 def judged_by(profile: DeviceProfile) -> str:
     """Return the source of a device's contracts in words, for a report."""
     table = contracts_of(profile).table
-    return "by families of operators, from PyTorch's source" if table is None else table.words
+    return "rules for families of operators, from PyTorch's source" if table is None else table.words
 
 
 @cache
@@ -279,14 +278,14 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Translations of patterns with float64 and float32 to patterns that are measured for every operator, of float32 and bfloat16."""
+"""Each turns a pattern of float64 and float32 into one of float32 and bfloat16, with which every operator was measured."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    """Return a refusal of float32 mixed with float64, which few operators were measured with; None if nothing is known.
+    """Return the verdict that the CPU refuses float32 mixed with float64; None if this is not known.
 
-    The refusal is assumed if the operator refuses float32 mixed with bfloat16 in both orders for another reason than a
-    missing bfloat16 kernel.
+    Few operators were measured with float64. An operator is assumed to refuse float32 with float64 if it refuses bfloat16
+    with float32 and float32 with bfloat16. A missing bfloat16 kernel does not count as such a refusal.
     """
     if "f" not in pattern:
         return None
@@ -300,10 +299,10 @@ def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtyp
 
 
 def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """Return the verdict on float8 operands; None if nothing is known about a rare operator whose operands have one dtype.
+    """Return the verdict that an operator refuses float8 operands; None if it is not known to refuse them.
 
-    No operator promotes float8, see `promoteTypes` in c10/core/ScalarType.cpp. A CPU multiplies float8 (measured, torch
-    2.13), other devices only copy it.
+    No operator promotes float8, see `promoteTypes` in c10/core/ScalarType.cpp. CPUs multiply float8 (measured with torch
+    2.13); other devices only copy it.
     """
     floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
     if len(floats) < 2:
@@ -321,7 +320,7 @@ TABLE = TABLES / "autocast.json"
 
 @dataclass(frozen=True)
 class AutocastLists:
-    """The names of the operators that autocast changes, without namespace and overload (`softmax`, `mm`, `linear`).
+    """The operators that autocast changes. Their names contain no namespace and no overload (`softmax`, `mm`, `linear`).
 
     Attributes:
         lower: operators whose float operands are cast to the autocast dtype.
@@ -356,7 +355,7 @@ _FAR = 100
 
 @dataclass(frozen=True)
 class TableName:
-    """The name of a table: file stem, device kind, variant (`sm75`, `avx2` or ""), torch's major and minor version."""
+    """A table's file stem, device kind, variant (`sm75`, `avx2` or ""), and torch's major and minor version."""
 
     name: str
     kind: str
@@ -401,7 +400,8 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 def _variant_distance(measured: str, variant: str) -> float:
     """Return the distance between two variants.
 
-    Of two compute capabilities, the major numbers count most; an older one is nearer than a newer one.
+    For compute capabilities, the difference of the major numbers counts most. If an older and a newer capability are
+    equally far, the older one counts as nearer.
     """
     if measured == variant:
         return 0

@@ -1,8 +1,8 @@
-"""Examples of operator calls as JSON: they are recorded in real steps, and replayed with operands of any dtype.
+"""Examples of operator calls as JSON. The calls are recorded in real steps and replayed with operands of any dtype.
 
 An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. If the tensor is not contiguous,
-`"p"` is the order of its dimensions in memory; if it holds integers or bools, `"v"` contains its values. The values of
-float tensors are drawn from 0.1 to 0.9 for each replay, a range that every operator accepts (probabilities, variances,
+`"p"` is the order of its dimensions in memory; if it holds integers or bools, `"v"` contains its values. In a replay,
+float tensors get random values between 0.1 and 0.9, which every operator accepts (as probabilities, variances or
 scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite
 floats are `{"float": "inf"}`.
 """
@@ -34,7 +34,7 @@ def encode(value: Any) -> Json:
     """Return an argument of a call as JSON.
 
     Raises:
-        NotAnExampleError: the argument is no tensor, number, string or other torch object that an example can store.
+        NotAnExampleError: an example cannot store this type, or the argument is an integer tensor that is too large.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)
@@ -96,7 +96,7 @@ def has_dtype_argument(example: Json) -> bool:
 def decode(
     example: Json, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call, with new tensors on `device`; `dtypes` has the float tensors' dtypes in order."""
+    """Return the arguments of a call, with new tensors on `device`; `dtypes` are the dtypes of its float tensors, in order."""
     rest = iter(dtypes)
     generator = torch.Generator().manual_seed(0)
 
@@ -143,13 +143,13 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """The exceptions that torch raises for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Error of wrong results, relative to their norm: rounding to 16 bits causes 0.004, misread bytes far more."""
+"""Relative error from which results are wrong. Rounding to 16 bits causes an error of 0.004, misread bytes far more."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return an operator's results as a list; if it returns None, the operands that it writes."""
+    """Return an operator's results as a list. The results of an operator that returns None are the operands that it writes."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -165,7 +165,7 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Return whether the results for operands with the dtypes `letters` are far from the results of every trusted run.
+    """Return whether `results`, from operands with the dtypes `letters`, are far from the results of every trusted run.
 
     The trusted runs use the same values: one run is in float64 on the CPU, the others are in the recorded dtypes on the
     device and on the CPU. The result is False for operators without a trusted run, and for results that cannot be
@@ -192,7 +192,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(value: Any, rest: Iterator[str] = rest, place: torch.device = place) -> Any:
-            """Return an argument on `place`: floats in the dtype of the trusted run, rounded to the operand's dtype."""
+            """Move an argument to `place`; round float values to the operand's dtype, but keep the trusted run's dtype."""
             if not isinstance(value, torch.Tensor):
                 return place if isinstance(value, torch.device) else value
             if value.dtype in _FLOATS:
@@ -208,7 +208,7 @@ def _references(
 
 
 def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the float results in float64 on the CPU; of complex results, the absolute values."""
+    """Return the float results, and the absolute values of complex results, as float64 tensors on the CPU."""
     numbers = []
     for result in results:
         if isinstance(result, torch.Tensor) and result.dtype in _FLOATS:

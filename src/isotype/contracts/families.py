@@ -1,4 +1,4 @@
-"""Rules for families of operators: they give the verdicts on dtypes and devices that were not measured, marked `assumed`."""
+"""Rules for families of operators. The rules decide, with verdicts marked `assumed`, if nothing was measured for a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isotype.contracts.pattern import CORRUPTS, Spelled, fill, letters_in
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
-"""Assumed for an NVIDIA GPU of unknown capability: older GPUs lack bfloat16, newer GPUs prefer other kernels."""
+"""The capability to assume if an NVIDIA GPU's is unknown. Older GPUs lack bfloat16; newer GPUs prefer other kernels."""
 ALL = GPUS | {"cpu"}
 
 
@@ -26,16 +26,16 @@ class Family:
         ops: names of the operators, without overload (`aten.mm`).
         message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, `{1}` for
             the first operand that differs from it. The message is "" for a rule that only limits the dtypes.
-        alike: positions of the operands that must have the same dtype; None if all operands must. A pattern has a letter for
-            each operand, in the same order.
-        exact: True if integer operands can break the rule, too (as in a matmul); False if the rule ignores them (as
-            indices).
+        alike: positions of the operands that must have the same dtype; None if all operands must. A position is the index
+            of a letter in a pattern.
+        exact: True if integer operands can also break the rule, as in a matmul; False if the rule ignores integer
+            operands, such as indices.
         only: letters of the accepted dtypes; "" for all dtypes.
         refusal: torch's error for a dtype that is not accepted; `{0}` is that dtype.
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
         matches: the rule applies only if the compared letters begin with a match of this regular expression.
-        in_order: True if `{0}`, `{1}`, … in the message stand for all operands in order.
+        in_order: True if `{0}`, `{1}`, … in the message stand for the first, second, … of all operands.
     """
 
     ops: frozenset[str]
@@ -98,7 +98,7 @@ _CUDA_FACTORIZATIONS = {
     "linalg_ldl_factor_ex": "ldl_factor_looped_cusolver",
     "linalg_solve_triangular triangular_solve": "triangular_solve_cuda",
 }
-"""Operators -> the first kernel that a GPU's dispatcher calls for them."""
+"""For operators that are separated by spaces: the kernel that torch calls first on a GPU."""
 
 FAMILIES: tuple[Family, ...] = (
     # Each device's kernel checks mm with its own message. addmm is checked before any kernel, with one message.
@@ -341,7 +341,7 @@ _BOOL_MINUS = (
 
 
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
-    """Return torch's error for the integer or bool dtype of an operand, which tables do not contain; "" if none is refused."""
+    """Return torch's error for an integer or bool operand, "" if none. Tables do not tell integer and bool dtypes apart."""
     name = op.partition(".")[2].partition(".")[0]
     if len(dtypes) < 2 and name != "rsub":
         return ""
@@ -372,7 +372,7 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
-    """Return torch's error for the shapes of a call if the error depends on shapes; else `message`.
+    """Return torch's error for a call: `message`, or another error if the call's shapes decide which one torch raises.
 
     cuSOLVER factorizes matrices of at most 32 rows and columns with another routine (`svd_cusolver` in
     BatchLinearAlgebraLib.cpp).

@@ -13,14 +13,14 @@ get combinations of float32, bfloat16 and float16 (also float64 if an example ha
 
 - up to 4 float operands: all combinations;
 - 5 or 6 float operands: all combinations of at most two dtypes;
-- more: all operands in one dtype, all but one in one dtype, and the combination that was recorded.
+- more than 6: all operands in one dtype; all except one in one dtype; and the recorded combination.
 
-A call that raises is rejected, and the table records the message. All other results are compared with the results of
-the same values in float64 on the CPU, and in the recorded dtypes. Results that are far from both are wrong, although
-the call raised no error: the call is rejected, too. All other calls are accepted, and the table records the dtypes of
-the results. If examples of an operator with the same pattern have results of different dtypes (a scalar, a `dtype=`
-argument), the result is unspecified (`?`). If one example of a pattern is accepted and another is rejected, the table
-has no entry for the pattern, because an entry must hold for every call.
+A call that raises is rejected, and the table records the message. If a call does not raise, its results are compared
+with those of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results are far from
+those of all these calls, they are wrong, and the call is rejected, too. All other calls are accepted, and the table records the dtypes of the
+results. If two examples of one pattern return different dtypes, for example because of a scalar or a `dtype=` argument,
+the result is unspecified (`?`). If one example of a pattern is accepted and another is rejected, the table has no entry
+for the pattern, because an entry must hold for every call.
 
 Calls run in a child process. If a call ends the process (or the device fails), the operator is listed under `died`, and
 the measurement continues.
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the combinations of letters to measure for float operands that were recorded as `recorded` (`"fbb"`)."""
+    """Return the combinations of dtype letters to measure for a call whose float operands are `recorded` (`"fbb"`)."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -121,7 +121,7 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
 
 
 def overload(op: str) -> OpOverload:
-    """Return the operator with this name (`aten.mm.default`); for an operator of bitsandbytes, import the library."""
+    """Return the operator with this name (`aten.mm.default`). Import bitsandbytes if the operator belongs to it."""
     if op.startswith("bitsandbytes."):
         import bitsandbytes  # noqa: F401 - registers its operators
     operator: OpOverload = attrgetter(op)(torch.ops)
@@ -132,8 +132,8 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
     """Measure `op` for every combination of dtypes.
 
     Returns:
-        `patterns`: pattern -> letters of the results, or a list with the error message. `broken`: the errors of the
-        examples that this device rejects even in the recorded dtypes.
+        `patterns` maps a pattern to the letters of the results or to a list with the error message. `broken` has the
+        errors of the examples that this device rejects even in the recorded dtypes.
     """
     doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
     outcomes: dict[str, list[Outcome]] = {}
@@ -153,7 +153,7 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
 
 
 def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
-    """Return the common outcome of all examples of a pattern; None if only some of them raise."""
+    """Return the outcome that all examples of a pattern have in common; None if only some of the examples raise."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         return errors[:1] if len(errors) == len(outcomes) else None
@@ -194,7 +194,7 @@ def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Itera
 
 
 def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, Any]:
-    """Measure every operator of `examples`, and return the table of `device` as it is written to JSON."""
+    """Measure every operator of `examples`, and return the content of the JSON file with the table of `device`."""
     measured, died = _measured_in_children(examples, device)
     messages: dict[str, int] = {}
     operators: dict[str, dict[str, str | int]] = {}
@@ -220,7 +220,7 @@ def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) 
     """Return the part of a table that differs from the table `base` (`cpu-avx2`); `read_table` merges the two.
 
     Raises:
-        ValueError: the base has other operators, or, under `same_torch`, was measured with another version of torch.
+        ValueError: the base has other operators or, if `same_torch` is True, was measured with another version of torch.
     """
     other = read_table(TABLES / f"{base}.json")
     another = same_torch and other.torch_version != table["torch"]
@@ -254,7 +254,7 @@ def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) 
 def _measured_in_children(
     examples: Mapping[str, Sequence[Json]], device: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure in child processes, a new one after each crash; return the results, and the errors of crashed operators."""
+    """Measure in a child process, and in a new one after each crash. Return the results and the crashed operators' errors."""
     measured: dict[str, Any] = {}
     died: dict[str, str] = {}
     remaining = dict(sorted(examples.items()))
@@ -277,7 +277,7 @@ def _measured_in_children(
 
 
 def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device: torch.device) -> None:
-    """Measure `examples` and append a line of JSON for each operator to a file, before the next operator runs."""
+    """Measure `examples`; append each operator's results to a file as a line of JSON, before the next operator runs."""
     with results.open("a", encoding="utf-8") as lines:
         for op, calls in examples.items():
             lines.write(json.dumps({"op": op, **measure_operator(op, calls, device)}) + "\n")
@@ -291,7 +291,7 @@ def _device_name(device: str) -> str:
 
 
 def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
-    """Return the calls to replay on a device kind: the calls in the file `path`, by default those of isotype's file."""
+    """Return the calls to replay on a device kind, from the file `path` or, by default, from isotype's own files."""
     files = [path] if path is not None else [EXAMPLES] if device == "cpu" else [EXAMPLES, GPU_EXAMPLES]
     calls: dict[str, list[Json]] = {}
     for file in files:
@@ -320,7 +320,7 @@ def main() -> None:
         prog="python -m isotype.contracts.measure", description=__doc__, allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    file = "file for the table, or a folder: the file is then named after the device and the torch version"
+    file = "file for the table, or a folder for a table file that is named after device and torch version"
     parser.add_argument("--device", default="cpu", choices=KINDS)
     parser.add_argument("-o", "--output", type=Path, required=True, help=file)
     parser.add_argument(
@@ -356,8 +356,8 @@ def main() -> None:
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
     """Return a message template for each pattern; a greedy choice keeps the number of different templates small.
 
-    A dtype in a message may be the dtype of several operands. Of the possible templates, the one that gives most messages
-    of the operator is chosen. `fill(template, letters_in(pattern))` gives each message exactly.
+    A dtype in a message may be the dtype of several operands, so several templates are possible. The template that gives
+    the largest number of messages is chosen. `fill(template, letters_in(pattern))` gives each message exactly.
     """
     readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
     chosen: dict[str, str] = {}
@@ -383,7 +383,7 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 
 
 def _fields(word: str, letters: str) -> list[str]:
-    """Return the replacement fields that give the dtype's name `word`; the name itself if no operand has the dtype."""
+    """Return the replacement fields that give the dtype name `word`, or `word` itself if no operand has this dtype."""
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
 

@@ -1,14 +1,14 @@
-"""Patterns: the operand dtypes of a call as a short string, the key of the contract tables; and torch's names of dtypes.
+"""A pattern is a short string for the operand dtypes of a call, and a key of the contract tables.
 
 A pattern has one letter for each operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64, and
-`i` for any integer or bool. Adjacent `i` are merged, so that the number of index tensors does not matter.
+`i` for any integer or bool. Adjacent letters `i` become one, so that the number of index tensors does not matter.
 
 Patterns of operators with lists of tensors do not depend on the lengths of the lists:
 
-- `cat`, `stack` (one result): the *set* of letters in the list, in braces: `{bf}`.
-- `_foreach_*`, `_fused_*`, `_amp_foreach_*` (a result or an update for each element): a pattern for each element, with
-  one letter for each list, then `|` and the letters of the single tensors: `ffff|f`. A call is accepted if all its
-  patterns are accepted.
+- `cat` and `stack` have one result; their pattern is the *set* of letters in the list, in braces: `{bf}`.
+- `_foreach_*`, `_fused_*` and `_amp_foreach_*` have a result or an update for each element of the lists. Each element
+  has a pattern: one letter for each list, then `|` and the letters of the single tensors (`ffff|f`). A call is accepted
+  if all its patterns are accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from isotype.compat.torch import operator_schema
 
 CORRUPTS = "nothing: it returns wrong values without an error"
-"""Message of an operator that accepts a dtype and misreads it."""
+"""The message for an operator that accepts operands of a dtype but misreads their bytes."""
 
 # The names of a dtype in C++ messages: the type, and the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {
@@ -70,7 +70,7 @@ LETTERS: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Spelled:
-    """A dtype for `str.format`: `{0}` is its C++ type, `{0:name}` its scalar type, `{0:torch}` its name in torch."""
+    """A dtype for `str.format`: `{0}` becomes its C++ type, `{0:name}` its scalar type, and `{0:torch}` its torch name."""
 
     dtype: torch.dtype
 
@@ -111,7 +111,7 @@ _MAY_BE_EMPTY = {"max_exp_avg_sqs", "momentum_buffer_list"}
 
 @cache
 def layout_of(op: str) -> Layout:
-    """Return the layout of an overload (`aten.cat.default`) by its schema; `PLAIN` if torch has no such overload."""
+    """Return the layout of an overload (`aten.cat.default`) from its schema; `PLAIN` if torch has no such overload."""
     try:
         schema = operator_schema(attrgetter(op)(torch.ops)) if op.count(".") == 2 else None
     except AttributeError:
@@ -132,7 +132,7 @@ def layout_of(op: str) -> Layout:
 
 
 def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct patterns of a call by its operands' letters: one, or several if `layout` is by element."""
+    """Return the distinct patterns of a call whose operands have these letters: one, or several if `layout.by_element`."""
     if not layout.lists:
         return (re.sub("i+", "i", "".join(letters)),)
     as_set = ("{" + "".join(sorted(set(letters))) + "}",)
@@ -142,8 +142,8 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the patterns of each way to split a flat list of operands into equally long lists and single tensors.
 
-    Optional arguments allow several ways. The way with the fewest patterns is right, because optimizers group their
-    tensors by dtype. Ways with fewer lists come first, so the first of equally good ways has the fewest lists.
+    If arguments are optional, several ways are possible. The way with the fewest patterns is right, because optimizers
+    group tensors by dtype. Ways with fewer lists come first, so that `min` prefers them to equally good ways.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

@@ -19,9 +19,9 @@ EXPANDABLE = "expandable_segments:True"
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
     """Turn on the allocator's expandable segments, so that batches of different lengths leave no gaps in GPU memory.
 
-    Call this function before torch is imported. It returns the new value of the environment variable. It returns None and
-    sets nothing if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows (`expandable_segments()`
-    in c10/cuda/CUDAAllocatorConfig.h), or if `arguments` contain `--use_vllm`, whose memory pool rejects such segments.
+    Call this function before torch is imported. The result is the new value of the environment variable, or None if it is
+    not set. It is not set if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
+    (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or for `--use_vllm`: vLLM rejects expandable segments.
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
@@ -35,7 +35,7 @@ def allocator_setting() -> str | None:
 
 
 def built_for(toolkit: str) -> str | None:
-    """Return the version of the toolkit (`cuda`, `hip`) with which torch was built, or None; torch is not imported."""
+    """Return the version of `toolkit` (`cuda` or `hip`) in this build of torch, or None. torch is not imported."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Command-line parser that reports all invalid arguments in one error and suggests similar valid ones."""
+"""A command-line parser that reports all invalid arguments in one error and suggests similar valid arguments."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _OTHER_NAMES: Mapping[str, str] = {
     )
     for other in others.split()
 }
-"""Short names, and names in other libraries, -> names of isotype's arguments."""
+"""Maps short names, and names that other libraries use, to the names of isotype's arguments."""
 _OTHER_VALUES = {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}
-"""Names of values in other libraries -> isotype's names."""
+"""Maps other libraries' names of values to isotype's names."""
 _KINDS = {
     "int": ("a whole number", "8"),
     "float": ("a number", "0.1"),
@@ -48,15 +48,15 @@ _KINDS = {
     "Path": ("a path", "VALUE"),
     "image_size": ("a size in pixels", "1024x768"),
 }
-"""Name of an argument's type -> expected value in words, and an example."""
+"""Maps the name of an argument's type to (the expected value in words, an example)."""
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
 class Parser(ValueParser):
     """An argparse parser that collects invalid values in `problems` instead of stopping at the first.
 
-    `parse_args` raises one error for all problems and unknown names; after `parse_known_args` the caller raises the error.
-    Names of arguments cannot be abbreviated.
+    `parse_args` raises one error for all problems and unknown names. After `parse_known_args`, the caller must check
+    `problems`. Names of arguments cannot be abbreviated.
     """
 
     problems: list[Problem]
@@ -67,12 +67,12 @@ class Parser(ValueParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, and set `problems` to the problems of invalid values."""
+        """Parse like argparse, and collect in `problems` a problem for each invalid value."""
         self.problems = []
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raise one UsageError that lists every argument that is unknown, lacks its value or has an invalid one."""
+        """Raise one UsageError that lists every argument that is unknown, has no value or has an invalid value."""
         self._command_line = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
@@ -84,7 +84,7 @@ class Parser(ValueParser):
             raise UsageError("invalid arguments", problems, hint)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError for a missing value or argument, after which argparse cannot continue."""
+        """Raise UsageError for a missing value or argument: argparse cannot continue after such an error."""
         known = {name for action in actions_of(self) for name in action.option_strings}
         flags = (token for token in self._command_line if token.startswith("--"))
         unknown = [token for token in flags if token.partition("=")[0] not in known]
@@ -96,7 +96,7 @@ class Parser(ValueParser):
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
-        """Return the problems of unparsed tokens: unknown names with the nearest known ones, and stray values."""
+        """Return the problems of tokens that no argument takes: unknown names (with similar known names) and stray values."""
         flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
@@ -137,7 +137,7 @@ class Parser(ValueParser):
 
 
 class _Wrong:
-    """Placeholder for an argument's value that could not be parsed."""
+    """Placeholder for a value that could not be parsed."""
 
 
 def _wrong_value(action: argparse.Action, value: Any) -> Problem:
@@ -150,7 +150,7 @@ def _wrong_value(action: argparse.Action, value: Any) -> Problem:
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
-    """Return the problem of a value that is not among the choices; the problem names the most similar choices."""
+    """Return the `Problem` for a value that is not among the choices. The problem names the most similar choices."""
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
     other = _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""))
@@ -161,7 +161,7 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three known names that `name` may mean: its alias, then names that begin with it, then similar ones."""
+    """Return up to three known names that `name` may mean: first its alias, then longer names, then similar names."""
     bare = {known_name.lstrip("-").replace("-", "_"): known_name for known_name in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
     meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
@@ -211,10 +211,10 @@ RENAMED: Mapping[str, tuple[str, str]] = {
     "vllm_guided_decoding_regex": ("vllm_structured_outputs_regex", ""),
     "wandb_log_unique_prompts": ("log_unique_prompts", "True"),
 }
-"""Former name -> (current name, equivalent value). The value is "" if the former value stays valid."""
+"""Maps a former name to (current name, equivalent value). The equivalent value is "" if the former value is still valid."""
 
 REMOVED: Mapping[str, str] = {
-    "overwrite_output_dir": "leave the argument out: a run that overwrites a finished one prints a note",
+    "overwrite_output_dir": "leave the argument out: a run that overwrites a finished run prints a note",
     "save_safetensors": "leave the argument out: weights are saved as safetensors",
     "logging_dir": "leave the argument out, or set TENSORBOARD_LOGGING_DIR",
     "fp16_opt_level": "leave the argument out: --dtype float16 trains with torch's own autocast",
@@ -225,38 +225,38 @@ REMOVED: Mapping[str, str] = {
     "past_index": "leave the argument out",
     "mp_parameters": "leave the argument out",
     "ray_scope": "leave the argument out",
-    "tokenizer": "leave the argument out: the tokenizer is the model's; give --chat_template_path for another template",
-    "tokenizer_name": "leave the argument out: the tokenizer is the model's; give --chat_template_path for another template",
+    "tokenizer": "leave the argument out: isotype uses the model's tokenizer; --chat_template_path sets another template",
+    "tokenizer_name": "leave the argument out: isotype uses the model's tokenizer; --chat_template_path sets another template",
     "max_prompt_length": "leave the argument out, or give --max_length for prompt and completion together",
     "max_target_length": "leave the argument out, or give --max_length for prompt and completion together",
     "dataset_batch_size": "leave the argument out",
-    "num_of_sequences": "leave the argument out: --packing True fills rows of --max_length",
-    "chars_per_token": "leave the argument out: --packing True fills rows of --max_length",
+    "num_of_sequences": "leave the argument out: --packing True fills rows up to --max_length",
+    "chars_per_token": "leave the argument out: --packing True fills rows up to --max_length",
     "label_pad_token_id": "leave the argument out: padding has the label -100",
     "padding_value": "leave the argument out: rows are padded with the tokenizer's padding token",
     "is_encoder_decoder": "leave the argument out: isotype reads the model's config",
-    "generate_during_eval": "leave the argument out; --ask QUESTION asks the model before and after",
+    "generate_during_eval": "leave the argument out; --ask QUESTION asks the model before and after the training",
     "reference_free": "leave the argument out",
     "force_use_ref_model": "leave the argument out",
-    "model_adapter_name": "leave the argument out: --model_name_or_path takes an adapter to be trained further",
+    "model_adapter_name": "leave the argument out: --model_name_or_path also accepts an adapter, and trains it further",
     "ref_adapter_name": "leave the argument out: the reference is the adapter before the training",
     "rpo_alpha": "--loss_type sigmoid sft --loss_weights 1.0 ALPHA",
     "vllm_device": "leave the argument out, or --vllm_mode colocate",
 }
-"""Name of a removed argument -> what to write instead."""
+"""Maps the name of a removed argument to advice on what to write instead."""
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
-    """Return the name of a flag among unknown tokens, and its value (`--name=VALUE`, or the next token) or ""."""
+    """Return (name, value) of an unknown flag. The value is the text after `=`, else the next token, else ""."""
     name, equals, value = flag.partition("=")
     after = tokens[tokens.index(flag) + 1 :][:1]
     return name, value if equals else "".join(token for token in after if not token.startswith("-"))
 
 
 def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
-    """Return the problem of an argument that transformers or TRL renamed or removed (`--no-cuda`), or None for others.
+    """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`), else None.
 
-    `asked` is the value on the command line or in the file; the fix repeats it if it stays valid.
+    `asked` is the value on the command line or in the file. The fix repeats the value `asked` if it is still valid.
     """
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))

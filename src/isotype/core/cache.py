@@ -37,7 +37,7 @@ def default_cache_dir() -> Path:
 def prepare_library_caches() -> None:
     """Point Hugging Face's libraries to a temporary folder if their cache is not writable.
 
-    Call this function before the libraries are imported; otherwise they raise errors in the middle of a command. Models
+    Call this function before the libraries are imported; otherwise, the libraries raise errors during a command. Models
     are still read from a cache that is readable but not writable; only data sets and modules move to the temporary
     folder.
     """
@@ -72,7 +72,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return the folder that `variable` names, or `name` in the user's cache, and why it is not writable, or ""."""
+    """Return the folder that `variable` names (default: `name` in the user's cache), and why it is not writable, or ""."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:
@@ -83,7 +83,7 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Link the folder of compiled libraries to a folder that all processes of this user share: compiling takes 18 s."""
+    """Let all processes of this user share one folder of compiled libraries, because compiling takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
     shared = folder.with_name(f"isotype-libraries-{os.geteuid()}")

@@ -1,10 +1,10 @@
-"""Compilation of isotype's C++ sources, once per machine that has a compiler.
+"""Compiles isotype's C++ sources, once per machine that has a compiler.
 
 If there is no compiler, or `ISOTYPE_COMPILE=0` is set, torch's operators compute the same results.
 
-A library is code that this process runs. So isotype loads only libraries that this user compiled: the folder and the
-file must belong to this user and must not be writable by others. The name of the file contains a checksum of its bytes,
-which is compared before the file is mapped: reading past the end of a truncated mapped file kills the process (SIGBUS).
+isotype loads only libraries that this user compiled, because this process runs their code. The folder and the file must
+belong to this user and must not be writable by others. The checksum in a library's file name is verified before the
+file is mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from isotype.core.cache import LIBRARIES, default_cache_dir
 from isotype.core.files import bring_to_disk, wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
-"""Environment variable that disables compiling and loading of libraries if it is 0."""
+"""Environment variable: the value 0 disables the compiling and loading of libraries."""
 
 logger = logging.getLogger("isotype")
 
 LOCK = "turn.lock"
-"""Lock file in the folder of libraries, locked while a compiler runs; the file is not removed."""
+"""Lock file in the folder of libraries: a process locks it while the compiler runs, and never removes it."""
 
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = (
@@ -59,8 +59,8 @@ class RefusedError(NotCompiledError):
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """Load the library of a C++ source from the cache folder; compile it first if it is not there.
 
-    The compiler is `$CXX`, or the first of c++, g++ and clang++ on the path that succeeds. `headers` are the headers of
-    isotype that the source includes.
+    The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. `headers` are isotype's headers that the
+    source includes.
 
     Raises:
         NotCompiledError: there is no compiler, or all compilers failed; the cache folder is not writable or belongs to
@@ -130,7 +130,7 @@ def _name(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) 
 
 
 def _cached(folder: Path, name: str) -> Path | None:
-    """Return the cached library whose bytes match the checksum in its name; delete damaged ones."""
+    """Return the cached library whose bytes match the checksum in its name; delete damaged libraries."""
     for file in sorted(folder.glob(f"{name}-*.so")):
         _refuse_others(file)
         if file.stem == f"{name}-{_checksum(file)}":
@@ -163,7 +163,7 @@ def _warn(message: str) -> None:
 
 
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source; return the path of the library: `target` with a checksum added to the name."""
+    """Compile a source; return the path of the library, which is `target` with a checksum at the end of its name."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:

@@ -22,7 +22,7 @@ _WORDS = {name: word for word, name in STORED.items()}
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""GGUF block types that the `gguf` library writes: 32 codes with a float16 scale; in types `_1` also a float16 minimum."""
+"""GGUF block types that the `gguf` library writes. Blocks have 32 codes and a float16 scale; types `_1` also have a float16 minimum."""
 
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
@@ -35,7 +35,7 @@ GGUF_TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
 }
-"""GGUF types of exported models -> dtype of the weights before the export; block types are made from float32."""
+"""Maps the GGUF type of an exported model to the dtype of its weights before the export: float32 for block types."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,11 +55,11 @@ _INTEGERS = {
     torch.int32: r"(?<!long )\b[Ii]nt\b",
     torch.bool: r"\b[Bb]ool\b",
 }
-"""The names of dtypes of labels, indices and masks in torch's errors."""
+"""Patterns of the names that torch's errors give to the dtypes of labels, indices and masks."""
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
-    """Return the first of `dtypes` that is int64, int32 or bool and that torch's error names; None if there is none."""
+    """Return the first of `dtypes` that is int64, int32 or bool and is named in torch's error; None if there is none."""
     return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 

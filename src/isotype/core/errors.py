@@ -1,4 +1,4 @@
-"""Errors that isotype raises on purpose: one error lists all problems, each with the given value, the expected value and a fix."""
+"""Errors that isotype raises on purpose. An error lists all problems, each with the given value, the expected one and a fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: what the user gave, in the user's terms (flag, path, column, dtype), what is expected, and the fix."""
+    """A given value in the user's terms (flag, path, column, dtype), the expected value, and a fix."""
 
     given: str
     expected: str
@@ -25,7 +25,7 @@ class IsotypeError(Exception):
     Attributes:
         headline: one line that states the fact.
         problems: all problems, in the order in which they are printed.
-        hint: a last line that names an alternative or the next command, or None.
+        hint: None, or a last line that names an alternative or the next command.
     """
 
     exit_code = 2

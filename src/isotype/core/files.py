@@ -51,9 +51,9 @@ def fsync_tree(directory: Path) -> None:
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it does not exist, `write` first fills it under a temporary name.
+    """Return `folder`. If it does not exist, `write` fills a folder with a temporary name, which is then renamed.
 
-    Several processes may do this at the same time.
+    Several processes may call this function at the same time.
     """
     if folder.is_dir():
         return folder
@@ -119,7 +119,7 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory such that its name disappears atomically, even if the process is killed meanwhile."""
+    """Delete a directory. The directory's name disappears atomically, even if the process is killed during the deletion."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)
@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Finish or undo incomplete writes of a killed process in `directory`, where no other process may be writing."""
+    """Finish or undo incomplete writes of a killed process in `directory`. No other process may write to `directory` now."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -147,10 +147,10 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Return (errno, the system's message) if `error` means that a file below `directory` was not written, or None.
+    """Return (errno, the system's message) if `error` means that a file below `directory` was not written, else None.
 
-    The errno is None if it is unknown. `error` is from Python, safetensors or `torch.save`; since then, no room was freed in
-    `directory`.
+    The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`. Call this function
+    before room is freed in `directory`.
     """
     for cause in _chain(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
@@ -197,7 +197,7 @@ def _raised_by_torch_save(error: BaseException) -> bool:
 
 
 def _probe(directory: Path) -> None:
-    """Write and delete a file of one MiB; raise the OSError of a failure."""
+    """Write a file of one MiB and delete it again; raise OSError if the file cannot be written."""
     path = directory / ".probe"
     try:
         with path.open("wb") as file:
@@ -208,7 +208,7 @@ def _probe(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text to a temporary file and rename that, so that readers get the former or the new text; return `path`."""
+    """Write a text to a temporary file and rename the file to `path`, so that readers get the former or the new text."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -252,8 +252,8 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
     """Lock `directory`, so that no other process of isotype writes there.
 
     Yields None, or a sentence that says why locks are not supported. The lock is a `flock`: the kernel releases it when
-    the process ends, also by SIGKILL, and on NFS it excludes processes of other hosts. The error in another process
-    describes this process by `command`.
+    the process ends, even by SIGKILL. On NFS, the lock also excludes processes of other hosts. A process that cannot get
+    the lock raises an error that shows the `command` of the process that has it.
 
     Raises:
         UsageError: another process has locked the directory; the error names that process.
@@ -279,9 +279,9 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
 
 @contextmanager
 def wait_for_turn(path: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock on the file `path`, and keep the lock during the context; create a missing file.
+    """Wait for an exclusive lock on the file `path` (created if missing), and keep the lock inside the `with` block.
 
-    Yields False if locks are not supported; then other processes may run the same code at the same time.
+    Yields False if locks are not supported. In this case, other processes may run the same code at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -349,7 +349,7 @@ def _locked_file(path: Path) -> int | str:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
-    """Lock an open file or directory; return None if that succeeds, else why locks are not supported.
+    """Lock an open file or directory; return None, or a clause that says why locks are not supported.
 
     If another process holds the lock, wait until it is released, or raise BlockingIOError if `wait` is False.
     """

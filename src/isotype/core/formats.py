@@ -21,7 +21,7 @@ class Format:
         code: bitsandbytes' name of the code book (`quant_type`), which is also used in files.
         bits: bits per weight, without the quantization constants.
         block: number of weights that share a constant; 0 if all weights of a row share a constant.
-        whole: True if a whole model can be stored in the format; False if only layers of a mixed base can.
+        whole: True if a whole model can have this format; False if only single layers of a mixed base can have it.
         fitted: True if isotype fits the constants to the layer's inputs (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.
     """
@@ -52,7 +52,7 @@ QUANTIZATIONS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.wh
 """Formats in which bitsandbytes can store a whole model."""
 
 FOUR_BITS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.whole and form.bits == 4)
-"""Formats of 4-bit codes that support double quantization and a `quant_storage` dtype."""
+"""4-bit formats that support double quantization and a `quant_storage` dtype."""
 
 FITTED: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
@@ -61,7 +61,7 @@ MXFP4 = "mxfp4"
 """Format of gpt-oss's experts: OCP blocks of 32 E2M1 codes that share a power-of-two scale."""
 
 MIXED = "mixed"
-"""Quantization of a base model with one format per layer, chosen by the measured change of the model's output."""
+"""Quantization of a base model with a format for each layer, chosen by the measured change of the model's output."""
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Values of `--quantization` except `mixed`."""
@@ -74,7 +74,7 @@ class Method:
     Attributes:
         name: `quant_method` in config.json.
         dequantized: True if loading dequantizes the weights; False if the weights stay as they are stored.
-        in_memory: True if `dequantized` also applies to a model that is already in memory.
+        in_memory: True if `dequantized` is also true for a model that is already in memory.
     """
 
     name: str
@@ -106,7 +106,7 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why quantization of a model to `storage` leaves the 3-D `weights` (name, shape) in a float dtype.
+    """Return why the 3-D `weights`, pairs (name, shape), keep a float dtype if the model is quantized to `storage`.
 
     `storage` may name several formats.
     """
@@ -115,10 +115,10 @@ def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
     (reason,) = reasons if len(reasons) == 1 else (None,)
     if reason == _OTHER:
         return f"{storage} {_OTHER}"
-    return reason or "the tool that quantized the model left them out (isotype.load quantizes experts)"
+    return reason or "the tool that quantized the model omitted them (isotype.load quantizes experts)"
 
 
-_OTHER = "reaches linear layers and experts only"
+_OTHER = "quantizes linear layers and experts only"
 
 
 STORED: Mapping[str, str] = {
@@ -139,7 +139,7 @@ STORED: Mapping[str, str] = {
     "U64": "uint64",
     "BOOL": "bool",
 }
-"""Dtype name in safetensors and GGUF headers -> name of the torch dtype."""
+"""Maps dtype names in safetensors and GGUF headers to names of torch dtypes."""
 
 
 def is_float(stored: str) -> bool:

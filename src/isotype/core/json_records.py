@@ -15,12 +15,12 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from isotype.core import VERSION
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
-"""A share of a whole, 0 to 1. `Annotated` carries keywords of the JSON Schema: minimum and maximum."""
+"""A share of a whole, 0 to 1. `Annotated` adds two keywords to the JSON Schema: minimum and maximum."""
 Signed = Annotated[int, ("type", "integer")]
 """An integer that may be negative: a plain `int` has minimum 0 in the JSON Schema."""
 
 Names = Mapping[type, str]
-"""Record type -> keys of its JSON object, separated by spaces: `name` or `key=attribute`. A dot in a key nests objects."""
+"""Maps a record type to the keys of its JSON object, separated by spaces: `key`, `key=attribute` or `object.key=attribute`."""
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NONFINITE = tuple(_NUMBERS)
@@ -41,7 +41,7 @@ def require_version(written: object, version: int) -> None:
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
-    """Return JSON key -> attribute of a record type, in the order of the JSON object."""
+    """Return a dict that maps JSON keys to attributes of a record type, in the order of the JSON object."""
     if kind not in names:
         return {field.name: field.name for field in fields(kind)}
     pairs = (name.partition("=") for name in names[kind].split())

@@ -27,7 +27,7 @@ def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str:
-    """Return names as `a, b, c and 4 more`; the name of the root module is given as `the model`."""
+    """Return names as `a, b, c and 4 more`; the root module is called `the model`."""
     modules = [named(name) for name in names]
     rest = len(modules) - shown
     return ", ".join(modules[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
@@ -58,7 +58,7 @@ _PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.(\w+)\.original(?=\.
 
 
 def base_name(name: str) -> str:
-    """Return the name that a module or parameter of a PEFT model or adapter file has in the base model."""
+    """Convert the name of a module or parameter in a PEFT model or adapter file to its name in the base model."""
     return _COPIES.sub("", plain_name("" if name == "base_model" else name))
 
 
@@ -81,7 +81,7 @@ EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 def stacked(names: Iterable[str]) -> str:
-    """Return a noun for 3-D weights that fits their names, because weights of a Conv1d or a projector are not experts."""
+    """Return a noun for the 3-D weights with these names. Weights of a Conv1d or a projector are not expert weights."""
     return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
 
 
@@ -108,10 +108,10 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Yield the problems of regular expressions (argument -> expressions) with invalid syntax or endless matching.
+    """Yield a problem for each regular expression of an argument that has invalid syntax or never stops matching.
 
-    Each expression is matched against every name, the beginnings of every name, and the same texts with a `!` at the end,
-    because a match that fails takes longest.
+    Each expression is matched against every name and the beginnings of every name, also with a `!` at the end: a match
+    that fails takes longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():
@@ -165,7 +165,7 @@ def format_bytes(amount: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of `20GiB` and `20G` (both binary), `20GB` or `8e9`; None if the text is no amount above 0."""
+    """Parse an amount of memory: `20GiB` and `20G` (binary), `20GB` or `8e9`. Return bytes, or None if it is not above 0."""
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if parts is None:
         return None

@@ -81,7 +81,7 @@ def _add(tensors: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None
 
 
 def leaves(result: Any) -> Iterator[Any]:
-    """Yield the leaves of nested lists and tuples."""
+    """Yield all items of nested lists and tuples, except the inner lists and tuples themselves."""
     if isinstance(result, (list, tuple)):
         for item in result:
             yield from leaves(item)
@@ -90,7 +90,7 @@ def leaves(result: Any) -> Iterator[Any]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (`[position]`, tensor) of the tensors in a function's arguments, also in nested lists."""
+    """Return (`[position]`, tensor) for each tensor in a function's arguments; lists and tuples are searched, too."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
     return [(f"[{position}]", leaf) for position, leaf in arguments if isinstance(leaf, torch.Tensor)]
 

@@ -1,4 +1,4 @@
-"""Packages, state dtypes and kernels of optimizers, found by parts of the names that `--optim` accepts."""
+"""For each optimizer: its package, state dtype and kernels. A lookup searches the `--optim` name for known parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isotype.core.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, with facts about optimizers with this part.
+    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, and facts about the optimizers that have it.
 
     Attributes:
         package: import name of the package that has the optimizer; "" for torch and transformers.
@@ -32,7 +32,7 @@ class NamePart:
 
 
 _IN_BLOCKS = "both moments are quantized in blocks; small tensors keep their moments in float32"
-_LOW_RANK = "moments of gradients projected to a low rank"
+_LOW_RANK = "moments of gradients that are projected to a low rank"
 
 NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("8bit", state="8-bit", why=_IN_BLOCKS, own_kernels=True),
@@ -59,7 +59,7 @@ NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("stable_adamw", own_kernels=True),
     NamePart("sgd", state="none", why="no moments without momentum"),
 )
-"""For each fact the first matching part decides: `galore_adamw_8bit` is in galore's package and has 8-bit state."""
+"""For each fact, the first part that matches and has this fact decides. `galore_adamw_8bit`: galore's package, 8-bit state."""
 
 
 def package_of(name: str) -> str | None:
@@ -68,7 +68,7 @@ def package_of(name: str) -> str | None:
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return (dtype, description) of an optimizer's state, `{}` for the masters' dtype; None if the state is Adam's."""
+    """Return (dtype, description) of an optimizer's state, or None if it is Adam's. `{}` is the master weights' dtype."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
@@ -92,7 +92,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """Yield the problem of an unknown optimizer name; yield nothing for callables and known names."""
+    """Yield a problem if `asked` is an unknown optimizer name; yield nothing for callables and known names."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"

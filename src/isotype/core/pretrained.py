@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers and PEFT, called such that no code of a checkpoint is run."""
+"""Calls `from_pretrained` of transformers and PEFT, but never runs the code of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
 
 
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained(source, …)`; if the files name custom code, transformers' class is used instead.
+    """Return `kind.from_pretrained(source, …)`. If the files name custom code, transformers' own class is used instead.
 
     Args:
         kind: a class of transformers or PEFT.
@@ -27,12 +27,12 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         **arguments: keyword arguments of `from_pretrained`.
 
     Raises:
-        CheckpointError: only code of the checkpoint could read its files; the error names the file and the key.
+        CheckpointError: only the checkpoint's own code can read its files; the error names the file and the key.
         UsageError: `trust_remote_code` is True.
         OSError, ValueError: errors of `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
-        expected = "a model and a tokenizer whose classes transformers has"
+        expected = "a model and a tokenizer that need only the classes of transformers"
         fix = "leave trust_remote_code out; to use code that you trust, load the model yourself and give the nn.Module"
         raise UsageError.of("code of a checkpoint is not run", "trust_remote_code=True", expected, fix)
     name = str(kind.__name__)
@@ -46,8 +46,8 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         named = code_named(source, arguments.get("revision"), files) if automatic and source else iter(())
         for file, key, reference in named:
             what = f"{file}: {key} names {reference}"
-            expected = "files that a class of transformers reads without that code"
-            fix = "use a converted checkpoint that needs no custom code, or the tokenizer of the model from which it was made"
+            expected = "files that transformers reads without the checkpoint's code"
+            fix = "use a converted checkpoint without custom code, or the tokenizer of the original model"
             raise CheckpointError.of("code of a checkpoint is not run", what, expected, fix) from error
         raise
 
@@ -55,7 +55,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
 def code_named(
     source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yield (file, key, class) for each class of custom code that a checkpoint's files name."""
+    """Yield (file, key, class) for each custom class that a checkpoint's files name."""
     for name in files:
         path = _local(source, name, revision)
         if path is None:

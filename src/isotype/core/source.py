@@ -1,4 +1,4 @@
-"""Source lines of calls of operators and of raised errors."""
+"""Finds the source lines that call operators or raise errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEP = str(PACKAGE / "trace" / "fake" / "step.py")
 
 @cache
 def is_library(filename: str) -> bool:
-    """Return True if a file belongs to torch or this package, or is no file: then reports do not name its lines."""
+    """Return True for files whose lines are not reported: files of torch, files of this package, and generated code."""
     return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 
@@ -62,9 +62,9 @@ def raising_line(error: BaseException) -> str:
 
 
 def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for the local variables at the place where an error was raised, and for its module's weights.
+    """Yield (name, tensor) for the local variables where an error was raised, and for the weights of the module there.
 
-    Checks in torch's modules (`RNNBase.check_input`) raise inside torch. So the local variables of the innermost frame
+    Checks in torch's modules (`RNNBase.check_input`) raise inside torch, so the local variables of the innermost frame
     outside of torch and this package are included.
     """
     frames = [frame for frame, _ in reversed([*walk_tb(error.__traceback__)])]
@@ -83,8 +83,8 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def condition_at(source: str) -> str:
-    """Return the condition of an error at `file:line`: an `assert` or `if` in this line, or the line above a `raise`; else
-    ""."""
+    """Return the condition under which the line `file:line` raises an error, as source code, or "" if it is not found. An
+    `assert` or `if` is its own condition; the condition of a `raise` is in the line above."""
     path, _, number = source.rpartition(":")
     line = int(number) if number.isdigit() else 0
     above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
@@ -92,12 +92,12 @@ def condition_at(source: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the `raising_line` of an error; if there is none, the innermost line, which is in this package or torch."""
+    """Return the `raising_line` of an error or, if there is none, the innermost line (in this package or in torch)."""
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]
     return raising_line(error) or "".join(places[-1:])
 
 
 @cache
 def shown(source: Any) -> str:
-    """Return a (file, line) as `file:line`; "" for None."""
+    """Return the pair (file, line) as `file:line`; "" for None."""
     return "" if source is None else f"{source[0]}:{source[1]}"

@@ -1,4 +1,4 @@
-"""Output to terminals and log files: limited encodings, control characters, lost streams, and commands for a shell."""
+"""Output to terminals and log files: limited encodings, control characters, broken streams, and commands for a shell."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error that stops writing after a failure, such as a full disk or a closed pipe or terminal.
+    """Standard output or error. After a failure (a full disk, a closed pipe or terminal), the stream ignores writes.
 
     Attributes:
-        raises: True if the first failed write raises its error, as in commands that only print their result.
+        raises: True if the first write that fails raises its error, as in commands that only print their result.
         lost: why writing stopped, or None.
     """
 
@@ -60,7 +60,7 @@ class _Lasting:
 def outlive_output(raises: bool) -> None:
     """Keep the process running if standard output or standard error can no longer be written.
 
-    If `raises` is True, the first failure is still raised. Streams that a notebook or a test has replaced are not
+    If `raises` is True, the first failure still raises an error. Streams that a notebook or a test has replaced are not
     changed.
     """
     for name in ("stdout", "stderr"):
@@ -73,14 +73,14 @@ def outlive_output(raises: bool) -> None:
 
 
 def lost_output() -> tuple[str, ...]:
-    """Return a sentence for each of standard output and standard error that could not be written."""
+    """Return a sentence for each of the two streams (standard output and standard error) that could not be written."""
     streams = {"standard output": sys.stdout, "standard error": sys.stderr}
     lost = {title: getattr(stream, "lost", None) for title, stream in streams.items()}
     return tuple(f"{title} could not be written: {why}" for title, why in lost.items() if why)
 
 
 def print_the_nearest() -> None:
-    """Replace characters that the encoding of standard output or error lacks by similar ones, or by `?`.
+    """If the encoding of standard output or error lacks a character, print a similar character or `?` instead.
 
     If bytes of standard input or of file names are not UTF-8, Python keeps them as surrogates, which `as_typed` decodes.
     """
@@ -93,14 +93,14 @@ def print_the_nearest() -> None:
 
 
 def shown(text: str) -> str:
-    """Return a text with control characters escaped (`\\x1b`): names from files could control the terminal."""
+    """Escape the control characters in a text (`\\x1b`), because names from files could control the terminal."""
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def as_typed(text: str) -> str:
-    """Return an argument or a line of standard input with its undecoded bytes decoded as UTF-8."""
+    """Decode the surrogates in `text` as UTF-8. Python uses surrogates for bytes that it could not decode."""
     if not _UNDECODED.search(text):
         return text
     return text.encode(sys.getfilesystemencoding(), "surrogateescape").decode("utf-8", "replace")
@@ -137,7 +137,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """Yield the parts of a command that stay on one line: a flag with its values, or single words if it is too long."""
+    """Yield the parts of a command that stay on one line: a flag with its values or, if this is too long, each word."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:

@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 1000
 _READ_BYTES = 1 << 27
-"""Bytes that are read for a fingerprint; of a larger data set only every n-th row is read."""
+"""Maximum number of bytes to read for a fingerprint. Only every n-th row of a larger data set is read."""
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _CACHE_VERSION = "isotype-2"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings with which a data set is read.
+    """Settings for reading a data set.
 
     Attributes:
         text_field: name of SFT's plain text column.
-        wanted: names of the splits to read, the one for training first.
+        wanted: names of the splits to read; the first one is the training split.
         say: function that prints a line for the user.
     """
 
@@ -78,7 +78,7 @@ class Prepared:
         dataset: the data set of the split; None if the split is built from text files.
         files, digest: the text files and their digests.
         shapes: types of the columns in text files.
-        reading: conversion of the rows of text files.
+        reading: how rows of text files are converted.
         first: first row in the form that the trainer takes.
         notes: lines for the user.
     """
@@ -93,7 +93,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
     def build(self) -> Dataset:
-        """Return the split, memory-mapped from the cache of `datasets`; the cache key has the files' digests."""
+        """Return the split, memory-mapped from the cache of `datasets`. The cache key contains the files' digests."""
         from datasets import Dataset
 
         if self.dataset is not None:
@@ -186,7 +186,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
 def _with_pictures(
     records: Iterable[tuple[str, int, object]], paths: dict[str, tuple[str, int]]
 ) -> Iterator[tuple[str, int, object]]:
-    """Yield the records, or a problem for each row with an invalid inline picture; add picture paths to `paths`."""
+    """Yield each record, or a problem if its row has an invalid inline picture; add the rows' picture paths to `paths`."""
     for source, line, row in records:
         for picture in pictures_in(row) if isinstance(row, dict) else ():
             if isinstance(picture, str):
@@ -199,7 +199,7 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line about how .txt files were read or about pictures without a caption, or None without such files."""
+    """Return a line that says how .txt files were read or which pictures have no caption; None if there is neither."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -207,7 +207,7 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
         beside = (at for folder in {path.parent for path in files} for at in folder.iterdir())
         pictures = sorted(at for at in beside if at.suffix.lower() in SUFFIXES)
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
-        return f"{plural(len(bare), 'picture')} without a caption left out: {listed(bare)}" if bare else None
+        return f"left out {plural(len(bare), 'picture')} without a caption: {listed(bare)}" if bare else None
     if reading.lines:
         return f"{listed(texts)}: each line is an example, with an end token of its own"
     return (
@@ -360,7 +360,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
 
 
 def _doubtful(dataset: Any, parts: Parts, job: Job) -> Iterator[tuple[str, int, object]]:
-    """Yield rows behind the checked sample of a part that may have an empty value or a faulty chat, up to 1,000 per part."""
+    """Yield rows after each part's checked sample that may have an empty value or a faulty chat, up to 1,000 per part."""
     needed = {name for form in formats_of(job.method, job.text_field) for name in form.required}
     mapped = job.reading.columns
     needed |= set() if mapped is None else mapped.sources - OPTIONAL_SOURCES
@@ -378,7 +378,7 @@ def _doubtful(dataset: Any, parts: Parts, job: Job) -> Iterator[tuple[str, int, 
 
 
 def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Counter[tuple[str, str]]:
-    """Return the counts of unused columns in all rows, and of unused keys of messages in the checked rows."""
+    """Count the unused columns in all rows, and the unused keys of messages in the checked rows."""
     method = METHODS[job.method]
     unread = () if method.loss == "policy" else (name for name in rest if name not in method.optional)
     columns = {name for where, name in result.keys if where == "row"}.union(unread)
@@ -390,7 +390,7 @@ def _unread(result: Survey, rest: Sequence[str], dataset: Any, job: Job) -> Coun
 def _sample(
     dataset: Any, parts: Parts, reading: Reading, names: Counter[str]
 ) -> tuple[list[tuple[str, int, object]], bool]:
-    """Return (source, row number, converted row) of the first rows of all parts, and True if a conversion changed a row."""
+    """Return the first rows of all parts as (source, row number, converted row), and True if a conversion changed a row."""
     sample: list[tuple[str, int, object]] = []
     changed = False
     start = 0
@@ -407,7 +407,7 @@ def _sample(
 
 
 def _converted(dataset: Any, first: Row, reading: Reading, parts: Parts, pictured: bool) -> Any:
-    """Return the data set with converted rows. Messages may differ in keys, so chats are stored as JSON."""
+    """Return the data set with converted rows. Chats are stored as JSON, because messages may have different keys."""
     import datasets
 
     converted = reading.apply(first)
@@ -449,7 +449,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def _spelled(dataset: Any) -> bool:
-    """Return True if pictures are stored as text, such as paths, and not as the type `Image`."""
+    """Return True if pictures are stored as text (such as paths) instead of the type `Image`."""
     import datasets
 
     kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []
@@ -458,7 +458,7 @@ def _spelled(dataset: Any) -> bool:
 
 
 def undecoded(dataset: Any) -> Any:
-    """Return the data set with undecoded pictures, `{"bytes", "path"}`; without known types, return it unchanged."""
+    """Return the data set with undecoded pictures, `{"bytes", "path"}`, or unchanged if its types are unknown."""
     import datasets
 
     def plain(kind: Any) -> Any:
@@ -479,7 +479,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def literal(files: Iterable[Path]) -> list[str]:
-    """Return absolute paths with escaped wildcards; `load_dataset` takes paths for patterns."""
+    """Return absolute paths with escaped wildcards, because `load_dataset` interprets paths as patterns."""
     return [glob.escape(str(path.absolute())) for path in files]
 
 
@@ -501,7 +501,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """Return the row with pictures' names and sizes in place of their paths, which differ between machines."""
+    """Return the row with file names and sizes instead of the paths of pictures: paths differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

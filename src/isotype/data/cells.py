@@ -59,7 +59,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None; `judge` checks a message (default: its role and content)."""
+    """Return the fault of a list of messages, or None if it is valid. By default, `judge` checks role and content."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -90,7 +90,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function: value -> fault, or None if the value's type is one of `kinds`; a bool is not an int."""
+    """Return a check: it returns a value's fault, or None if the value's type is in `kinds`. A bool is not an int here."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -107,7 +107,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's `expected` values in words, a function that returns the `fault` of a value or None, and a `fix`."""
+    """A column: its `expected` values in words, a function that returns a value's `fault` or None, and a `fix`."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -162,7 +162,7 @@ _MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "mode
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
-    """Yield the problems with the roles of a chat, whose messages are otherwise valid; plain text has no roles."""
+    """Yield the problems with the roles in a chat of valid messages. Plain text has no roles, so it has no problems."""
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]
@@ -180,7 +180,7 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
 
 
 def as_messages(row: Row) -> Row:
-    """Return the row with texts in `TURN_COLUMNS` as messages of user (prompts) and assistant (answers)."""
+    """Turn the texts in `TURN_COLUMNS` into messages: prompts become the user's, answers the assistant's."""
     roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
     return {
         name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value
@@ -189,7 +189,7 @@ def as_messages(row: Row) -> Row:
 
 
 def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
-    """Return the problem of a row with text in one column of turns and messages in another."""
+    """Return a problem if the columns of turns in a row mix text and messages, else None."""
     plain = [name for name in names if isinstance(row[name], str)]
     if not plain or len(plain) == len(names):
         return None
@@ -225,7 +225,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
-    """Yield problems with the loss marks and the parts of a row's messages, for a method that may take pictures."""
+    """Yield problems with the loss marks and the parts of a row's messages."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
@@ -267,7 +267,7 @@ def _part_problem(column: str, part: Mapping[str, Any], takes_pictures: bool) ->
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
-    """Add the keys of messages and of their parts that neither isotype nor TRL reads to the counts in `keys`."""
+    """Count in `keys` the keys of messages and of their parts that neither isotype nor TRL reads."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
@@ -279,7 +279,7 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
     """Return a line about the unused keys of a data set, or None if all keys are used.
 
-    `keys`: ("row", "message" or "part", name of an unused key) -> count in the first `sample` rows (None: all rows).
+    `keys` maps (place, unused key) to a count; a place is "row", "message" or "part". `sample`: counted rows (None: all).
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):

@@ -62,7 +62,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
 
 
 def _near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column whose name is a synonym of `wanted`, or differs from it by case or by a typing error, or None."""
+    """Return the column that probably means `wanted` (a synonym, other case or a typing error), or None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:
@@ -126,10 +126,10 @@ class Survey:
     """Results of one pass over all rows of a data set.
 
     Attributes:
-        findings: (source, problem) -> line numbers; the list is empty if the problem concerns the whole source.
+        findings: maps (source, problem) to line numbers, or to an empty list if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
         first: first row that is an object, valid or not; None if there is no such row.
-        keys: ("row", "message" or "part", name of an unused key) -> count.
+        keys: maps (place, name of an unused key) to a count; a place is "row", "message" or "part".
     """
 
     findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Survey:
             lines.append(line)
 
     def problems(self, word: str = "line") -> list[Problem]:
-        """Return the findings as problems that begin with their lines; `word` is "line" or "row"."""
+        """Return the findings as problems that begin with `word` ("line" or "row") and the numbers of the lines."""
         return [
             replace(problem, given=f"{source}{_places(word, lines)}: {problem.given}")
             for (source, problem), lines in self.findings.items()
@@ -161,7 +161,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checks of all rows, derived from the first row. `columns` is the first row, and `place` names its line."""
+    """The checks for all rows, derived from the first row. `columns` is the first row, and `place` names its line."""
 
     columns: Row
     place: str
@@ -212,7 +212,7 @@ def same_beginning(row: Row) -> bool:
 
 
 def empty_rows(dataset: Any, columns: Iterable[str]) -> list[int]:
-    """Return the numbers of rows of a stored data set with null, an empty text or an empty list in one of the columns."""
+    """Return the numbers of the rows that have null, an empty text or an empty list in one of the columns."""
     import pyarrow.compute as compute
 
     numbers: set[int] = set()
@@ -355,7 +355,7 @@ _UNFIT = {
 
 
 def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
-    """Merge the types of a row's cells into those of the columns, and note a problem if a column has no common type."""
+    """Merge the types of a row's cells into the types of the columns. Note a problem if no type fits all rows."""
     for name, value in row.items():
         before = result.shapes.setdefault(name, NULL)
         shape = STRING if type(value) is str else shape_of(value)

@@ -1,6 +1,6 @@
 """The data set `embedded:shapes`: drawn pictures with questions about the colour, the form or the number of the shapes.
 
-A picture has nine cells, and one to four of them contain a shape; all shapes of a picture have one form and colour. One
+A picture has nine cells, and one to four of them contain a shape. All shapes in a picture have the same form and colour. One
 sixth of the combinations of number, colour and form is only in the test split. Pictures are the same on every machine,
 since they are drawn with a fixed seed, in whole pixels and without a font.
 """
@@ -47,7 +47,7 @@ class Content:
 
     @property
     def words(self) -> str:
-        """The content in words: `three red circles`."""
+        """The content of a picture in words: `three red circles`."""
         return f"{NUMBERS[self.number - 1]} {self.colour} {self.forms}"
 
     @property
@@ -95,7 +95,7 @@ def questions(content: Content) -> list[tuple[str, str]]:
 
 
 def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
-    """Yield (content, pixels, question, answer) of a split's rows, which are the same in each call."""
+    """Yield a split's rows as (content, pixels, question, answer). Each call yields the same rows."""
     rng = random.Random(f"{NAME} {_VERSION} {split}")
     contents = [content for content in CONTENTS if (content in HELD_BACK) == (split == "test")]
     for at in range(_ROWS[split]):
@@ -104,7 +104,7 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 
 def shapes_folder() -> Path:
-    """Return the folder of the data set, which is drawn in the first call; raise DataError without pillow."""
+    """Return the folder of the data set. The first call draws the pictures, or raises DataError if pillow is missing."""
     return made_once(default_cache_dir() / f"{NAME}-{_VERSION}", _write_splits)
 
 

@@ -3,8 +3,8 @@
 `--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. The hub is
 not used for a name that exists as a path or can only be a path. No code of a data set is executed.
 
-In a directory, the split of a file is the word train, validation or test (or a synonym) in its name or its folder's
-name. If some files have such names, every other file becomes a split with the file's name.
+In a directory, a file belongs to the split (train, validation, test or a synonym) that its name or its folder's name
+contains. If some files name a split in this way, every other file becomes a split with the file's name.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def load_training_data(
     text_field: str = "text",
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the training split that the arguments name, and with `need_test` also the evaluation split.
+    """Return the training split that the arguments name and, if `need_test` is True, the evaluation split.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
-        dataset_args: `trl.DatasetMixtureConfig` or None. If its `datasets` are set, `dataset_name` is not used, as in TRL.
+        dataset_args: `trl.DatasetMixtureConfig` or None. If `dataset_args.datasets` is set, `dataset_name` is not used, as in TRL.
         text_field: name of SFT's plain text column (`SFTConfig.dataset_text_field`).
         say: function that prints a line about the data for the user.
 
@@ -83,7 +83,7 @@ def _load_local(local: LocalData, streaming: bool, job: Job) -> DatasetDict | It
 
 
 _BUILDERS = re.compile("arrow|audiofolder|csv|imagefolder|json|pandas|parquet|text|webdataset|xml")
-"""Names with which `datasets.load_dataset` reads files of the working folder instead of a hub data set."""
+"""Names that `datasets.load_dataset` does not look up on the hub: it reads files in the working folder instead."""
 
 
 def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> DatasetDict | IterableDatasetDict:
@@ -104,7 +104,7 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
         raise data_error(name, [Problem(failure, expected, fix)]) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         failure = f"'{name}' is no file or directory here, and the hub data set cannot be loaded: {first_line(error)}"
-        fix = "check the spelling, --dataset_config and your access to it, or name a local file"
+        fix = "check the spelling, --dataset_config and your access to the data set, or name a local file"
         raise data_error(name, [Problem(failure, "a hub data set of plain data files", fix)]) from error
     prepared = _checked(
         name, loaded, job, lambda split: opened(loaded[split], [(f"split '{split}'", None)], job), f"{name}, "
@@ -115,7 +115,7 @@ def _load_hub(name: str, config: str | None, streaming: bool, job: Job) -> Datas
 def _checked(
     name: str, splits: Iterable[str], job: Job, check: Callable[[str], Prepared], prefix: str = ""
 ) -> dict[str, Prepared]:
-    """Return the wanted splits after their check, and print their notes; raise DataError for missing or wrong splits."""
+    """Check the wanted splits, print their notes and return them; raise DataError if one is missing or has problems."""
     problems = splits_problems(name, splits, job.wanted)
     prepared = {} if problems else {split: check(split) for split in job.wanted}
     problems += [problem for item in prepared.values() for problem in item.problems]

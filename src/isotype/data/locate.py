@@ -46,7 +46,7 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        splits: files of every split, or the directory of the split if `saved`.
+        splits: files of every split or, if `saved` is True, the directory of the split.
         saved: True if `save_to_disk` wrote the data set.
         folder: the directory that was named; None for a file or an embedded data set.
     """
@@ -57,7 +57,7 @@ class LocalData:
     folder: Path | None = None
 
     def unread(self, wanted: Collection[str]) -> str | None:
-        """Return a line with the data files that are not read (in other splits, in inner folders), or None."""
+        """Return a line that lists the data files that are not read (in other splits or inner folders), or None."""
         if self.folder is None:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
@@ -92,7 +92,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def find_local(name: str, test_split: str = "test") -> LocalData | None:
-    """Return the local or embedded data set of this name, or None for a hub id; raise DataError if it is unusable."""
+    """Return the local or embedded data set `name`, or None for a hub id; raise DataError if the data set is unusable."""
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()
@@ -205,7 +205,7 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the data files among `paths`; raise DataError for a pipe or dead link with the name of a data file."""
+    """Return the data files in `paths`; raise DataError if one of them is a pipe or a link that leads nowhere."""
     named = sorted(
         path
         for path in paths
@@ -226,7 +226,7 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> list[Problem]:
-    """Return the problems of wanted splits that do not exist. The first wanted split is for training."""
+    """Return a problem for each wanted split that does not exist. The first wanted split is the training split."""
     have, problems = sorted(splits), []
     for position, split in enumerate(wanted):
         if split in have:

@@ -22,7 +22,7 @@ Reference = Literal[
     "always",
     "beta",  # if the argument `beta`, the weight of the divergence from the reference model, is not zero
 ]
-"""When the loss needs a frozen reference model."""
+"""The condition under which the loss needs a frozen reference model."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Format:
 
     Attributes:
         required: columns that a row must have.
-        excludes: columns that a row must not have, since TRL would take the row for another format and fail.
+        excludes: columns that a row must not have: with them, TRL would assume another format and fail.
     """
 
     required: tuple[str, ...]
@@ -47,7 +47,7 @@ _LONG_PROMPT = "the prompt alone fills"
 
 @dataclass(frozen=True)
 class Method:
-    """A training method by one of TRL's stable trainers.
+    """A training method that one of TRL's stable trainers implements.
 
     Attributes:
         name: name of isotype's command and of TRL's script module.
@@ -56,10 +56,10 @@ class Method:
         formats: accepted sets of columns, in TRL's order of preference.
         optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass them to the reward
             functions, and the other trainers ignore them.
-        task_type: PEFT's task type, which decides the parts that are trained beside the adapters.
+        task_type: PEFT's task type, by which PEFT chooses the parts to train in addition to the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        reference: when the loss needs a reference model; `compares` evaluates this for given arguments.
-        dropped: message about rows that the trainer drops, without the length at its end; "" if it drops none.
+        reference: condition under which the loss needs a reference model; `compares` checks it for given arguments.
+        dropped: beginning of the message about rows that the trainer drops (a length follows); "" if it drops none.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 
@@ -86,7 +86,7 @@ class Method:
         return "images" in self.optional
 
     def compares(self, training: Any) -> bool:
-        """Return True if a training with these arguments (TRL's config) has a reference model."""
+        """Return True if a training with the arguments `training` (a config of TRL) needs a reference model."""
         return self.reference == "always" or (self.reference == "beta" and bool(training.beta))
 
     def trainer_class(self) -> Any:

@@ -1,4 +1,4 @@
-"""Mixtures: the data sets under `datasets:` in a configuration file, whose columns may differ, become one data set."""
+"""Builds one data set (a mixture) from the data sets under `datasets:` in a configuration file; their columns may differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 _SEED = 0
-"""Seed of the split into training and test rows, which a resumed run repeats."""
+"""Fixed seed for splitting rows into training and test rows, so that a resumed run gets the same split."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Part:
 
 
 def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
-    """Return the split `train` of a `trl.DatasetMixtureConfig`, and `test` if it has a `test_split_size`."""
+    """Return the split `train` of a `trl.DatasetMixtureConfig` and, if `test_split_size` is set, the split `test`."""
     import datasets
 
     if args.streaming and args.test_split_size is not None:
@@ -140,7 +140,7 @@ def _from_hub(
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Return the parts in one form. Texts become messages, or prompts and completions become conversations, if needed."""
+    """Convert the parts to one form if they differ: texts become messages, or prompts with completions conversations."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
@@ -180,7 +180,7 @@ def _again(part: _Part, **changes: Any) -> _Part:
 
 
 def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
-    """Return a data set for each part; columns of the same name have the same type in all of them."""
+    """Return a data set for each part, such that columns of the same name have the same type in all of them."""
     import datasets
 
     used = None

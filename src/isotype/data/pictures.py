@@ -37,7 +37,7 @@ Stored = str | bytes | Mapping[str, Any]
 
 
 def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
-    """Return a picture of a row as a path, bytes or {bytes, path}; or the problem with it.
+    """Return a picture of a row as a path, bytes or {bytes, path}, or return the problem with the picture.
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
@@ -88,13 +88,13 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of a picture that cannot be read, or None; unless `whole`, only the header is read."""
+    """Return the problem of an unreadable picture, or None. Only the header is read, unless `whole` is True."""
     size = _read(picture, methodcaller("load" if whole else "verify"))
     return size if isinstance(size, Problem) else None
 
 
 def size_of(picture: Stored) -> tuple[int, int] | Problem:
-    """Return (width, height) in pixels of a displayed picture, which are read from its header, or the problem with it."""
+    """Return a picture's displayed (width, height) in pixels, read from its header, or the problem with the picture."""
     return _read(picture, lambda opened: None)
 
 
@@ -139,14 +139,14 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def picture_columns(rows: Any) -> list[str]:
-    """Return the picture columns of a data set or split; for a stream without column names, use its first row."""
+    """Return the picture columns of a data set or split. If a stream has no column names, its first row is read."""
     names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
     present = {*names}
     return [name for name in PICTURE_COLUMNS if name in present]
 
 
 def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for each picture of a `datasets.Dataset` that cannot be read."""
+    """Yield (row number, problem) for each unreadable picture in a `datasets.Dataset`."""
     read = partial(picture_problem, whole=whole)
     names = picture_columns(rows)
     bar = Bar("reading pictures")
@@ -181,7 +181,7 @@ def data_url(picture: Any) -> str:
 
 
 def row_without_pictures(rows: Any) -> int | None:
-    """Return the number of a `datasets.Dataset`'s first row without a picture, or None; pictures stay undecoded."""
+    """Return the number of the first row without a picture in a `datasets.Dataset`, or None. Pictures are not decoded."""
     at = 0
     for table in rows.with_format("arrow").iter(1000):
         columns = [table.column(name) for name in PICTURE_COLUMNS if name in table.column_names]

@@ -2,7 +2,7 @@
 
 The input has one of these forms:
 
-- TRL: a column of pictures, and places in messages; without places, the pictures come before the first question.
+- TRL: a column of pictures, and places in messages. If there are no places, the pictures precede the first question.
 - OpenAI and axolotl: the pictures are in the messages.
 - LLaVA, LLaMA-Factory and ms-swift: a column of pictures, and `<image>` in texts.
 - A folder of pictures: the texts are captions.
@@ -42,15 +42,15 @@ _FIX = 'write {"type": "image"} or <image> for each picture, and as many picture
 def with_places(
     row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
 ) -> Row | Problem:
-    """Return the row with its pictures in `images` and a place for each picture, or the problem with it.
+    """Return the row with its pictures in `images` and a place for each picture, or the problem with the row.
 
-    A row without pictures is returned unchanged. Texts of a row with pictures become messages, unless they contain a
+    A row without pictures is returned unchanged. In a row with pictures, texts become messages, unless they contain a
     model's picture tokens, such as `<|image|>`.
 
     Args:
         folder: folder to which paths of pictures are relative; None for a stored data set.
-        listed: True to move a single picture of a column `image` into `images`.
-        pictured: True to give a row without pictures the form of rows with pictures.
+        listed: True if a single picture in a column `image` moves into the list `images`.
+        pictured: True if a row without pictures gets the same form as a row with pictures.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
     if not pictured and not any(part.get("type") in PART_KINDS for part in _parts(row)):
@@ -86,8 +86,8 @@ class _Pictures:
     """The pictures of a row, collected in the order of its messages.
 
     Attributes:
-        waiting: pictures without a place so far, from the picture columns.
-        marked: True if there are pictures in picture columns, so that `<image>` in a text is a place.
+        waiting: pictures from the picture columns that have no place yet.
+        marked: True if picture columns contain pictures; only then is `<image>` in a text a place.
     """
 
     waiting: deque[Any]
@@ -146,7 +146,7 @@ def _split(content: str) -> list[Any]:
 
 
 def in_parts(turn: Any) -> Any:
-    """Return a user's message with its text as a part; other messages are returned unchanged."""
+    """Return a user's message with its text as a list of one part; return any other message unchanged."""
     content = turn.get("content")
     if turn.get("role") != "user" or not isinstance(content, str):
         return turn
@@ -154,7 +154,7 @@ def in_parts(turn: Any) -> Any:
 
 
 def _before(chats: Row, count: int) -> None:
-    """Insert `count` places for pictures before the first question, as TRL does for questions that are plain text."""
+    """Insert `count` places for pictures before the first question, as TRL does if questions are plain text."""
     questions = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not questions or any(isinstance(turn["content"], str) for turn in questions):
         return
@@ -162,10 +162,10 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Return a row with pictures as conversations, or the problem with it; `pictured`: picture columns have pictures.
+    """Convert a row to conversations, or return the problem with it. `pictured`: the row's picture columns have pictures.
 
-    Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
-    becomes the prompt.
+    Texts become messages. A caption becomes the answer to `QUESTION`. If two conversations form a pair, their common
+    beginning becomes the prompt.
     """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):

@@ -25,10 +25,10 @@ OPTIONAL_SOURCES = frozenset({"input"})  # Alpaca's rows may lack this column
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """The columns that a trainer takes, each made of one or several columns of the data set.
+    """Maps columns of the data set to the columns that a trainer takes.
 
     Attributes:
-        targets: (trainer's name, data set's names); non-empty texts of several columns are joined by blank lines.
+        targets: (trainer's column, columns of the data set). Non-empty texts of several columns are joined by blank lines.
         origin: argument or file in which the user named the columns.
     """
 
@@ -42,7 +42,7 @@ class ColumnMap:
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
         """Return the row with the trainer's column names; other columns stay.
 
-        If a column is missing, or a column would be replaced by another one, return the problem.
+        Return a problem instead if a column is missing, or if the new name of a column is that of another column.
         """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
@@ -66,7 +66,7 @@ class ColumnMap:
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
-    """Return the map of `columns` in a mixture: a preset, pairs as text, or {trainer's name: name or names}."""
+    """Parse an entry's `columns` in a mixture: a preset, pairs as text, or a dict {trainer's column: column or columns}."""
     if isinstance(value, str):
         return parse_columns(value, origin)
     pairs = {
@@ -81,7 +81,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Return the map of `alpaca` or `prompt=question,completion=answer`, or None for None; raise DataError for others."""
+    """Parse `alpaca` or pairs `prompt=question,completion=answer`; return None if `text` is None. Raise DataError otherwise."""
     if text is None:
         return None
     if text in PRESETS:
@@ -103,11 +103,11 @@ class Reading:
     """The conversion of all rows of a data set for a training method.
 
     Attributes:
-        columns: the trainer's names for columns of the data set, or None.
-        chat: True if prompts and answers that are text become messages of user and assistant.
-        joined: True if prompt and completion become one conversation, `messages`; only `CHAT_COLUMNS` stay beside it.
+        columns: the columns of the data set that become the trainer's columns, or None if none are mapped.
+        chat: True if plain text becomes messages: prompts the user's, and answers the assistant's.
+        joined: True if prompt and completion become one conversation, `messages`; of the other columns, only `CHAT_COLUMNS` stay.
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
-        lines: True if each line of a .txt file is an example; else the whole file is one.
+        lines: True if each line of a .txt file is an example; False if the whole file is one example.
         listed: True if a single picture of a stored data set becomes a list, as in text files.
         pictured: True if rows without pictures take the form of rows with pictures.
     """
@@ -135,7 +135,7 @@ class Reading:
         """Return the row in the form that the trainer takes, or the problem with it.
 
         Args:
-            names: counts the speakers of {from, value} messages, see `standard_chats`.
+            names: counter for the speakers of {from, value} messages, see `standard_chats`.
             folder: folder of the row's file, to which paths of pictures are relative; None for a stored data set.
         """
         mapped = row if self.columns is None else self.columns.apply(row)

@@ -26,7 +26,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes of a line: a tokenizer needs about a hundred times as much memory as the text."""
+"""Maximum bytes in a line, because a tokenizer needs about a hundred times as much memory as the text."""
 _CHUNK = 1 << 20
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -48,7 +48,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
-    """Return the hex digest of a file's content, and the problem (with byte offset) if the file is not UTF-8 text."""
+    """Return (hex digest of a file's content, None) or, if the file is not UTF-8 text, ("", the problem)."""
     digest = hashlib.blake2b(digest_size=16)
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = lines = length = 0
@@ -80,7 +80,7 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
 
 
 def _other_kind(raw: bytes) -> Problem | None:
-    """Return the problem of a file whose first bytes are those of a binary or compressed format, or None."""
+    """Return a problem if a file begins like one of a binary or compressed format, else None."""
     if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return _not_utf8(0, raw[0], "UTF-32")
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -106,7 +106,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError for a key that occurs twice, since only its last value would be kept."""
+    """Return a JSON object; raise ValueError if a key occurs twice, because Python would keep only its last value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -137,7 +137,7 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """Return the problem of a lone surrogate, which is half a character that UTF-8 cannot encode, or None."""
+    """Return a problem if a text contains half a character (a lone surrogate), which UTF-8 cannot encode, else None."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:
@@ -149,7 +149,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """Yield the JSON objects of a file: of an array if the first character is `[`, else one object per line."""
+    """Yield the JSON objects of a file. If the first character is `[`, the file is an array, else each line is an object."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             text = line.strip(_BLANK)
@@ -222,7 +222,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
-    """Yield the rows of a CSV file with text cells; a row that spans several lines has the number of its first line."""
+    """Yield the rows of a CSV file; all cells are text. A row over several lines has the number of its first line."""
     # By default a cell has at most 131072 characters in the whole process; a book is longer.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -292,7 +292,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """Return the value of a CSV cell in a column that is not always text: None, a bool, a number or text."""
+    """Convert a CSV cell to None, a bool, a number or text. (Cells of columns that are always text are not converted.)"""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -336,7 +336,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield rows with pictures: the text of a caption file and the picture beside it, or a metadata file's rows."""
+    """Yield the rows of a caption file with the picture beside it, or the rows of another file with its picture columns."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -353,7 +353,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the picture with the path of a .txt file except for the suffix, or None."""
+    """Return the picture whose path differs from that of a .txt file only by the suffix, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)
@@ -362,7 +362,7 @@ def captioned(path: Path) -> Path | None:
 def generate(
     paths: Sequence[str], textual: tuple[str, ...], columns: tuple[str, ...], reading: Reading
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of checked files for `Dataset.from_generator`, which may divide the list `paths` into shards."""
+    """Yield the rows of checked files for `Dataset.from_generator`. `datasets` may divide the list `paths` into shards."""
     for path in paths:
         for _, row in read_rows(Path(path), frozenset(textual), reading):
             yield {name: row.get(name, []) if name == "images" else row[name] for name in columns}

@@ -1,7 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema before the first row is stored.
 
-`datasets` would infer a schema from the first part of a file. It turns ISO dates into timestamps, digits in CSV into
-integers and "NA" into null, and adds keys of other rows to objects. The merged schema keeps the file's values.
+`datasets` would infer a schema from the first part of a file. `datasets` also turns ISO dates into timestamps, digits in
+CSV into integers and "NA" into null, and adds other rows' keys to objects. The merged schema keeps the file's values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape that fits both: JSON for objects with different keys, MIXED if no shape fits."""
+    """Return the narrowest shape that fits `a` and `b`: JSON for objects with different keys, MIXED if no shape fits."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

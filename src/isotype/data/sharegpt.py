@@ -1,7 +1,7 @@
 """Convert conversations in ShareGPT's form ({from, value} messages) to messages with the roles of chat templates.
 
 The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
-the keys, so templates would write `<|im_start|>gpt`, a role that models were not trained with.
+the keys of messages, so that templates write `<|im_start|>gpt`, a role that models were not trained with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPEAKERS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("function_call", "tool_call"), CALL),
 }
-"""Value of `from` in lower case -> role of the message."""
+"""Maps the value of `from` in lower case to the role of the message."""
 
 _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 
@@ -37,13 +37,13 @@ _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 def standard_chats(
     row: Row, names: Counter[str] | None = None, *, conversations: bool = True
 ) -> Row | Problem:
-    """Return the row with `conversations` as `messages`, and {role, content} messages in all columns of chats.
+    """Rename `conversations` to `messages`, and convert all columns of chats to {role, content} messages.
 
-    If the row has a problem, return the problem. A single message in a column of turns becomes a list. A column
-    `system` becomes the first message of a conversation without a system message, as in LLaMA-Factory.
+    If the row has a problem, return the problem. A single message in a column of turns becomes a list. If a conversation
+    has no system message, the column `system` becomes its first message, as in LLaMA-Factory.
 
     Args:
-        names: counts the messages of each speaker; None if they are not counted.
+        names: counter for the messages of each speaker; None if they are not counted.
         conversations: True if a column `conversations` is converted.
     """
     counted: Counter[str] = Counter()
@@ -72,7 +72,7 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """Return a line about the speakers' roles, or None without speakers; `sample` rows (None: all) were counted."""
+    """Return a line about the speakers' roles; None if there are no speakers. `sample` is the number of counted rows (None: all)."""
     if not names:
         return None
     counts = names.most_common()
@@ -126,7 +126,7 @@ def _message(column: str, message: Row) -> Row | Problem:
 
 
 def _calls(text: str) -> list[Row] | None:
-    """Return the tool calls in a JSON text in the form of chat templates, or None if the text is no call."""
+    """Convert a JSON text to tool calls in the form that chat templates use; return None if the text is no call."""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):

@@ -10,7 +10,7 @@ from isotype.core.names import plural
 from isotype.data.cells import Row, describe
 
 IGNORED = -100
-"""Label of a token without loss."""
+"""Label of a token for which no loss is computed."""
 
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 _UNREAD = ("token_type_ids", "position_ids")
@@ -28,7 +28,7 @@ _FIXES = {
 
 
 def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
-    """Return a row of token ids with `labels` in place of masks, and without padding; or the problem of the row.
+    """Return a row of token ids with `labels` instead of masks and without padding, or return the problem of the row.
 
     If `prompts` is True, prompt tokens are targets, too, and `completion_mask` is ignored.
     """
@@ -63,7 +63,7 @@ def _ends(shown: Sequence[int]) -> tuple[int, int]:
 
 
 def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
-    """Return (fault, expected) of a column in a row with `count` token ids, or None if the column is valid."""
+    """Return (fault, expected values) if a column is invalid in a row of `count` token ids, else None."""
     mask = name not in ("labels", *_UNREAD)
     kinds = (int, bool) if mask else (int,)
     if not isinstance(values, list):

@@ -81,7 +81,7 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether PEFT caches the norms of a DoRA layer between calls, or still has a cache that PEFT's forward clears."""
+    """Return whether PEFT caches a DoRA layer's norms between calls, or has an old cache that its forward must clear."""
     if not layer.lora_magnitude_vector:  # this check runs in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")
@@ -119,7 +119,7 @@ class Reading:
 
     Attributes:
         tensors: the layer's tensors in the order of `lora_linear`.
-        device: device of the base weight; PEFT's forward may have hooks that move inputs from another device to this one.
+        device: device of the base weight. Hooks of PEFT's forward may move inputs to this device.
     """
 
     layer: Layer
@@ -131,7 +131,7 @@ class Reading:
     _settings: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
-        """Return whether `layer` is unchanged since this description of it was made."""
+        """Return whether `layer` is unchanged since this object was created."""
         parts = self._parts
         children, parameters = parts.children(), parts.parameters()
         return (
@@ -144,7 +144,7 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return a PEFT layer as data: `former` if it is still valid. None means that only PEFT's forward can compute the layer.
+    """Return `former` if it still describes the layer, else a new `Reading`; None if only PEFT's forward can compute it.
 
     Only PEFT's forward calls the hooks of inner modules, and gathers sharded weights (FSDP2).
     """
@@ -167,7 +167,7 @@ _SHAPE, _P = attrgetter("shape"), attrgetter("p")
 
 
 class _Parts(NamedTuple):
-    """The modules of a PEFT layer with the active adapters.
+    """The modules of a PEFT layer and of its active adapters.
 
     Attributes:
         all: the `__dict__` of the layer, then the `__dict__` of every other module whose children are compared.
@@ -192,7 +192,7 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a module inside of the layer has hooks other than a recorder's; hooks on the layer always run."""
+        """Return whether a module inside the layer has other hooks than a recorder's. The layer's own hooks always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

@@ -1,6 +1,6 @@
 """Calls torch's attention kernel for blocks of queries, each with only those keys to which the block attends.
 
-If there is no compiler, blocks make packed rows and windows faster: torch's kernel reads every key of a row, even masked keys.
+If there is no compiler, blocks make packed rows and windows faster, because torch's kernel reads masked keys, too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Beside = Callable[..., object]
 def recomputed(
     compute: Compute, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beside: Beside = lambda *_: None
 ) -> torch.Tensor:
-    """Return `compute(q, k, v)`; only q, k and v are saved for the backward, which computes the result again.
+    """Return `compute(q, k, v)`. Only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` is called before the forward and before the backward, with the tensors that the pass reads and writes. Its
-    result stays alive during the pass, so that a trace counts a kernel's temporary copies.
+    `beside` is called before the forward and before the backward, with the tensors that the pass reads and writes. The
+    result of `beside` stays alive during the pass, so that a trace counts a kernel's temporary copies.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
 
 
 def float32_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return uninitialized float32 tensors with the shapes of `tensors`, as large as a kernel's temporary copies."""
+    """Return uninitialized float32 tensors with the shapes of `tensors`; they are as large as a kernel's temporary copies."""
     return [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in tensors]
 
 
@@ -58,7 +58,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v; the plan has the keys and the mask of each query.
+    """Return softmax(scale q kᵀ + mask) v. `spec.plan` contains the keys and the mask of each query.
 
     Sums are computed in float32, or in float64 for float64 inputs. For 16-bit inputs torch's kernel would round every term
     of the sums in the gradients. `spec_of` gives the shapes of q, k and v.
@@ -95,7 +95,7 @@ def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: 
 
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Return the result of one block, `[batch, query heads, rows, value head]`; the heads of a group form one matrix."""
+    """Return the result of one block, `[batch, query heads, rows, value head]`. One matrix holds all heads of a group."""
     batch, heads, rows, head = q.shape
     key_heads, keys = k.shape[1], slice(*block.keys)
     mask = None

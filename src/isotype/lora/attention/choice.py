@@ -59,7 +59,7 @@ def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 OWN: dict[Name, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
-"""Name -> kernel of isotype; none rounds scores to 16 bits, which would change results."""
+"""Maps a name to a kernel of isotype. None of these kernels rounds scores to 16 bits, because this would change results."""
 
 KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
 
@@ -71,7 +71,7 @@ def offered(dtype: torch.dtype) -> tuple[Name, ...]:
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of attention's products: `x`'s dtype, but float32 for float16 and for an emulated bfloat16.
+    """Return the dtype for attention's products: float32 if `x` is float16 or emulated bfloat16, else the dtype of `x`.
 
     In float16 the gradients of the scores would overflow, because they are multiplied by the loss scale.
     """
@@ -83,8 +83,8 @@ class Shape:
     """A class of calls that share one measurement.
 
     Attributes:
-        batch, key_heads: numbers of batch rows and of key heads in the measurement, at most those of the call.
-        length: the larger number of queries and keys, rounded up to a power of two.
+        batch, key_heads: numbers of batch rows and of key heads in the measurement; the call may have more of them.
+        length: number of queries or of keys, whichever is larger, rounded up to a power of two.
         kind: causal, full or masked attention; masked attention is measured with a causal mask.
     """
 
@@ -112,7 +112,7 @@ class Choice:
 
     Attributes:
         own: name of isotype's fastest kernel.
-        faster: torch's time divided by the time of `own`: the lower quartile over the repetitions.
+        faster: torch's time divided by the time of `own` (lower quartile over the repetitions).
     """
 
     kernel: Name
@@ -140,7 +140,7 @@ _CHOICES = measured.Kept(Choice)
 
 
 def choose(shape: Shape) -> tuple[Choice, str | None]:
-    """Return (choice for a class of shapes, measured once per machine; why the choice could not be stored, or None)."""
+    """Return the choice for a class of shapes (measured once per machine), and why the choice could not be stored, or None."""
     threads = torch.get_num_threads()
     return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
 
@@ -150,7 +150,7 @@ def measure(shape: Shape, threads: int) -> Choice:
 
 
 def decided(times: dict[Name, list[float]]) -> Choice:
-    """Return the choice that follows from the kernels' milliseconds in each repetition."""
+    """Return the choice that follows from `times`: the milliseconds of each kernel in each repetition."""
     medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
     fastest = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
     ratios = sorted(by_torch / by_own for by_torch, by_own in zip(times["sdpa"], times[fastest], strict=True))

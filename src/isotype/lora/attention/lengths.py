@@ -1,8 +1,8 @@
 """Attention on NVIDIA GPUs: FlashAttention's kernel for concatenated rows of any length, and attention with repeated heads.
 
-`torch.nn.attention.varlen.varlen_attn` (with a scale and windows since torch 2.11) takes 16-bit queries, keys and values
-`[tokens, heads, head]` of one head size on NVIDIA GPUs of compute capability 8.0 and later. It supports grouped heads,
-causal attention, windows and a backward, but no dropout, soft cap or bias.
+`torch.nn.attention.varlen.varlen_attn` takes 16-bit queries, keys and values `[tokens, heads, head]` of one head size, on
+NVIDIA GPUs of compute capability 8.0 and later. `varlen_attn` supports grouped heads, causal attention, a backward and
+(since torch 2.11) a scale and windows, but no dropout, soft cap or bias.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ALIGNED = 8
 """Head sizes must be multiples of this number."""
 _SINCE = "2.11"
 CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask")
-"""Keyword arguments of layers that change the result, and that isotype's kernels and `varlen_attn` do not support."""
+"""Keyword arguments of layers that change the result. isotype's kernels and `varlen_attn` do not support them."""
 
 
 def takes_lengths() -> bool:
-    """Return whether torch's `varlen_attn` has a scale and windows, without an import: it would load torch's compiler."""
+    """Return whether this torch's `varlen_attn` has a scale and windows. Importing `varlen_attn` would load the compiler."""
     return torch.__version__ >= _SINCE
 
 
@@ -42,7 +42,7 @@ def varlen_attention() -> Any:
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Return why a device, compute dtype and model config rule out attention by lengths, as a clause; None if they do not."""
+    """Return why a device, dtype or config makes attention by lengths impossible, as a clause; None if it is possible."""
     if profile.kind != "cuda":
         return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
@@ -56,7 +56,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """Return the current sequences in place of a model's mask, or transformers' mask for `sdpa` if there are no sequences.
+    """Return the current sequences instead of a mask. If there are no sequences, return transformers' mask for `sdpa`.
 
     Raises NotImplementedError if the model has its own mask function, because sequences cannot represent such a mask.
     """
@@ -94,7 +94,7 @@ def why_not_call(
 def by_lengths(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, *, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """Return the result of attention, `[1, tokens, query heads, head]`, for a call that `why_not_call` accepts (None)."""
+    """Return the result of attention, `[1, tokens, query heads, head]`. `why_not_call` must have returned None for the call."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}
@@ -122,8 +122,8 @@ def repeated_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention by transformers' `sdpa`, with keys and values repeated for each query head.
 
-    Without a mask, transformers passes grouped heads to torch; on GPUs without FlashAttention (torch up to 2.13) torch
-    then materializes all scores in float32. Arguments and results are those of `attention_forward`.
+    Without a mask, transformers passes grouped heads to torch. On GPUs without FlashAttention, torch (up to 2.13) then
+    materializes all scores in float32. Arguments and results are those of `attention_forward`.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
