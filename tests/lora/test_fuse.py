@@ -146,13 +146,13 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
     assert attention.q_proj.lora_siblings.layers == (attention.q_proj, attention.k_proj, attention.v_proj)
     assert attention.q_proj.lora_siblings is attention.v_proj.lora_siblings
     assert attention.o_proj.lora_siblings.layers == (attention.o_proj,)
-    rotary = "rotary: queries and keys of 2 attention layers are rotated in one function each\n"
+    rotary = "rotary: one function rotates queries and keys in each of 2 attention layers\n"
     assert str(report) == (
         "fused: 14 LoRA layers\n"
         "together: q_proj k_proj v_proj (2 times)\n"
         "together: gate_proj up_proj (2 times)\n"
-        "gated: 2 MLPs (silu), whose product the backward computes again\n"
-        "norms: 5 RMSNorms in one function each\n"
+        "gated: 2 MLPs (silu); the backward recomputes their products\n"
+        "norms: 5 RMSNorms, each computed by one function\n"
         f"{rotary if elementwise.compiled() else ''}"
         "attention: the faster kernel for each class of shapes, measured at the first call\n"
         "padding: removed from batches of TRL's trainers if it is left or right of the tokens"

@@ -47,7 +47,7 @@ def test_models(name: str, rotations: list[bool]) -> None:
     report = fuse(model)
     assert len(report.rotary) == 2
     assert all("self_attn" in each for each in report.rotary)
-    assert "rotary: queries and keys of 2 attention layers are rotated in one function each" in str(report)
+    assert "rotary: one function rotates queries and keys in each of 2 attention layers" in str(report)
     rotations.clear()
     found = step(model, batch)
     assert rotations == [False] * 4 + [True] * 4

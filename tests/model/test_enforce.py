@@ -92,7 +92,7 @@ def test_rotary_frequencies_that_cannot_be_computed_again() -> None:
         isotype.PrecisionError, enforce_model, model, PrecisionPolicy(torch.bfloat16, "bfloat16")
     ) == (
         "rotary frequencies were rounded\n"
-        "  - rotary (Rotary) holds 16-bit inv_freq and no config to compute it from\n"
+        "  - rotary (Rotary) has 16-bit inv_freq, and no config from which to compute it again\n"
         "    expected  float32 frequencies\n"
         "    fix       do not cast the whole model with .to(dtype); load it with isotype.load"
     )

@@ -1,4 +1,4 @@
-"""`isotype.fuse` and `isotype.unfuse`: fused LoRA paths in a PEFT model."""
+"""`isotype.fuse` replaces layers of a PEFT model by fused functions; `isotype.unfuse` restores them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _TOKENS = 4
 def same_input(
     model: Any, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
 ) -> tuple[list[tuple[str, ...]], str]:
-    """Return (names of `layers` in groups with the same input, why the model could not be run or "").
+    """Return (groups of the names of layers that get the same input, reason why the model could not be run or "").
 
-    A group's layers are children of one module that are called one after another with the same tensor; a layer without
-    such neighbours is a group of its own. The model runs once in evaluation, without gradients, with `inputs` (None: a
-    few tokens).
+    The layers of a group are children of the same module, which calls them one after another with the same tensor. Any
+    other layer is a group of its own. The model runs once on `inputs`, in evaluation mode and without gradients. If
+    `inputs` is None, it runs on a few tokens.
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -74,7 +74,7 @@ def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: 
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer return an uninitialized meta tensor, because not all kernels support the meta device."""
+    """Let a linear layer return an empty meta tensor in this context: some kernels do not support the meta device."""
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
     if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
         rows, _ = shape_of(base)
@@ -118,16 +118,16 @@ class FusionReport:
 
     Attributes:
         fused: names of the LoRA layers that one function computes.
-        together: groups of fused layers with the same input, whose outputs are computed together.
-        gated: name of a gated MLP that does not save its product -> activation.
+        together: groups of fused layers that get the same input. One function computes all outputs of a group.
+        gated: maps the name of each gated MLP that recomputes its product in the backward to the MLP's activation.
         norms: names of the RMSNorms that one function computes.
-        left: name of a LoRA layer that keeps PEFT's forward -> reason.
+        left: maps the name of each LoRA layer that keeps PEFT's forward to the reason.
         unseen: why layers with the same input could not be found; "" if the model could be run.
-        copies, copied_bytes: number and bytes of dense copies of base weights in the compute dtype.
-        rotary: names of the attention layers that rotate queries and keys in one function; partial rotations and calls
-            with several dtypes keep the model's function.
-        kernels: on a GPU, name of an operation between matrix products -> its kernel.
-        experts: names of the experts modules with adapters that one function computes.
+        copies, copied_bytes: number of dense copies of base weights in the compute dtype, and their bytes.
+        rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations
+            and several dtypes, such a layer still calls the model's function.
+        kernels: maps the name of each operation between matrix products to its GPU kernel; empty on a CPU.
+        experts: names of the modules of experts whose experts and adapters one function computes.
     """
 
     fused: tuple[str, ...]
@@ -167,13 +167,13 @@ class FusionReport:
 
     @property
     def fallbacks(self) -> list[str]:
-        """A line for every operation without a fast kernel on this GPU, and a line if the model could not be run."""
+        """Lines about operations without a fast kernel on this GPU, kept padding, and a model that could not be run."""
         lines = []
         for name, kernel in self.kernels.items():
             if kernel.functions is None:
                 what = f"unfused: {name} runs as single operators"
                 if name == _GRADIENTS:
-                    what = "rounded: products round gradients of adapters to the compute dtype"
+                    what = "rounded: matrix products round the adapters' gradients to the compute dtype"
                 lines.append(f"{what}: {'; '.join(kernel.reasons)}")
         if self.attention.slow:
             lines.append(f"attention: {self.attention.slow}")
@@ -189,15 +189,15 @@ class FusionReport:
         lines += [f"together: {names} ({count} times)" for names, count in kinds.items()]
         for gate, count in Counter(self.gated.values()).items():
             mlps = f"{plural(count, 'MLP')} ({gate})"
-            lines.append(f"gated: {mlps}, whose product the backward computes again")
+            lines.append(f"gated: {mlps}; the backward recomputes their products")
         if self.experts:
             layers = plural(len(self.experts), "layer")
-            lines.append(f"experts: one function in each of {layers}, with adapters on activations")
+            lines.append(f"experts: one function in each of {layers}; it applies the adapters to activations")
         if self.norms:
-            lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')} in one function each")
+            lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')}, each computed by one function")
         if self.rotary:
             layers = plural(len(self.rotary), "attention layer")
-            lines.append(f"rotary: queries and keys of {layers} are rotated in one function each")
+            lines.append(f"rotary: one function rotates queries and keys in each of {layers}")
         if self.copies:
             size = format_bytes(self.copied_bytes)
             lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
@@ -222,27 +222,27 @@ def fuse(
     budget: int | None = None,
     device: str | DeviceProfile | None = None,
 ) -> FusionReport:
-    """Let each LoRA layer of a PEFT model compute in one function, and layers with the same input together.
+    """Fuse each LoRA layer of a PEFT model into one function. Layers with the same input share one function.
 
-    PEFT's parameters, their names, adapter files, and merging and switching of adapters work as before. A layer whose
-    active adapter cannot be fused (see `FusionReport.left`) keeps PEFT's forward, as do merged, disabled or compiled
-    layers and layers with inner hooks. Gated MLPs recompute their product in the backward instead of saving it. On a CPU,
-    each RMSNorm and each rotation by positions becomes one function, and attention uses the kernel that was measured as
-    the fastest (`isotype.lora.attention`). The model runs once, without gradients, to find layers with the same input.
-    Fuse a sharded model after sharding, in all processes together.
+    PEFT's parameters keep their names, and adapters can be saved, loaded, merged and switched as before. A layer keeps
+    PEFT's forward if its active adapter cannot be fused (see `FusionReport.left`), if its adapters are merged or
+    disabled, if the layer is compiled, or if its inner modules have hooks. Gated MLPs recompute their product in the
+    backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function, and
+    attention uses the fastest measured kernel (`isotype.lora.attention`). To find layers with the same input, the model
+    runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
-        inputs: keyword arguments of the forward that finds layers with the same input. By default the inputs are a few tokens,
-            which pass through the language model but through no vision tower.
-        budget: bytes for dense copies of quantized or cast base weights. The default is 0 on a GPU. On a CPU it is a quarter
-            of the free memory, because dequantizing a weight takes more than half as long as its product. Sharded (FSDP2)
-            models have no copies.
-        device: for a model on the meta device, the kind (`"cpu"`, `"cuda"`) or profile of the device; None: the
-            parameters' device.
+        inputs: keyword arguments of the model's forward that finds layers with the same input. By default they are a few
+            tokens, which run the language model but no vision tower.
+        budget: maximum bytes of dense copies of base weights that are quantized or need a cast. The default is 0 on a
+            GPU. On a CPU the default is a quarter of the free memory: there, dequantizing a weight takes more than half
+            of the time of its matrix product. A sharded (FSDP2) model gets no copies.
+        device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
+            means the device of the parameters.
 
     Returns:
-        The fused and unfused modules, with reasons.
+        The names of the fused modules, and of the unfused modules with the reasons.
     """
     unfuse(model)
     experts, of_experts = _fuse_experts(model)
@@ -306,7 +306,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Return operation -> kernel, for the operations between products on a GPU, after trials of the kernels."""
+    """Try the GPU kernels of the operations between matrix products. Return the chosen kernel of each operation."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -325,7 +325,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Fuse experts with adapters; return (names of the fused experts, id of the wrapper of unfused experts -> reason)."""
+    """Fuse experts with adapters. Return the fused modules' names, and `id` of each other PEFT wrapper -> reason."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):

@@ -1,4 +1,4 @@
-"""Gated products `act(gate) * up`, their gradients, and the gated MLPs of a model.
+"""Computes gated products `act(gate) * up` and their gradients, and finds the gated MLPs of a model.
 
 SwiGLU and GEGLU: https://arxiv.org/abs/2002.05202; the squared ReLU: https://arxiv.org/abs/2109.08668.
 """
@@ -28,8 +28,8 @@ class Gate:
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
-        through: function of (gradient of the result, input) that returns the gradient of the input, and may overwrite
-            the gradient of the result.
+        through: the backward: gets the result's gradient and the input, and returns the input's gradient. It may
+            overwrite the result's gradient.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Gate:
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
     def backward(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> _Three:
-        """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
+        """Return (the product, gradients of `gate` and `up`). `grad` is the product's gradient, and may be overwritten."""
         if self.name == "silu" and elementwise.usable(grad, gate, up):
             return elementwise.silu_product_backward(grad, gate, up)
         kernel = self._gpu_kernel(grad, gate, up)
@@ -74,7 +74,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward operator that overwrites the incoming gradient, which is as large as an MLP's hidden state."""
+    """Return a backward that overwrites the incoming gradient. This saves memory as large as an MLP's hidden state."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -101,7 +101,7 @@ GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACK
 
 @dataclass(frozen=True)
 class GatedParts:
-    """Names of the children of a gated MLP, `down(gate.product(first(x), second(x)))`; `order` is the order of the calls."""
+    """Layers of a gated MLP `down(gate.product(first(x), second(x)))`. `order` has the layer that is called first."""
 
     first: str
     second: str

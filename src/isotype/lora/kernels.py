@@ -1,7 +1,7 @@
 """Chooses the GPU kernel of each operation between matrix products, by trials on this machine.
 
-A trial compares a candidate's forward and backward with float64 results, once per device and dtype. A candidate that
-raises an error or differs too much is not used; the reports of `isotype.fuse` and of a run name the reason.
+A trial compares a candidate's forward and backward with float64 results, once per device and dtype. A candidate is not
+used if it raises an error or differs too much. Then the reports of `isotype.fuse` and of a run name the reason.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora.gpu import elementwise, products
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
-"""`rms_norm_promoted` has a weight in another dtype, or one that is stored as the difference from one; `float32_product`
-multiplies 16-bit matrices and returns float32."""
+"""`rms_norm_promoted`: the weight's dtype is not the input's, or the weight is stored minus one."""
 
 TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rms_norm": ("aten", "triton"),
@@ -32,7 +31,7 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rotary": ("triton",),
     "float32_product": ("addmm", "mm"),
 }
-"""Operation -> names of the candidates in order; if none works, torch's single operators compute the operation."""
+"""The candidates of each operation, the first choice first. If none works, several torch operators are used."""
 
 DEVICES = ("cuda", "xpu")
 """Device types that have candidate kernels; ROCm devices have the type cuda."""
@@ -55,8 +54,8 @@ class Kernel:
 
     Attributes:
         name: the candidate's name in `TABLE`, or `torch` for several torch operators.
-        functions: Python module with the kernel's functions; None for torch's operators.
-        reasons: why earlier candidates are not used, as clauses.
+        functions: object whose functions call the kernel; None for torch's operators.
+        reasons: why each candidate earlier in `TABLE` is not used.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Kernel:
 
 
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
-    """Return the Python module that computes an operation on these tensors on a GPU; None for torch's operators.
+    """Return the functions of the GPU kernel for an operation on these tensors; None if torch's operators compute it.
 
     The kernel is the one chosen for the first tensor's dtype. `detail` is the activation of a gated product.
     """
@@ -83,7 +82,7 @@ def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") ->
 
 @cache
 def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detail: str = "") -> Kernel:
-    """Return the kernel of an operation for a device and dtype; each process tries the candidates once."""
+    """Return the first kernel that passes its trial. Each process runs the trials once."""
     reasons: list[str] = []
     for name in TABLE[operation]:
         functions = _CANDIDATES[name][0]
@@ -95,7 +94,7 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
 
 
 def foreseen(operation: Operation, kind: str) -> Kernel:
-    """Predict the kernel of an operation on a type of device, without a trial."""
+    """Predict, without a trial, which kernel an operation will have on a type of device."""
     name = next((name for name in TABLE[operation] if _why_not(name, kind) is None), None)
     return Kernel("torch", None) if name is None else Kernel(name, _CANDIDATES[name][0])
 
@@ -118,7 +117,7 @@ def _failure(
     result = torch.float32 if operation == "float32_product" else dtype
     if error <= _TOLERANCES[result]:
         return None
-    return f"results in {dtype_name(result)} differ from float64's by {error:.0e}"
+    return f"results in {dtype_name(result)} differ from float64 results by {error:.0e}"
 
 
 def _numbers(count: int, device: torch.device, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
@@ -202,7 +201,7 @@ _SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_preci
 
 @contextmanager
 def float32_reductions() -> Iterator[None]:
-    """Inside the `with` block, forbid cuBLAS to reduce in lower precision, for the whole process."""
+    """Keep cuBLAS from summing in lower precision, in the whole process, as long as the `with` block runs."""
     matmul: Any = torch.backends.cuda.matmul
     before = {name: _allowed(matmul, name) for name in _SWITCHES}
     for name, allowed in before.items():
@@ -215,7 +214,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision allowed, split-k allowed), or only the first value in torch 2.10, which lacks the second."""
+    """Return (reduced precision is allowed, split-k is allowed). torch 2.10 has no second switch: return only the first."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -5,11 +5,10 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
     Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
-The function runs without autocast and does all casts itself, each once: of X, of the adapters' master weights, and of the
-gradients of these weights. The backward computes one gradient of X for all layers, and all gradients of A in one product.
-Base weights are frozen, so only X (if it is a gated product, its two factors) and the small X Aᵀ are saved. They are saved
-before Y is computed. Gradient checkpointing recomputes a block only up to its last saved tensor, and so skips the block's
-last product.
+The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
+backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so
+the function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead. All are saved
+before Y is computed. So gradient checkpointing, which stops at a block's last saved tensor, skips the last product.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _aten = torch.ops.aten
 def drop(
     x: torch.Tensor, source: torch.Tensor, probability: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return X after dropout and scaling, and the bool mask `[rows, in]`, or None without dropout.
+    """Return (X after dropout and its scaling, the bool mask `[rows, in]`). Without dropout, return (X, None).
 
-    On a CPU the mask is drawn in the memory order of `source`, even of a transposed one, as `nn.Dropout` does.
+    On a CPU the random mask has the memory layout of `source`, as in `nn.Dropout`, even if `source` is transposed.
 
     Args:
         x: X as a matrix `[rows, in]` in the dtype of the products.
@@ -57,7 +56,7 @@ def drop(
 
 
 def dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
-    """Return X, or the gradient of X, multiplied by a dropout mask and by 1 / (1 - probability)."""
+    """Return `x` multiplied by a dropout mask and by 1 / (1 - probability). `x` is X or its gradient."""
     if mask is None:
         return x
     # With a probability of 1 every value is dropped; the scale only has to be finite.
@@ -78,9 +77,9 @@ def lora_linear(
     """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
-        inputs: X `[…, in_features]` in any float dtype; with a gate, the two factors of X.
-        tensors: the tensors of each layer, one layer after another: the biases `[out]`, A `[r, in]` and B `[out, r]` of
-            each adapter, and DoRA's magnitude `[out]`.
+        inputs: X `[…, in_features]` in any float dtype. If X is a gated product, its two factors instead.
+        tensors: the tensors of all layers. Each layer has its biases `[out]`, then A `[r, in]` and B `[out, r]` of each
+            adapter, then DoRA's magnitude `[out]`.
     """
     first, second = (*inputs, None)[:2]
     products: list[_Product] = []
@@ -91,7 +90,7 @@ def lora_linear(
 
 
 class _Product(NamedTuple):
-    """The operands of one layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ; the values of `out` are computed later."""
+    """A layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ, still without values, and the operands to compute it."""
 
     layer: _LayerTensors
     x: torch.Tensor
@@ -177,12 +176,12 @@ class _LoraLinear(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _LayerTensors:
-    """The tensors of one layer, and their positions.
+    """The tensors of one layer, and their positions in the call.
 
     Attributes:
-        start, first_pair: positions of the layer's first tensor and of its first A among all tensors of the call; B follows A.
+        start, first_pair: among all tensors of the call, the positions of the layer's first tensor and of its first A.
         first_column: first column of the layer's adapters in X Aᵀ.
-        scaled_up: s B of the layer's adapters side by side in the working dtype, `[out, rank]`; None without adapters.
+        scaled_up: s B of all adapters, concatenated to `[out, rank]` in the working dtype; None without adapters.
     """
 
     spec: Layer
@@ -197,7 +196,7 @@ class _LayerTensors:
 
 
 def _layers_of(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_LayerTensors]:
-    """Split the flat list of tensors among the layers; the result lacks `scaled_up`."""
+    """Split the flat list of tensors among the layers. `scaled_up` is set later."""
     layers, start, column = [], 0, 0
     for layer in spec.layers:
         pair, end = start + len(layer.biases), start + layer.tensors
@@ -226,7 +225,7 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _adapters(
     layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Adapter, torch.Tensor]]:
-    """Return (adapter, A in `dtype`) in the order of the columns of X Aᵀ; `down` has all A stacked, or is None."""
+    """Return (adapter, its A in `dtype`) in the order of X Aᵀ's columns. `down`, if not None, is all A stacked."""
     adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
     if down is None:
         downs: Sequence[torch.Tensor] = [part.to(dtype) for layer in layers for part in layer.down]
@@ -242,7 +241,7 @@ def _hidden(
     layers: Sequence[_LayerTensors],
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return (X Aᵀ of all adapters side by side `[rows, rank]`, dropout masks); `down` has all A stacked, or is None."""
+    """Return (X Aᵀ of all adapters `[rows, rank]`, their dropout masks). `down`, if not None, is all A stacked."""
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
@@ -258,9 +257,9 @@ def _hidden(
 def _output(
     spec: Spec, layer: _LayerTensors, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return Y; for DoRA also Y without bias and magnitude, and the row norms of W + s B A; otherwise None and None.
+    """Return (Y, None, None), or for DoRA (Y, Y before magnitude and bias, row norms of W + s B A).
 
-    Without DoRA, Y is still uninitialized, and `products` gets the entry that computes it.
+    Without DoRA, Y gets its values later, from the operands that this function adds to `products`.
     """
     bias = None
     if layer.biases:
@@ -282,7 +281,7 @@ def _output(
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Compute the outputs in `products`: in one call of the compiled loops, or one by one if they are cast afterwards."""
+    """Compute the outputs in `products`. One call of the compiled loops computes all of them, if they need no cast."""
     if not spec.keep:
         others = []
         for product in products:
@@ -307,7 +306,7 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 
 def _write_few(product: _Product) -> None:
-    """Compute an output that has few rows and no backward, directly with the packed 4-bit weight."""
+    """Compute an output directly from the packed 4-bit weight. It has few rows, and no backward."""
     layer = product.layer
     base: Any = layer.spec.base
     # This product is rounded before the adapters' product is added.
@@ -318,14 +317,14 @@ def _write_few(product: _Product) -> None:
 
 
 def _weight(spec: Spec, layer: _LayerTensors, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-    """Return a layer's base weight, valid until the stack is closed or, with torch's operators, until the next call."""
+    """Return a layer's base weight, valid until `stack` is closed. For torch's operators this call closes it first."""
     if not spec.compiled:
         stack.close()  # torch's operators compute one product at a time and need one weight in scratch memory
     return spec.weights.matrix(layer.spec.base, spec.working, stack, keep=keep)
 
 
 def _row_norms(weight: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
-    """Return ‖W + s B A‖ per row in float32, as the root of ‖W‖² + 2 s (W Aᵀ)·B + s² (B A Aᵀ)·B, without W + s B A."""
+    """Return the norm of each row of W + s B A in float32, without computing W + s B A."""
     scale = layer.spec.adapters[0].scale
     down, up = layer.down[0].float(), layer.up[0].float()
     across = (weight @ down.to(weight.dtype).t()).float()
@@ -342,7 +341,7 @@ def _through_output(
     norm: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Return the gradient of X Wᵀ from Y's gradient `rows`; store the gradients of the layer's biases and magnitude."""
+    """Return the gradient of X Wᵀ. `rows` is Y's gradient. The gradients of biases and magnitude go into `gradients`."""
     for index, (bias, scale) in enumerate(zip(layer.biases, layer.spec.biases, strict=True)):
         gradients[layer.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
     if layer.magnitude is None or norm is None or total is None:
@@ -359,7 +358,7 @@ def _through_up(
     d_hidden: torch.Tensor,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Store the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`; `arrived` is as in `_through_products`."""
+    """Put the gradients of all B into `gradients`, and write the gradient of X Aᵀ into `d_hidden`."""
     sums, places, summed = [], [], _summed(hidden)
     for layer, rows in arrived:
         if layer.scaled_up is None:
@@ -386,12 +385,12 @@ def _through_products(
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradient of X, and the gradients of all A stacked; each is None if it is not requested.
+    """Return (gradient of X, stacked gradients of all A). A gradient that is not requested is None.
 
     Args:
-        arrived: each layer with the gradient of its product X Wᵀ; empty if X needs no gradient.
-        down: all A stacked; None without adapters, or if each adapter has a dropout mask.
-        x: X; None if the gradient of A is computed later.
+        arrived: pairs of a layer and the gradient of its X Wᵀ; empty if X needs no gradient.
+        down: all A stacked; None if there are no adapters, or if adapters have dropout.
+        x: X, or None to skip the gradients of A.
     """
     sums, d_x, d_down = [], None, None
     with ExitStack() as stack:
@@ -417,7 +416,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Store the gradient of each A: rows of `d_down`, or products with X Aᵀ's gradient if each adapter has a dropout mask."""
+    """Put the gradient of each A into `gradients`: rows of `d_down`, or, if that is None, a product with the dropped X."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return
@@ -437,7 +436,7 @@ def _through_down(
 def _through_input(
     ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return X, and the gradients of the inputs; if `x` is None, X is a gated product, which is computed again."""
+    """Return (X, gradients of the inputs). If `x` is None, X is a gated product, and is recomputed here."""
     spec, (dtype, other) = ctx.spec, ctx.dtypes
     if spec.gate is not None and d_x is not None:
         x, d_first, d_second = spec.gate.backward(d_x, *factors)

@@ -1,4 +1,4 @@
-"""Times measured on this machine, stored in the cache folder for later processes."""
+"""Stores times that were measured on this machine in the cache folder, so that later processes can read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
-    """Return the path of the file with times of this torch under some conditions, on this CPU or on GPUs named `card`."""
+    """Return the file for times of this torch version under `conditions`, on GPUs named `card` or else on this CPU."""
     machine = [card, torch.__version__] if card else _machine()
     key = json.dumps([*conditions, *machine])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -44,7 +44,7 @@ def _machine() -> list[str]:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """Return name -> entry of a file; an empty dict if the file is damaged or missing."""
+    """Return the entries of a file by name. If the file is damaged or missing, return an empty dict."""
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -54,10 +54,10 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 class Kept(Generic[Result]):
-    """Results of one kind of measurement, stored in files; each result is an instance of the frozen dataclass `kind`.
+    """Stores the results of one kind of measurement in files. Each result is an instance of the frozen dataclass `kind`.
 
     Attributes:
-        known: (file, name) -> result that this process has measured or read.
+        known: results that this process has measured or read, by (file, name).
     """
 
     def __init__(self, kind: Callable[..., Result]) -> None:
@@ -81,7 +81,7 @@ class Kept(Generic[Result]):
         return results
 
     def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
-        """Return the stored or newly measured result, and why it could not be stored (None if it could)."""
+        """Return (the stored or newly measured result, why a new result could not be stored or None)."""
         with self._lock:
             if (stored := self.get(file, name)) is not None:
                 return stored, None
@@ -98,10 +98,10 @@ class Kept(Generic[Result]):
 def in_turns(
     prepare: Callable[[], Mapping[Name, Callable[[], object]]], turns: int, threads: int
 ) -> dict[Name, list[float]]:
-    """Time the calls that `prepare` returns, in turns after a warm-up turn; return name -> milliseconds in each turn.
+    """Time the calls that `prepare` returns, one after another in each turn. Return each call's milliseconds per turn.
 
-    The calls run in a separate thread, without the caller's autocast, saved-tensor hooks (gradient checkpointing) and
-    dispatch modes.
+    A first turn is not timed. The calls run in a thread of their own. So the caller's autocast, saved-tensor hooks
+    (gradient checkpointing) and dispatch modes do not apply to them.
     """
     times: dict[Name, list[float]] = {}
 

@@ -1,4 +1,4 @@
-"""Fused modules: LoRA layers, gated MLPs, RMSNorms and attention layers whose class has been swapped."""
+"""Classes of fused LoRA layers, gated MLPs, RMSNorms and attention layers, and functions that put them in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from isotype.precision.devices.simulated import simulates_cpu, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """The argument of a gated MLP's last layer: the product `gate.product(first, second)`, which is not saved."""
+    """The input of a gated MLP's last layer: `gate.product(first, second)`, computed by the layer and not saved."""
 
     gate: Gate
     first: torch.Tensor
@@ -38,7 +38,7 @@ class GatedInput:
 
 
 def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return the base layer's compute dtype, and the dtype of its result."""
+    """Return (dtype in which the base layer computes, dtype of its result)."""
     kind, device = kind_of(base), x.device.type
     low, settings = autocast_dtype(device), boundary_of(base)
     if settings is not None and settings.kind == "int8":
@@ -53,10 +53,10 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 
 class Siblings:
-    """Layers of one module that are called one after another with the same tensor, and are computed together.
+    """Layers that their module calls one after another with the same tensor. One function computes all of them.
 
-    The call of the first layer computes all outputs, and the calls of the others return them. A call with another tensor,
-    with a modified tensor, or with a tensor without a version counter computes only the output of the called layer.
+    The call of the first layer computes all outputs, and the calls of the other layers return theirs. If the tensor is
+    another one, was modified, or has no version counter, a call computes only its own layer's output.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
@@ -73,7 +73,7 @@ class Siblings:
         self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of one of the layers for X; None if only PEFT's forward can compute that output now."""
+        """Return a layer's output for the input X. Return None if only PEFT's forward can compute it now."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
             output = ready.outputs.pop(layer)
@@ -93,7 +93,7 @@ class Siblings:
     def gated_output(
         self, layer: Any, gate_input: GatedInput, peft_forward: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Return the output of a layer for a gated product that is not saved."""
+        """Return a layer's output for a gated product. The product is not saved for the backward."""
         reading = self._read(layer, gate_input.first)
         if reading is None:
             return peft_forward(layer, gate_input.gate.product(gate_input.first, gate_input.second))
@@ -156,11 +156,11 @@ def _run(
 
 
 class Fused(Swapped):
-    """Base class of the classes of fused modules.
+    """Base class of fused modules.
 
     Attributes:
         lora_state: names of the attributes that `put_in` adds to a module.
-        lora_original: class of the module before `put_in`. If a boundary is set later, `original` is the fused class.
+        lora_original: class of the module before `put_in`. `original` may be the fused class, see `set_boundary`.
     """
 
     lora_state: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer, with the model's base weights and the layers that are computed together with it."""
+    """A fused LoRA layer. It shares the model's dense weights, and knows the layers that are computed with it."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights
@@ -194,7 +194,7 @@ class FusedLora(Fused):
 
 
 class FusedMlp(Fused):
-    """A gated MLP that does not save its product; `lora_parts` has the names of the MLP's layers."""
+    """A gated MLP whose backward recomputes the product. `lora_parts` has the names of the MLP's layers."""
 
     lora_state = ("lora_parts",)
     lora_parts: GatedParts
@@ -210,7 +210,7 @@ class FusedMlp(Fused):
 
 
 class FusedNorm(Fused):
-    """An RMSNorm with the parameters `lora_norm`."""
+    """An RMSNorm that one function computes."""
 
     lora_state = ("lora_norm",)
     lora_norm: NormParts
@@ -222,7 +222,7 @@ class FusedNorm(Fused):
 
 
 class FusedRotary(Fused):
-    """An attention layer that rotates queries and keys in one function."""
+    """An attention layer that applies rotary positions to queries and keys by one function."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward = self.lora_original.forward
@@ -236,7 +236,7 @@ def _fused_class(kind: Any, base: Any) -> Any:
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
-    """Swap the class of `module` for a subclass of `kind`; `state` has the values of the attributes in `kind.lora_state`."""
+    """Swap the class of `module` for a subclass of `kind`. `state` has one value for each name in `kind.lora_state`."""
     module.__dict__.update(zip(kind.lora_state, state, strict=True))
     base: Any = type(module)
     swap(module, _fused_class(kind, base))

@@ -2,8 +2,8 @@
 
     y = x / sqrt(mean(x²) + eps) ⊙ (offset + w)
 
-The norm is computed in float32 and rounded once. The backward needs only x and one number per row; with torch's operators,
-autograd would save four float32 tensors as large as x.
+The norm is computed in float32 and rounded once. The backward needs only x and one number per row. Through torch's
+operators, autograd would save four float32 tensors as large as x.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NormParts:
-    """Parameters of an RMSNorm; `offset` is 1 if the weight is stored as the difference from one (Gemma)."""
+    """Settings of an RMSNorm. `offset` is added to the weight: 1 in Gemma, which stores the weight minus one, else 0."""
 
     eps: float
     offset: float
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """Return the parameters of an RMSNorm, derived from a run of the module on a few numbers; None for another module.
+    """Return the settings of an RMSNorm, found by running the module on a few numbers. Return None for another module.
 
-    The result is also None for an RMSNorm that returns float32 for 16-bit inputs: `rms_norm` returns the promoted dtype.
+    Also return None for an RMSNorm that returns float32 for 16-bit inputs, because `rms_norm` would return 16 bits.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -65,7 +65,7 @@ def norm_parts(module: Any) -> NormParts | None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> torch.Tensor:
-    """Return the RMSNorm of `x` `[…, n]` with `weight` `[n]`, in the promoted dtype of both."""
+    """Return the RMSNorm of `x` `[…, n]` with `weight` `[n]`, in the dtype to which both promote."""
     output: torch.Tensor = _RmsNorm.apply(x, weight, parts)  # type: ignore[no-untyped-call]
     return output
 

@@ -1,9 +1,10 @@
-"""Rotary positions of queries and keys in one function: https://arxiv.org/abs/2104.09864.
+"""Applies rotary positions to queries and keys by one function (https://arxiv.org/abs/2104.09864).
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-for the halves a and b of a head, computed in float32 and rounded once. In transformers a function in the model's Python file
-rotates. A fused attention layer runs a copy of its forward, in which isotype's function replaces this function.
+a and b are the halves of a head. The result is computed in float32 and rounded once. In transformers,
+`apply_rotary_pos_emb` in the model's Python file does this. A fused attention layer runs a copy of its forward that
+calls isotype's function instead.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from isotype.model.modes import is_close, result_of
 NAME = "apply_rotary_pos_emb"
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
-"""Tolerances for numbers up to about ten, if every product and sum is rounded."""
+"""Tolerances for numbers up to about ten that are rounded after every product and sum."""
 _first_seen: dict[FunctionType, FunctionType] = {}
-"""Forward of a class -> the function that rotated in the class's Python module when `rotates` was called."""
+"""For each forward, the function `apply_rotary_pos_emb` in its Python module when `rotates` was called."""
 
 
 def rotates(forward: Any) -> bool:
-    """Return whether a class's forward rotates queries and keys in a way that `with_loops` supports."""
+    """Return whether `with_loops` supports the function by which a class's forward applies rotary positions."""
     rotate = _rotation_of(forward)
     if rotate is None:
         return False
@@ -39,10 +40,7 @@ def rotates(forward: Any) -> bool:
 
 
 def with_loops(forward: Any) -> Any:
-    """Return a copy of `forward` that rotates in one function, or `forward` if that is not supported.
-
-    If the rotation in the Python module was replaced after the call of `rotates`, the result is `forward` itself.
-    """
+    """Return a copy of `forward` that applies rotary positions by isotype's function; if not supported, `forward`."""
     rotate = _rotation_of(forward)
     # For a model that was fused in another process, `rotates` has not been called.
     if rotate is None or _first_seen.setdefault(forward, rotate) is not rotate:

@@ -19,7 +19,7 @@ class Adapter:
 
     Attributes:
         scale: alpha / r, for rsLoRA alpha / sqrt(r).
-        magnitude: whether the adapter is DoRA, which has a magnitude; a layer with DoRA has no other adapter and no dropout.
+        magnitude: True if the adapter is DoRA. A layer with DoRA has no other adapter and no dropout.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: its frozen base layer, the factor of each bias (1, or an adapter's scale), and its active adapters."""
+    """A linear layer: its frozen base layer, a factor for each bias (1 or an adapter's scale), and its active adapters."""
 
     base: nn.Module
     biases: tuple[float, ...] = ()
@@ -67,8 +67,8 @@ class Spec:
     Attributes:
         working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
         gate: the gate, if X is a gated product of two tensors; else None.
-        keep: whether a backward follows, see `DenseWeights.matrix`.
-        compiled: whether compiled loops compute the products, see `isotype.lora.loops.products`.
+        keep: True if a backward may follow, see `DenseWeights.matrix`.
+        compiled: True if compiled loops compute the products, see `isotype.lora.loops.products`.
     """
 
     layers: tuple[Layer, ...]
@@ -81,7 +81,7 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """True if an adapter has dropout: then the adapters have different inputs."""
+        """True if an adapter has dropout. Then each adapter has another input."""
         return any(map(_drops, self.layers))
 
     @property

@@ -1,7 +1,7 @@
-"""Batches without padding: rows are concatenated, and each row attends only to itself.
+"""Removes padding from batches: all rows are concatenated to one row, and the tokens attend only to their own row.
 
-The results stay the same if tokens interact only in attention, and if attention separates sequences by their positions, as
-for packed sequences in transformers. `tried` tests this with a trial of the model.
+The results stay the same under two conditions: tokens influence each other only by attention, and attention uses
+positions to separate sequences, as transformers does for packed sequences. `tried` runs the model to test this.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from isotype.model.modes import in_evaluation
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a row `[1, tokens]`.
+    """The bounds of the sequences that are concatenated in a row `[1, tokens]`.
 
     Attributes:
-        ends: 0 and the end of each sequence, int32 `[sequences + 1]`, on the tokens' device.
-        window: number of keys to which a query attends, the last of them at its position; None for all keys.
+        ends: 0, and then the index after each sequence's last token; int32 `[sequences + 1]` on the tokens' device.
+        window: a query attends to this number of keys up to its own position; None means all keys of its sequence.
     """
 
     ends: torch.Tensor
@@ -35,7 +35,7 @@ class Sequences:
     window: int | None = None
 
     def mask(self, tokens: int, *, causal: bool) -> torch.Tensor:
-        """Return a mask for kernels without lengths: bool `[1, 1, tokens, tokens]`, True where a query attends to a key."""
+        """Return the sequences as a mask: bool `[1, 1, tokens, tokens]`, True where a query attends to a key."""
         places = torch.arange(tokens, device=self.ends.device)
         owners = torch.bucketize(places, self.ends[1:].long(), right=True)
         mask = owners[:, None] == owners
@@ -48,7 +48,7 @@ class Sequences:
 
 
 def packed(inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch from the collator's arguments; None for another batch."""
+    """Return the sequences of a packed batch, as its collator describes them. Return None for another batch."""
     ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
     if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
@@ -59,7 +59,7 @@ _sequences: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the sequences that `with_sequences` has set for the current call of a model; None if they are unknown."""
+    """Return the sequences that `with_sequences` has set for the current call of a model; None if it has set none."""
     return _sequences.get()
 
 
@@ -73,23 +73,23 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def with_sequences(sequences: Sequences | None) -> AbstractContextManager[None]:
-    """Set the sequences of the row for the model calls in the `with` block; None if they are unknown."""
+    """In the `with` block, tell the model's attention how its row splits into sequences. None: it is unknown."""
     return _holding(_sequences, sequences)
 
 
 _ARGUMENTS = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
 _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
-"""Maximum tokens without padding if attention has a mask, which takes a byte per pair of tokens."""
+"""Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Side of padding -> tolerated difference, relative to the change of results if rows attend to earlier rows.
+"""Tolerated difference by side of padding, relative to the change that attention to earlier rows would cause.
 
 Left padding shifts rotary positions, and so changes rounding.
 """
 _NEIGHBOURS = 1e-4
-"""Tolerated relative change of a document's states if the document before it changes: experts' products round differently."""
+"""Tolerated relative change of a document's states if the document before it changes, because experts round differently."""
 _LENGTH, _SHORT = 16, 3
-"""Lengths of the trial's rows. Left padding moves a short row far from the start, which shows absolute positions."""
+"""Lengths of the trial's rows. Left padding shifts the short row far to the right: absolute positions would change it."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class Unpadded:
 
     Attributes:
         inputs: arguments of the model's forward, with `input_ids` and `position_ids` `[1, tokens]`.
-        place: index of each token of the batch in the concatenated row, int64 `[rows, length]`; undefined for padding.
-        tokens: index of each token of the concatenated row in the flat batch, int64 `[tokens]`.
+        place: index in the concatenated row of each token of the padded batch, int64 `[rows, length]`; undefined for
+            padding.
+        tokens: index in the flattened padded batch of each token of the concatenated row, int64 `[tokens]`.
     """
 
     inputs: Mapping[str, Any]
@@ -114,24 +115,24 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """In the `with` block, let `unpadded` remove as much padding from fake batches as it removed for `bare`; none for None."""
+    """In the `with` block, let `unpadded` remove the same padding from fake batches as for `bare`. None removes none."""
     return _holding(_traced, bare)
 
 
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding, if this saves time and no results at padding are read; waits for the device once.
+    """Return a batch without its padding, or None if this saves no time or is not possible. Waits for the device once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
-        sides: sides on which padding may be removed, see `tried`.
-        read: positions whose results are read, bool `[rows, length]`.
+        sides: the sides (`left`, `right`) on which padding may be removed, see `tried`.
+        read: True at the positions whose results the caller needs, bool `[rows, length]`.
         most: largest number of tokens in the batch without padding; None for any number.
 
     Returns:
-        None if the batch has almost no padding, has padding between tokens or on another side, or has more than text, or
-            if results at padding are read. Outside of `traced_as`, the result is also None for fake tensors.
+        None if the batch has almost no padding, has padding between tokens or on another side, or has other inputs than
+        text, or if the caller needs results at padding. Outside of `traced_as`, a fake batch also gives None.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:
@@ -173,18 +174,15 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """Prepare a model for calls with `bare.inputs`: attention gets the sequences, and hooks of embeddings get the padded batch.
-
-    NEFTune is such a hook: it divides its noise by the length of the rows, and the concatenated row has another length.
-    """
+    """Prepare a model for calls with `bare.inputs`: attention gets the sequences; embedding hooks get the padded batch."""
     with with_sequences(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield
 
 
 def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
-    """Let the hooks of a model's embeddings get a batch's tokens as one row without padding.
+    """Give the hooks on a model's embeddings all tokens of a batch as one row without padding.
 
-    `present` `[rows, length]`, in any dtype, is zero for padding. Hooks get a fake batch unchanged.
+    `present` `[rows, length]` is zero for padding and has any dtype. For a fake batch, nothing changes.
     """
     if isinstance(present, FakeTensor) or not _is_hooked(model):
         return nullcontext()
@@ -194,7 +192,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Rearrange an embedding's ids of the shape of `back` by the index `into`, and the embedding's results by `back`."""
+    """Let the embeddings and their hooks see `ids.flatten()[into]`, and rearrange the results by `back`."""
     if not _is_hooked(model):
         yield
         return
@@ -216,14 +214,14 @@ def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterato
 
 
 def _is_hooked(model: Any) -> bool:
-    """Return whether other libraries than isotype and torch, whose hooks accept any shape, have hooks on the embeddings."""
+    """Return whether the embeddings have other hooks than isotype's and torch's, which accept any shape."""
     hooks = forward_hooks(model.get_input_embeddings()).values()
     homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return bool(homes - {"isotype", "torch"})
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens of each row, number of read positions, whether padding is read or inside of rows, sides with padding)."""
+    """Return (each row's tokens, number of needed positions, True if padding is needed or in a row, padded sides)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -239,17 +237,17 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, b
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial without padding: the sides (`"left"`, `"right"`) that need no padding, or why padding stays."""
+    """Result of a trial: the sides (`"left"`, `"right"`) on which padding can be removed, or why there are none."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""
 
 
 def tried(model: Any) -> Trial:
-    """Return the sides of a row on which a model's padding may be removed without changing results.
+    """Return the sides of a row on which padding can be removed without changing a model's results.
 
-    The trial runs a few rows with padding, and again concatenated without padding. Both results may differ slightly: by a
-    small share of the difference that arises if rows attend to earlier rows. The model and the random states stay unchanged.
+    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. The results may
+    differ by a small part of the change that attention to earlier rows would cause. The model stays unchanged.
     """
     from transformers import PreTrainedModel
 
@@ -268,7 +266,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why a document has other results after another document in its row than alone, as a clause; else ""."""
+    """Return why an earlier document in its row would change a document's results; "" if it would not."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)

@@ -1,4 +1,4 @@
-"""Provides the matrices for products: of frozen base weights, which may be packed in 4 bits or int8, and of adapters."""
+"""Provides matrices in the dtype of a product: frozen base weights, which may be packed in 4 bits or int8, and adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Key = tuple[torch.device, int, torch.dtype]
 
 
 class Workspace:
-    """A pool of flat scratch buffers by device, stream and dtype."""
+    """A pool of flat scratch buffers, one list for each device, stream and dtype."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Workspace:
     def borrow(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, keep: bool = True
     ) -> Iterator[torch.Tensor]:
-        """Yield an uninitialized tensor of `shape`; if `keep` is True, its buffer stays in the pool for the next product."""
+        """Yield an uninitialized tensor. If `keep` is True, its buffer later returns to the pool for the next product."""
         key = (device, _stream(device), dtype)
         size = prod(shape)
         buffer = self._take(key, size)
@@ -99,7 +99,7 @@ def _stream(device: torch.device) -> int:
 
 
 FEW = 64
-"""Maximum rows (generated tokens) for bitsandbytes' product with a packed 4-bit weight, which is not dequantized."""
+"""Up to this number of rows (generated tokens), bitsandbytes multiplies by a 4-bit weight without dequantizing it."""
 
 _SHARE = 64  # a GPU's memory over the memory for float32 block constants
 
@@ -121,7 +121,7 @@ def _transposed(cls: Any) -> bool:
 
 
 def codes_of(layer: Any) -> torch.Tensor:
-    """Return the codes of an int8 layer, which bitsandbytes moves from the weight to the layer's state."""
+    """Return the int8 codes of a layer. bitsandbytes moves them from the weight to the layer's state."""
     # A sharded weight is a plain tensor without the attribute CB.
     places = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
     codes: torch.Tensor = next(codes for codes in places if codes is not None)
@@ -141,11 +141,10 @@ def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class DenseWeights:
-    """The dense matrices of a model's base weights, with copies of some weights within a budget in bytes.
-
-    If a weight is quantized or has another dtype than the product, each product writes it as a dense matrix into scratch
-    memory, or reads a copy. A copy is valid as long as the weight has the same memory and version; code that changes
-    weights through `.data`, such as PEFT's merge, calls `forget`.
+    """The dense matrices of a model's base weights. It keeps copies of as many of them as the budget in bytes allows. If
+    a weight is quantized or has another dtype than a product, the product reads a copy, or writes the dense matrix into
+    scratch memory. A copy is valid as long as the weight has the same memory and version. Code that changes weights
+    through `.data`, such as PEFT's merge, must call `forget`.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -162,7 +161,8 @@ class DenseWeights:
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """Return the weight `[out, in]` of `layer` in `dtype`, valid until the stack is closed; `keep` as in `Workspace.borrow`."""
+        """Return a layer's weight `[out, in]` in `dtype`, valid until `stack` is closed. `keep`: see `Workspace.borrow`.
+        """
         ready = self._ready(layer, dtype)
         if ready is not None:
             return ready
@@ -175,7 +175,7 @@ class DenseWeights:
         return out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state; on a GPU with enough memory its constants are float32, which saves kernels."""
+        """Return a 4-bit layer's quantization state. With enough GPU memory, its constants are kept in float32."""
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
             return state
@@ -193,7 +193,7 @@ class DenseWeights:
         return single
 
     def in_4_bits(self, layer: Any, x: torch.Tensor) -> bool:
-        """Return whether bitsandbytes can multiply the few rows of `x` by the packed weight, which reads less memory."""
+        """Return whether bitsandbytes can multiply `x`, which must have few rows, by the packed weight."""
         device = x.device.type
         if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
             return False
@@ -202,11 +202,11 @@ class DenseWeights:
         return layer not in self._copies and multiplies(quantization_state(layer))
 
     def keep(self, layer: Any, dtype: torch.dtype) -> None:
-        """Create the dense copy of a layer's weight if products need a copy and the budget allows it."""
+        """Create a dense copy of a layer's weight, if its products need one and the budget allows it."""
         self._ready(layer, dtype)
 
     def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the weight if it is stored in `dtype`, else a valid copy, which is created if there is room; else None."""
+        """Return the weight if its dtype is `dtype`, or else a copy. Return None if there is no room for a copy."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
         former, copy = self._copies.get(layer, (None, None))
@@ -254,7 +254,7 @@ class DenseWeights:
 _MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)
 
 _Identity = tuple[int, int, torch.dtype]
-"""A weight's address (for fake tensors the storage's id), its version, and the dtype of the copy."""
+"""(address of a weight, its version, dtype of the copy). For a fake tensor, the storage's id replaces the address."""
 
 
 def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:
@@ -298,7 +298,7 @@ def _dequantized(
 
 @cache
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory as the driver reports them; None for a CPU, or if unknown."""
+    """Return the bytes of a GPU's memory, as its driver reports them; None for a CPU, or if they are unknown."""
     if device.type in ("cpu", "meta"):
         return None
     memory_info = getattr(torch.get_device_module(device), "mem_get_info", None)
@@ -312,7 +312,7 @@ def total_memory(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The adapters of one layer: the A `[rank, in]`, the B `[out, rank]` and the scale of each adapter."""
+    """All adapters of one layer: A `[rank, in]`, B `[out, rank]` and the scale of each."""
 
     downs: Sequence[torch.Tensor]
     ups: Sequence[torch.Tensor]
@@ -320,11 +320,11 @@ class Pairs:
 
 
 Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
-"""(all A stacked `[rank, in]` or None, per layer s B of the adapters side by side `[out, rank]`, None without adapters)."""
+"""(all A stacked `[rank, in]` or None; for each layer s B `[out, rank]` of all its adapters, or None without adapters)."""
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return A (None unless `stacked`) and s B of layers in `dtype`; s B is multiplied in B's dtype and rounded once."""
+    """Return A (None unless `stacked`) and s B in `dtype`. s B is computed in B's dtype and rounded once."""
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):
         return _one_by_one(layers, dtype, stacked)
@@ -363,5 +363,5 @@ def _together(layers: Sequence[Pairs], dtype: torch.dtype, stacked: bool) -> Rou
 
 
 def split(whole: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
-    """Return views of parts of the given sizes; a single part is the tensor itself, without an operator."""
+    """Split a tensor into views of the given sizes. A single part is the tensor itself, so that no operator runs."""
     return (whole,) if len(sizes) == 1 else whole.split_with_sizes(sizes, dim)

@@ -1,4 +1,4 @@
-"""Adapters on a model under a policy: PEFT creates them, the policy sets their dtypes."""
+"""Adds adapters to a model under a precision policy. PEFT creates the adapters, and the policy sets their dtypes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def add_lora(
     """Add a LoRA adapter (DoRA: `use_dora=`, rsLoRA: `use_rslora=`) whose parameters have the policy's master dtype.
 
     The base weights are frozen and keep their dtypes: nothing is upcast. If the model already has adapters, the new
-    adapter becomes active and is trained; PEFT's `add_adapter` does not activate it. `model.set_adapter` activates
-    another adapter. `save_pretrained` saves the policy beside every adapter.
+    adapter becomes the active one, unlike after PEFT's `add_adapter`. `model.set_adapter` activates another adapter.
+    `save_pretrained` saves the policy beside every adapter.
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT supports.
-        config: a `peft.LoraConfig` or another PEFT config; by default a `LoraConfig` of `lora_kwargs` for all linear
+        config: a `peft.LoraConfig` or another PEFT config. The default is `LoraConfig(**lora_kwargs)` for all linear
             layers.
         adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`, several
             of these (`"language,projector"`, or a list), or `"all"`. By default every part with target layers gets
@@ -101,7 +101,7 @@ def _adapt(parts: str | Sequence[str] | Adapt | None) -> Adapt | None:
 
 
 def _take_dropout(config: Any) -> float:
-    """Set the dropout of a config with target parameters to 0, which PEFT 0.21 requires; return the previous dropout."""
+    """If a config has target parameters, set its dropout to 0, as PEFT 0.21 requires. Return the former dropout, or 0."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate or not getattr(config, "target_parameters", None):
         return 0.0
@@ -116,7 +116,7 @@ def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Write the base model's absolute path, or the commit of its hub repository, into an adapter's config."""
+    """Store in an adapter's config where its base model is: its absolute path, or the commit of its hub repository."""
     base = without_peft(model)
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
     if not name or settings is None:
@@ -132,7 +132,7 @@ def remember_base(model: Any, config: Any) -> None:
 def _magnitudes_again(model: Any, adapter_name: str) -> None:
     """Recompute the initial magnitudes of DoRA's linear layers in float32.
 
-    PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`), in float16 even to infinity.
+    PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`). That may overflow.
     """
     for place in places(model):
         layer: Any = place.module
@@ -162,7 +162,7 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:
-    """Return a phrase for each adapter of a model: kind, rank, alpha and targets; the tuple is empty without PEFT."""
+    """Return a phrase for each adapter of a model: its kind, rank, alpha and targets. Without PEFT there are none."""
     configs = getattr(model, "peft_config", None) or {}
     words = []
     for config in configs.values():
@@ -181,7 +181,7 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 
 @contextmanager
 def _offline_if_unreachable(model: Any) -> Iterator[bool]:
-    """Save a PEFT model in the `with` block without waiting for an unreachable hub; yield True if embeddings must be saved.
+    """Keep PEFT from waiting for an unreachable hub in the `with` block. Yield True if embeddings must be saved.
 
     On each save PEFT (0.21) reads the base model's config from the hub. Without the config PEFT assumes that the vocabulary
     is unchanged. So this function compares the vocabulary's size with the size in the cached config.
@@ -203,7 +203,7 @@ def _offline_if_unreachable(model: Any) -> Iterator[bool]:
 
 
 def save_policy_too(model: Any) -> None:
-    """Let this model's `save_pretrained` write the policy beside the weights, or into the folder of each adapter."""
+    """Make `save_pretrained` also write the policy: into the folder of the weights, or into each adapter's folder."""
     if "save_pretrained" in vars(model):
         return
 

@@ -1,8 +1,8 @@
-"""Boundaries: casts around float32 modules of a 16-bit model, and around quantized layers.
+"""Boundaries cast the inputs and outputs of quantized layers, and of float32 modules in a 16-bit model.
 
-A float32 module (a pinned norm, a trained embedding, a `modules_to_save` head, a layer with a trained bias) would pass
-float32 tensors to 16-bit modules, or raise for 16-bit inputs. A boundary casts the inputs and outputs of such a module:
-isotype swaps the module's class for a subclass (see `isotype.compat.swapped`), and can restore the class.
+Without a boundary, a float32 module would pass float32 tensors to 16-bit modules, or raise an error for 16-bit inputs.
+Such modules are a norm that the policy keeps in float32, a trained embedding, a `modules_to_save` head, and a layer with
+a trained bias. To set a boundary, isotype swaps the module's class for a subclass (see `isotype.compat.swapped`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from isotype.core.errors import PrecisionError
 class BoundarySettings:
     """The kind and dtypes of a boundary.
 
-    - `"float32"`: for pinned parameters, and for norms and embeddings with float32 weights. Float inputs are cast to
-      float32, autocast is disabled inside, and float outputs are cast to `result`.
-    - `"compute"`: for linear and other layers with float32 masters. The forward runs under autocast to `compute`,
-      which casts weight, bias and input; float outputs are cast to `result`.
-    - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias outside of the 4-bit kernel, because
-      bitsandbytes would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: for 8-bit layers. The boundary adds the bias as `"bias"` does, casts the input to `compute`, and reshapes
-      it to a matrix, as bitsandbytes' int8 kernels require.
+    - `"float32"`: for parameters that the policy keeps in float32. The module runs without autocast. Float inputs are
+      cast to float32, and float outputs to `result`.
+    - `"compute"`: for linear and other layers with float32 masters. Autocast to `compute` casts weight, bias and input.
+      Float outputs are cast to `result`.
+    - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias after the layer. Otherwise bitsandbytes
+      would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
+    - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer. It casts the input to `compute` and
+      reshapes it to a matrix, because bitsandbytes' int8 kernels require this.
     - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent, and the
       layer computes in `compute`. The product is cast to `result` and multiplied by 2^exponent; then the bias is added.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
-      autocast to `compute`; the first float input and the outputs are cast to `result`.
-    - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast to
-      `compute`: if the residual stream is float32, every matmul needs autocast, also in evaluation and generation.
-    - `"inputs"`: for towers that encode pictures or sound: their processors return float32 or another dtype. Float inputs
-      are cast to `result`.
+      autocast to `compute`. The first float input and all float outputs are cast to `result`.
+    - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast
+      to `compute`, also in evaluation and generation: with a float32 residual stream, every matmul needs it.
+    - `"inputs"`: for towers that encode pictures or sound. Float inputs, which come in the dtype that the processor
+      chose, are cast to `result`.
 
-    Every kind also keeps the row scales of an 8-bit layer when the layer's weight is copied (see `_init_8bit_state`).
+    With a boundary of any kind, a copied 8-bit layer keeps its row scales (see `_init_8bit_state`).
 
     Attributes:
         result: dtype of float outputs; None means `compute`.
@@ -60,13 +60,13 @@ class BoundarySettings:
 
 
 class Boundary(Swapped):
-    """Base of the classes of modules with a boundary."""
+    """Base class of modules with a boundary."""
 
     boundary_settings: BoundarySettings
 
 
 def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
-    """Set the boundary of `module`, or remove it if `settings` is None; return whether the boundary changed."""
+    """Set a module's boundary. If `settings` is None, remove the boundary. Return True if this changed the module."""
     if hasattr(module, "set_reshard_after_forward"):
         # FSDP2's class is a subclass of the module's class: nothing can be inserted between the two.
         if boundary_of(module) != settings:
@@ -92,7 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of the boundary that a module has because of value ranges, 0 for float32; None without one."""
+    """Return the exponent of a `"scale"` boundary, 0 if value ranges require float32, and None in all other cases."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent
@@ -104,7 +104,7 @@ def exponent_by_ranges(module: nn.Module) -> int | None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return a copy of a nested structure, with all float tensors cast to `dtype`."""
+    """Return a copy of a nested structure in which all float tensors are cast to `dtype`."""
 
     def cast_leaf(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -113,7 +113,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a copy of `module` that has `parameters` and shares the rest; meanwhile other threads may call `module`."""
+    """Return a shallow copy of `module` with other `parameters`. `module` itself stays unchanged for other threads."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -151,7 +151,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer whose weight is an `Int8Params` again, since FSDP2 gathers the codes into a plain parameter."""
+    """Make an 8-bit layer's weight an `Int8Params` again: FSDP2 gathers the codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

@@ -1,7 +1,7 @@
-"""Choose for each module the dtypes that its inputs and outputs are cast to under a policy.
+"""Chooses the boundaries that a policy requires: the dtypes to which modules' inputs and outputs are cast.
 
-A module needs a boundary if value ranges require one (a float32 residual stream, an exception), if its own weights are
-float32, or if it returns float32.
+A module needs a boundary in three cases: value ranges require one (a float32 residual stream, an exception), its own
+weights are float32, or it returns float32.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""Cache of `returns_float32` for the hundred norms of a model, by class, plain attributes, and weights' shapes and dtypes."""
+"""Cache of `returns_float32`, as a model has about a hundred norms that are alike."""
 
 
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """Return module name -> boundary, for modules that need one under `policy` because of value ranges or float32 routers."""
+    """Return the boundaries that `policy` requires because of value ranges or float32 routers, by module name."""
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
@@ -64,7 +64,7 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """Return module name -> boundary that casts inputs, for vision and audio towers and for speech encoders."""
+    """Return the boundaries that cast inputs of vision towers, audio towers and speech encoders, by module name."""
     names = {id(module): name for name, module in model.named_modules()}
     boundaries = {}
     for tower in entrances(without_peft(model)):
@@ -83,7 +83,7 @@ def computes_float32(settings: BoundarySettings | None) -> bool:
 
 
 def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
-    """Return the names of the parameters of `model` that `policy` keeps in float32 because of value ranges."""
+    """Return the names of the parameters that `policy` keeps in float32 because of value ranges."""
     all_places = tuple(places(model))
     wanted = range_boundaries(model, all_places, policy)
     return {
@@ -95,7 +95,7 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a module needs if the residual stream is float32; None if it needs no boundary."""
+    """Return the kind of boundary that a float32 residual stream requires for a module; None if it requires none."""
     if place.tuner:
         return None
     if root:
@@ -167,7 +167,7 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 
 
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a norm without its boundary returns float32 for an input of the 16-bit `dtype`.
+    """Return whether a norm itself, without a boundary, returns float32 for an input of the 16-bit `dtype`.
 
     The norm runs on the meta device. The result is False if the norm has no weight of shape `[n]`, or if it raises an
     error for an input of shape `[1, n]`.

@@ -1,4 +1,4 @@
-"""Restores a policy on a model in memory, whose dtypes other code may have changed."""
+"""Restores a precision policy on a model in memory, after other code may have changed dtypes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """A change that `enforce` made to the parameter, buffer or module `name`; `what` is `before -> after`."""
+    """A change by `enforce`. `name` is the changed parameter, buffer or module, and `what` is mostly `before -> after`."""
 
     name: str
     what: str
@@ -46,15 +46,15 @@ class Change:
 
 
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
-    """Restore `policy` on `model` in place and return the changes; a second call changes nothing.
+    """Restore `policy` on `model` in place, and return the changes. A second call would change nothing.
 
     - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. Under
       `keep_frozen` all frozen weights keep their dtypes.
     - Quantization states and quantized layers get the compute dtype. Float32 buffers that other code has cast to 16 bits
       become float32 again. Their values stay rounded; only rotary frequencies are recomputed.
-    - Modules with float32 weights, and norms that always return float32, get a boundary that casts to the
-      compute dtype.
-    - Quantized experts compute in isotype's function: methods that Liger-Kernel has bound to them are removed.
+    - Modules with float32 weights, and norms that always return float32, get a boundary. It casts outputs to the compute
+      dtype.
+    - Quantized experts run isotype's function. Methods that Liger-Kernel has bound to them are removed.
 
     Raises:
         PrecisionError: the model's storage format is not the policy's, or a quantized layer has lost its quantization
@@ -83,7 +83,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if the model's storage format is not the policy's: a cast cannot quantize or dequantize."""
+    """Raise PrecisionError if the model is not stored in the policy's format. A cast cannot quantize or dequantize it."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
     other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
@@ -97,7 +97,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """Return the error for a storage format that is not the policy's; `what` describes the model or checkpoint."""
+    """Return the error for weights that are not stored in the policy's format. `what` describes the model or checkpoint."""
     return PrecisionError.of(
         "the policy is for other weights",
         f"{what} under a policy with storage {policy.storage}",
@@ -120,7 +120,7 @@ def policy_of(model: Any) -> PrecisionPolicy | None:
 
 
 def summarize(changes: tuple[Change, ...]) -> list[str]:
-    """Return one line for every kind of change with its count, most frequent first."""
+    """Return one line for each kind of change, with its count. The most frequent kind comes first."""
     counts = Counter(change.what for change in changes)
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
@@ -128,7 +128,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype in which each unquantized float parameter is to be loaded under `policy`."""
+    """Return the dtype in which to load each unquantized float parameter under `policy`."""
     by_ranges = range_boundaries(model, all_places, policy)
     return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 
@@ -140,9 +140,8 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the wanted dtype of each unquantized float parameter: float32 if any module that has the parameter needs it.
-
-    `by_ranges` is the result of `range_boundaries`; if `frozen`, all parameters except those of adapters will be frozen.
+    """Return the dtype of each unquantized float parameter; float32 if any module needs it. If `frozen`, only adapters
+    train.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
@@ -192,7 +191,7 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
 
 
 def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Set the attribute `name` (`data` or `grad_dtype`) of a parameter and cast its gradient; return a function that undoes both."""
+    """Set a parameter's `data` or `grad_dtype` (`name`) and cast its gradient. Return a function that undoes both."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:
@@ -217,7 +216,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Cast a module's 16-bit buffers back to float32: rotary frequencies are recomputed, pinned buffers keep rounded values."""
+    """Cast rotary frequencies and pinned buffers from 16 bits to float32. Only the frequencies get exact values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
@@ -236,10 +235,10 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """Return a new module with exact rotary frequencies from the config of `module`; the error message contains `name`."""
+    """Return a new rotary module with exact frequencies, from the config of `module`. Error messages contain `name`."""
     config = getattr(module, "config", None)
     if config is None:
-        what = f"{name} ({type(module).__name__}) holds 16-bit inv_freq and no config to compute it from"
+        what = f"{name} ({type(module).__name__}) has 16-bit inv_freq, and no config from which to compute it again"
         fix = "do not cast the whole model with .to(dtype); load it with isotype.load"
         raise PrecisionError.of("rotary frequencies were rounded", what, "float32 frequencies", fix)
     return type(module)(config=config)

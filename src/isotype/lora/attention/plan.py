@@ -1,4 +1,4 @@
-"""Plans of attention: a plan has the keys to which each block of queries attends. A kernel computes only their scores."""
+"""Plans of attention: blocks of queries and the keys to which they attend. Kernels compute no other scores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Span = tuple[int, int]
 """(first, last + 1)"""
 
 _AT_ONCE = 1 << 20
-"""Number of a mask's values that are compared at once."""
+"""A comparison of a mask reads about this number of values at once."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of queries `rows`.
+    """The queries with the indices `rows`, and the keys to which they attend.
 
     Attributes:
-        masked: the part of `keys` to which some queries do not attend, or that has a bias.
-        tile: the mask of the keys `masked`, added to the scores in units of log 2, float32 `[1 or heads, rows, masked]`.
+        masked: the part of `keys` that needs a mask: some queries do not attend to it, or the mask adds a bias there.
+        tile: the mask of the keys in `masked`, times log2(e), as float32 `[1 or heads, rows, masked]`. A kernel adds it
+            to the scores times log2(e).
     """
 
     rows: Span
@@ -38,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of the batch, `batch`, that have the same blocks. The result is zero for queries in no block."""
+    """Rows of the batch with the same blocks. A query that is in no block gets zeros as its result."""
 
     batch: Span
     blocks: tuple[Block, ...]
@@ -49,8 +50,8 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        closed_finitely: whether the mask hides all keys from some query, and does so by finite numbers. With torch's
-            kernels such a query attends to all keys about equally, which blocks cannot represent.
+        closed_finitely: True if the mask hides all keys from some query by finite numbers instead of -inf. In torch's
+            kernels such a query attends to all keys about equally. Blocks cannot represent this.
     """
 
     batch: int
@@ -61,7 +62,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """For each block: its number of queries, summed over all rows of the batch, and its number of keys."""
+        """For each block: (number of its queries in all its rows of the batch, number of its keys)."""
         return [
             ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts
@@ -75,13 +76,13 @@ class Plan:
 
     @cached_property
     def area(self) -> int:
-        """Number of computed scores, over all rows of the batch."""
+        """Number of scores that a kernel computes for the whole batch, per head."""
         return sum(queries * keys for queries, keys in self._sizes)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A call of attention: the plan, the scale of q kᵀ, and the dtype to which computed operands are rounded."""
+    """Settings of an attention call: the plan, the factor of q kᵀ, and the dtype to which probabilities are rounded."""
 
     plan: Plan
     scale: float
@@ -97,17 +98,17 @@ def spec_of(
     scale: float | None = None,
     work: torch.dtype | None = None,
 ) -> Spec:
-    """Return the specification of a call with these tensors, for any kernel.
+    """Return the settings of an attention call with these tensors.
 
     Args:
         q: `[batch, query heads, queries, head]`, in any layout.
         k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
         v: `[batch, key heads, keys, value head]`; all three have one dtype.
-        scale: factor of q kᵀ; None: 1 / √head.
-        work: dtype of products of 16-bit inputs; None: the inputs' dtype.
+        scale: factor of q kᵀ; None means 1 / √head.
+        work: dtype of the matrix products if the inputs have 16 bits; None means the inputs' dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not match one another or the plan.
+        ValueError: the tensors' shapes or dtypes do not match, or the tensors do not fit the plan.
     """
     (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
     if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
@@ -124,20 +125,20 @@ def spec_of(
 
 
 def block_rows(group: int) -> int:
-    """Return the number of queries per block for `group` query heads per key head.
+    """Return the number of queries in a block. `group` is the number of query heads per key head.
 
-    Products reach a core's full rate from about 200 rows on; with more rows, causal attention reads more masked keys.
+    Products need about 200 rows for a core's full rate. With more rows, causal attention computes more masked scores.
     """
     return max(32, min(128, 192 // group))
 
 
 def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
-    """Return the plan of attention without a mask.
+    """Return the plan of full or causal attention.
 
     Args:
         size: (batch, queries, keys).
-        rows: queries per block, see `block_rows`.
-        causal: whether queries attend to no later keys; the last query and the last key have the same position.
+        rows: number of queries in a block, see `block_rows`.
+        causal: True if no query attends to later keys. The last query and the last key have the same position.
     """
     batch, queries, keys = size
     return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
@@ -145,7 +146,7 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
 
 @lru_cache(maxsize=32)
 def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
-    """Return the result of `plan_of` for these sizes, cached for all layers and steps."""
+    """Return the result of `plan_of` for these sizes, from a cache that all layers and steps share."""
     with torch.inference_mode(False):  # a training step may read the plan's tiles next
         return plan_of((batch, queries, keys), rows, causal=causal)
 
@@ -168,14 +169,14 @@ def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]
 
 
 def _tile(count: int) -> torch.Tensor:
-    """Return a tile `[1, count, count - 1]` with -inf where the key is after the query; key 0 is after query 0."""
+    """Return a tile `[1, count, count - 1]` with -inf where the key comes after the query. Key 0 comes after query 0."""
     after = torch.arange(count)[:, None] <= torch.arange(count - 1)
     return torch.zeros(1, *after.shape, dtype=torch.float32).masked_fill_(after, -math.inf)
 
 
 @dataclass(frozen=True)
 class _Cached:
-    """A cached plan, and what identifies its mask: the memory of the mask, and the mask's version or a copy of the mask."""
+    """A cached plan of a mask. It is valid as long as the mask has the same memory, and the same version or values."""
 
     plan: Plan
     view: tuple[object, ...]
@@ -192,15 +193,14 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """Return the plan of a mask, cached for all layers that share the mask.
+    """Return the plan of a mask. The plan is cached for all layers that share the mask.
 
-    A block reads all keys between the first and the last key to which one of its queries attends.
+    A block reads all keys from the first to the last key to which any of its queries attends.
 
     Args:
-        mask: `[1 or batch, 1 or heads, queries, keys]`; either bool (True: the query attends to the key), or numbers that
-            are added to the scores. A key is masked if its number is at most half of the dtype's lowest number, see
-            `Plan.closed_finitely`.
-        rows: queries per block, see `block_rows`.
+        mask: `[1 or batch, 1 or heads, queries, keys]`. A bool mask is True where the query attends to the key. A mask
+            of numbers is added to the scores; it hides a key if the number is at most half of the dtype's lowest number.
+        rows: number of queries in a block, see `block_rows`.
     """
     owner = base_of(mask)
     view = (mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)
@@ -215,7 +215,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return the first row of a mask whose batch dimension is expanded, or else the whole mask."""
+    """Return the mask's first row if its batch dimension is expanded. Otherwise return the whole mask."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
@@ -256,7 +256,7 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
-    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`; `biased`: the mask has values besides 0 and -inf."""
+    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`. If the mask has biases, `biased` is True."""
     if not mask.numel():
         return
     firsts, ends, live = list[int](), list[int](), list[bool]()
@@ -282,7 +282,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:
-    """Yield blocks of at most `rows` queries that attend to keys; a half full block ends where the first key jumps."""
+    """Yield spans of at most `rows` queries that attend to some key."""
     first, least = 0, rows // 2
     for row in range(1, len(live) + 1):
         ended = row == len(live)

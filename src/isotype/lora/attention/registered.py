@@ -1,4 +1,4 @@
-"""Registers functions in transformers that compute a model's attention by the fastest kernel on this machine."""
+"""Registers attention functions in transformers that use the fastest kernel of this machine."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ _SHORT = 32
 """Calls with at most this many queries take microseconds with any kernel."""
 
 _SPARSE = 0.4
-"""torch's kernel computes all scores; it is measured only if the plan needs at least this share, as causal masks do."""
+"""torch's kernel computes all scores. It is considered only if the plan needs at least this share of them."""
 
 
 @dataclass
 class AttentionReport:
-    """Result of `use_fast_attention`; later calls of the model's attention add to it.
+    """The result of `use_fast_attention`. Each later call of the model's attention may add entries to the report.
 
     Attributes:
-        taken: whether the model's attention is one of isotype's functions.
-        reason: why the model keeps another attention, as a clause; None if `taken`.
-        repeated: title of the device, if keys and values are repeated for torch's kernel; else None.
-        slow: why attention materializes all scores on this device, as a clause; None if it does not.
-        choices: class of shapes -> chosen kernel and measured times.
-        left: reason why calls used torch's kernel -> number of these calls.
-        unkept: why choices could not be stored, or None.
-        sides: sides of a row on which padding may be removed from a batch, see `isotype.lora.unpadded`.
-        padded: why padding has to stay in a batch on this GPU, as a clause, or None.
-        name: registered name of isotype's function, or "".
+        taken: True if the model now uses one of isotype's attention functions.
+        reason: why the model keeps its own attention; None if `taken`.
+        repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
+        slow: why attention stores all scores in memory on this device; None if it does not store them.
+        choices: maps each class of shapes to the chosen kernel and the measured times.
+        left: for each reason to use torch's kernel instead, the number of calls that did.
+        unkept: why the choices could not be stored on disk; None if they could.
+        sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
+        padded: why a batch keeps its padding on this GPU; None if it may be removed.
+        name: the name that isotype's function has in transformers; "" if no function is used.
     """
 
     taken: bool
@@ -92,7 +92,7 @@ class AttentionReport:
 
     @property
     def by_lengths(self) -> bool:
-        """True if a GPU's variable-length kernel computes attention of concatenated rows."""
+        """True if a variable-length kernel of the GPU computes the attention of rows that are concatenated."""
         return self.taken and self.name == LENGTHS
 
     def undo(self) -> None:
@@ -125,19 +125,19 @@ _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKe
 def use_fast_attention(
     model: nn.Module, device: str | None = None, profile: DeviceProfile | None = None
 ) -> AttentionReport:
-    """Let a model on a CPU compute attention by the fastest kernel of this machine, if transformers uses `sdpa`.
+    """Replace the `sdpa` attention of a model on a CPU by the fastest kernel of this machine.
 
-    On other devices `sdpa` stays, because there it calls FlashAttention or cuDNN. If FlashAttention supports the compute
-    dtype, its variable-length kernel is used for concatenated rows without padding. On an NVIDIA GPU without a fused
-    kernel for grouped heads, keys and values are repeated for torch's kernel. Attention that the user has chosen
-    (`eager`, `flex_attention`) stays. Up to rounding, the results equal those of torch's kernel.
+    On other devices the model keeps `sdpa`, which calls FlashAttention or cuDNN there. If FlashAttention supports the
+    compute dtype, its variable-length kernel computes rows that were concatenated to remove their padding. On an NVIDIA
+    GPU without a fused kernel for grouped heads, keys and values are repeated for torch's kernel. If the user chose
+    other attention (`eager`, `flex_attention`), the model keeps it. Results differ only by rounding.
 
     Args:
         model: a transformers model, or a model that contains one (a PEFT model); changed in place.
-        device: kind of the device (`"cpu"`, `"cuda"`) if the model has no weights.
+        device: if the model has no weights, the kind of device to prepare it for (`"cpu"`, `"cuda"`).
 
     Returns:
-        The decision and its reason; later calls of the model's attention add to it.
+        A report of the decision and its reason. Each later call of the model's attention may add entries to the report.
     """
     from transformers import PreTrainedModel
 
@@ -170,7 +170,7 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
 
 
 def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
-    """Repeat keys and values if that enables a fused kernel in `dtype`; otherwise report why attention is slow."""
+    """Repeat keys and values if a fused kernel for `dtype` then works. If none works, report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
@@ -184,7 +184,7 @@ def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch
 def _with_lengths(
     model: nn.Module, owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
-    """Use attention by lengths if it gives the same results in a trial of the model; otherwise report `reason`."""
+    """Use the variable-length kernel if a trial of the model gives the same results; otherwise report `reason`."""
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
@@ -204,10 +204,10 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """Return a batch without its padding if the model's attention allows that and time is saved; else None.
+    """Return a batch without its padding, or None if the model's attention needs the padding or no time is saved.
 
     Args:
-        read: positions whose results are read, bool `[rows, length]`.
+        read: True at the positions whose results the caller needs, bool `[rows, length]`.
     """
     report = _reports.get(model)
     lengths = report is not None and report.by_lengths
@@ -215,13 +215,13 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch if the model's attention uses lengths; else None."""
+    """Return the sequences of a packed batch. Return None if the model's attention does not use their lengths."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which isotype's attention needs no padding; the set is empty for other attention."""
+    """Return the sides of a row on which the model's attention needs no padding. Only isotype's attention has any."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 
@@ -282,14 +282,15 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of a layer by the fastest kernel, with the signature of transformers' `AttentionInterface`.
+    """Compute a layer's attention by the fastest kernel. The signature is that of transformers' `AttentionInterface`.
 
     Args:
         query: `[batch, query heads, queries, head]`.
         key, value: `[batch, key heads, keys, head]`.
-        attention_mask: has four dimensions, and is bool or is added to the scores; None for causal or full attention.
-        scaling: factor of the scores; None: 1 / √head.
-        is_causal: whether attention without a mask is causal; None: as the module's attribute `is_causal` says.
+        attention_mask: a mask with four dimensions: bool, or numbers to add to the scores; None for causal or full
+            attention.
+        scaling: factor of the scores; None means 1 / √head.
+        is_causal: True if attention without a mask is causal; None means the value of `module.is_causal`.
 
     Returns:
         (`[batch, queries, query heads, head]`, None)
@@ -347,11 +348,11 @@ def lengths_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by lengths if the mask has the sequences of a row, else by transformers' `sdpa`.
+    """Compute attention by a variable-length kernel if the mask is a `Sequences`, else by `sdpa`.
 
-    Arguments and results are those of `attention_forward`. If the kernel does not support a call, `sdpa` gets a mask made
-    from the sequences. Raises NotImplementedError if the window of the layer differs from the window of the mask, as in
-    layers with chunked attention.
+    Arguments and results are those of `attention_forward`. If the kernel does not support a call, `sdpa` computes it
+    with a mask that is made from the sequences. Raises NotImplementedError if the layer's window differs from the mask's
+    window. This occurs in layers with chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -374,7 +375,7 @@ def lengths_attention_forward(
 
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the inputs in autocast's dtype: torch's kernel would cast them to this dtype, too."""
+    """Return the inputs cast to autocast's dtype, as torch's kernel casts them."""
     low = autocast_dtype(inputs[0].device.type)
     return inputs if low is None else tuple(x.to(low) for x in inputs)
 

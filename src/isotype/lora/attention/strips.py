@@ -1,4 +1,4 @@
-"""Computes attention by compiled loops (strips.cpp), in strips of query rows whose scores fit into the caches of a core.
+"""Computes attention by compiled loops (strips.cpp), so few queries at once that the scores fit into a core's caches.
 
 The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
 """
@@ -22,18 +22,18 @@ from isotype.lora.loops.loading import loops_of
 
 _HEADERS = (Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
 compiled_strips = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), *_HEADERS))
-"""Returns the compiled loops; compiling takes some seconds, once per machine."""
+"""Returns the compiled loops. Compiling them takes some seconds, once per machine."""
 _MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
 _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
-"""The struct `Call` of strips.cpp: sizes, the scale, the address of the blocks, the matrices, three more addresses."""
+"""The struct `Call` of strips.cpp: sizes, the scale, the blocks' address, the matrices and three more addresses."""
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
-    Scores, softmax, the gradients of both and all sums are float32. As in torch's kernel, computed operands (probabilities,
-    gradients of scores) are rounded to `spec.work` if this dtype has loops. If a masked key or value is not finite, the
-    result may be NaN, as in torch's kernel.
+    Scores, softmax, the gradients of both and all sums are float32. Probabilities and gradients of scores are rounded to
+    `spec.work` before a product, as in torch's kernel, if there are loops for this dtype. If a masked key or value is
+    not finite, the result may be NaN, as in torch's kernel.
 
     Raises:
         ValueError: the tensors are float64.
@@ -52,9 +52,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 
 def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
-    """Return the arguments (tiles, blocks, scale, whole) of the operators.
+    """Return (tiles, blocks, scale, whole), as the operators take them.
 
-    A block is nine numbers; the last is the index of its tile, or -1. If `whole` is False, some query is in no block.
+    Each block consists of nine numbers. The last number is the index of the block's tile, or -1 without a tile. `whole`
+    is True if every query is in a block.
     """
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
@@ -143,7 +144,7 @@ def _run(
     blocks: list[int],
     scale: float,
 ) -> None:
-    """Call the compiled loops; the caller keeps all tensors alive."""
+    """Call the compiled loops. They get addresses, so the caller must keep all tensors alive."""
     strips, q, k, v = compiled_strips(), matrices["q"], matrices["k"], matrices["v"]
     structs = array("q")
     for start in range(0, len(blocks), 9):

@@ -1,1 +1,1 @@
-"""isotype's Triton kernels for GPUs; all other products there are torch's or bitsandbytes'."""
+"""isotype's Triton kernels for GPUs. Matrix products on GPUs are torch's or bitsandbytes'."""

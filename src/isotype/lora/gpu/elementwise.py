@@ -1,4 +1,4 @@
-"""Makes the Triton kernels of gated products, RMSNorms and rotations available as torch operators, also for fake tensors.
+"""Torch operators that call the Triton kernels of gated products, RMSNorms and rotations. They also take fake tensors.
 
 `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
@@ -15,7 +15,7 @@ from isotype.core.operators import operator
 ACTIVATIONS = {
     name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"))
 }
-"""Name in `isotype.lora.gates.GATES` -> number of the activation in the kernels."""
+"""Maps a name in `isotype.lora.gates.GATES` to the number by which the kernels know this activation."""
 
 _KEYS = ("CUDA", "XPU")  # ROCm devices have the dispatch key CUDA
 _BLOCK = 1024  # elements per program
@@ -24,14 +24,14 @@ _BLOCK = 1024  # elements per program
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the RMSNorm in the promoted dtype, float32 1 / sqrt(mean(x²) + eps) per row) of x `[…, n]` with weight `[n]`."""
+    """Return (RMSNorm of x `[…, n]` in the dtype to which x and weight `[n]` promote, float32 inverse RMS per row)."""
     return _rms_norm(x.contiguous(), weight.contiguous(), eps, offset)
 
 
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x in x's dtype; `inverse` is the second result of `rms_norm`."""
+    """Return the gradient of x, in x's dtype. `inverse` is the inverse RMS that `rms_norm` returned."""
     return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse, offset)
 
 
@@ -43,7 +43,7 @@ def product(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
 def product_backward(
     activation: str, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
+    """Return (the product, gradients of `gate` and `up`). `grad` is the product's gradient, and is overwritten."""
     written = grad.contiguous()
     d_gate, d_up = _gated_backward(written, gate.contiguous(), up.contiguous(), ACTIVATIONS[activation])
     return written, d_gate, d_up
@@ -70,7 +70,7 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps of a program with `block` elements: a thread has 16 elements, which fit into registers."""
+    """Return the number of warps for a program of `block` elements: each thread takes 16, which fit into its registers."""
     return min(16, max(1, block // 512))  # at most 1024 threads, with AMD's warps of 64 threads, too
 
 

@@ -94,7 +94,7 @@ def gated_backward(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute the gradients of gate and up, and overwrite the product's gradient with the product."""
+    """Compute the gradients of gate and up. The product's gradient is overwritten by the product."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     gate = tl.load(gate_at + place, mask=inside, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def rotary(
     pairs_block: tl.constexpr,
     back: tl.constexpr,
 ):
-    """Compute (a, b) -> (a cos - b sin, b cos + a sin), or with `back` the gradient of (a, b); one token per program."""
+    """Compute (a cos - b sin, b cos + a sin), or, if `back`, the gradient of (a, b). A program has one token."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // tokens, token % tokens
     pair = tl.arange(0, pairs_block)

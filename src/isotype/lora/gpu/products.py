@@ -1,7 +1,7 @@
-"""Uses torch's GPU operators for RMSNorm, and for products of 16-bit matrices with float32 results.
+"""Calls torch's GPU operators for RMSNorm, and for float32 products of 16-bit matrices.
 
-The products are `aten::mm.dtype` and `aten::addmm.dtype` (`torch.mm(…, out_dtype=torch.float32)`; `_mm_dtype_out_cuda`
-in aten/src/ATen/native/cuda/Blas.cpp). cuBLAS has products of bfloat16 from compute capability 8.0 on.
+`torch.mm(…, out_dtype=torch.float32)` calls `aten::mm.dtype`, and `torch.addmm` calls `aten::addmm.dtype` (see
+`_mm_dtype_out_cuda` in aten/src/ATen/native/cuda/Blas.cpp). cuBLAS multiplies bfloat16 from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 @dataclass(frozen=True)
 class Products:
-    """Products by `addmm`, or by `mm` if `scales` is False: some torch releases have no `addmm` for a float32 sum."""
+    """Products by `addmm` if `scales` is True, else by `mm`: in some torch releases `addmm` cannot add to a float32 sum."""
 
     scales: bool
 
     def write(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
-        """Write factor · left @ right (`[rows, depth]`, `[depth, columns]` in 16 bits) into the float32 `out`."""
+        """Write factor · left @ right into the float32 `out`. Both operands have 16 bits."""
         if self.scales and factor != 1:
             torch.addmm(out, left, right, out_dtype=out.dtype, beta=0, alpha=factor, out=out)
             return
@@ -40,7 +40,7 @@ ADDMM, MM = Products(scales=True), Products(scales=False)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `isotype.lora.gpu.elementwise.rms_norm` for a weight in x's dtype and no offset.
+    """Return what `isotype.lora.gpu.elementwise.rms_norm` returns. The weight must have x's dtype, and no offset.
 
     The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
     later).

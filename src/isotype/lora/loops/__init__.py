@@ -1,1 +1,1 @@
-"""C++ loops for CPU operations that torch lacks or splits into several: compiled if there is a compiler."""
+"""C++ loops for CPU operations for which torch has no operator, or needs several. They need a C++ compiler."""

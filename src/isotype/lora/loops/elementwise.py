@@ -20,7 +20,7 @@ _likeness = attrgetter("device", "dtype", "shape")
 
 
 class _Heads(ctypes.Structure):
-    """A tensor `[batch, heads, tokens, dim]`: address, and strides of all dimensions but the last, whose stride is 1."""
+    """Address of a tensor `[batch, heads, tokens, dim]`, and its strides. The last stride is always 1 and is left out."""
 
     _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("batch", "head", "token"))]
 
@@ -30,7 +30,7 @@ def compiled() -> bool:
 
 
 def supported(*tensors: Any) -> bool:
-    """Return whether these are plain CPU tensors of one shape and dtype that the compiled loops support."""
+    """Return whether the compiled loops support these tensors: plain CPU tensors that share a shape and dtype."""
     if not PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
@@ -44,7 +44,7 @@ def supported(*tensors: Any) -> bool:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Return whether the compiled loops support these tensors and no gradient is needed: the loops have no derivatives."""
+    """Return whether the compiled loops can compute with these tensors. The loops have no backward for autograd."""
     return supported(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
@@ -56,7 +56,7 @@ def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the product, gradients of `gate` and `up`) from the product's gradient, which is overwritten."""
+    """Return (the product, gradients of `gate` and `up`). `grad` is the product's gradient, and is overwritten."""
     product = grad.contiguous()
     d_gate, d_up = _silu_product_backward(product, gate.contiguous(), up.contiguous())
     return product, d_gate, d_up
@@ -65,14 +65,14 @@ def silu_product_backward(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the RMSNorm x · inverse ⊙ (offset + weight), inverse = 1 / sqrt(mean(x²) + eps)) of x `[…, n]`, weight `[n]`."""
+    """Return (x · inverse · (offset + weight), inverse = 1 / sqrt(mean(x²) + eps)) for x `[…, n]` and weight `[n]`."""
     return _rms_norm(x.contiguous(), _factor(weight, offset), eps)
 
 
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x; `inverse` is from `rms_norm`."""
+    """Return the gradient of x. `inverse` is the second result of `rms_norm`."""
     return _rms_norm_backward(
         grad.contiguous(), x.contiguous(), _factor(weight, offset), inverse.contiguous()
     )
@@ -84,10 +84,10 @@ def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Return x `[batch, heads, tokens, dim]` rotated by its positions, in x's memory layout; with `back` the gradient of x.
+    """Apply rotary positions to x `[batch, heads, tokens, dim]`. The result has x's memory layout.
 
     The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
-    x's dtype. With `back`, the argument x is the gradient of the rotated tensor.
+    x's dtype. If `back`, the argument is the gradient of the rotated tensor, and the result is the gradient of x.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 

@@ -14,12 +14,12 @@ from isotype.core.compiled import NotCompiledError, load_compiled
 from isotype.precision.devices.cpu import compiler_options
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Dtype -> suffix of a loop's name, as in `forward_float32`."""
+"""Maps a dtype to the end of its loops' names, as in `forward_float32`."""
 
 
 @dataclass(frozen=True)
 class Loops:
-    """The compiled functions of a source for this CPU; `reason` is why there is no library, as a clause, or None."""
+    """The functions compiled from a C++ source for this CPU. If there is no library, `reason` says why."""
 
     reason: str | None
     library: ctypes.CDLL | None = None
@@ -28,7 +28,7 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call the loop `name` for a dtype: it gets an int as int64, a Python float as a C float, and a tensor's address."""
+        """Call the loop `name` for a dtype. It gets ints as int64, floats as C floats, and tensors as addresses."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
             types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
@@ -39,7 +39,7 @@ class Loops:
 
 @cache
 def loops_of(source: Path, *headers: Path) -> Loops:
-    """Return the compiled loops of a C++ source, which are compiled once per machine, in some seconds."""
+    """Return the loops of a C++ source. Compiling them takes seconds, once per machine."""
     try:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:

@@ -1,7 +1,7 @@
-"""Computes sums of matrix products on a CPU by compiled loops (products.cpp), which sum in float32 and round once.
+"""Computes sums of matrix products on a CPU. Compiled loops (products.cpp) sum in float32 and round the sum once.
 
-A LoRA layer computes two kinds of sums: outputs X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that several layers share.
-With torch's operators, each product reads and writes the whole sum.
+A LoRA layer has two such sums: its output X Wᵀ + (X Aᵀ) Bᵀ, and the gradient of an input that several layers share. With
+torch's operators, each product reads and writes the whole sum.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from isotype.lora.loops.loading import loops_of
 
 _FILES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "products.h", "vectors.h"))
 compiled_products = cache(partial(loops_of, *_FILES))
-"""Returns the compiled loops; compiling takes some seconds, once per machine."""
+"""Returns the compiled loops. Compiling them takes some seconds, once per machine."""
 
 FEWEST = 64
-"""Minimum rows for the compiled loops: they pack the weight for each product, which costs too much for fewer rows."""
+"""The compiled loops need at least this many rows. With fewer rows, packing the weight for each product costs too much."""
 
 
 REVISION = 2
@@ -47,9 +47,9 @@ class Sum(NamedTuple):
 
     Attributes:
         out: `[rows, columns]`, in the dtype of the matrices or float32.
-        terms: the matrices left `[rows, depth]` and right `[depth, columns]` of each product; at least one product, the
-            smallest products first (see `write_sums`). If there is no bias, an iterator may create the terms on demand,
-            because torch's operators read the terms in order.
+        terms: left `[rows, depth]` and right `[depth, columns]` of each product. There is at least one product, and
+            small products come first (see `write_sums`). Without a bias, this may be an iterator that creates a
+            product's matrices only when it is read.
         bias: `[columns]`, or None.
     """
 
@@ -75,12 +75,11 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     """Compute sums of products of matrices of one dtype on one device, without derivatives.
 
     Args:
-        sums: independent sums: no sum reads the result of another sum. An iterator may create them on demand, because
-            torch's operators compute them in order.
-        compiled: whether the compiled loops compute the sums if they support all of them (see `is_used`). Otherwise
-            torch's operators round the sum after each product, except for float32 results on a GPU with such products
-            (`isotype.lora.kernels`). An operator adds a product to the sum before rounding, so small terms come first,
-            and a bias, which may be large, is added last.
+        sums: the sums to compute; no sum reads another sum's result. An iterator may create each sum only when it is
+            read.
+        compiled: if True, the compiled loops compute the sums, provided that they support all of them (see `is_used`).
+            Torch's operators instead round the sum after each product, except for float32 sums on a GPU that has such
+            products (`isotype.lora.kernels`). So small terms come first, and a bias, which may be large, comes last.
 
     Raises:
         RuntimeError: torch's error for matrices that do not match.
@@ -130,7 +129,7 @@ def _by_torch(item: Sum, terms: _Terms) -> None:
 
 
 def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> bool:
-    """Compute sums with the compiled loops; if the loops do not support a sum, return False and compute nothing."""
+    """Compute all sums by the compiled loops and return True. If the loops do not support one of them, return False."""
     if not sums:
         return False
     dtype = sums[0][1][0][0].dtype
@@ -177,7 +176,7 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of two LoRA layers' products by torch's operators and by the loops; `ratio` is the median speed-up."""
+    """Milliseconds of two LoRA layers by torch's operators and by the loops. `ratio` is the loops' median speed-up."""
 
     torch: float
     loops: float
@@ -185,7 +184,7 @@ class Timing:
 
     @property
     def faster(self) -> bool:
-        """True if the loops are about as fast as torch's operators, or faster; on some CPUs torch uses AMX."""
+        """True unless torch's operators are clearly faster than the loops, as on some CPUs with AMX."""
         return self.ratio > MARGIN
 
 

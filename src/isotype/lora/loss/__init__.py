@@ -1,1 +1,1 @@
-"""Log-probabilities of a language model without the full logits: head and softmax run in chunks, also in TRL's forward."""
+"""Computes log-probabilities chunk by chunk, without the full logits; also replaces the head in TRL's forward."""

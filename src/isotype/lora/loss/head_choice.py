@@ -1,4 +1,4 @@
-"""Chooses isotype's or TRL's language-model head on a GPU by measured times, and reads the weights of a model's head."""
+"""Chooses the faster language-model head on a GPU, isotype's or TRL's, by measured times. Also reads a model's head."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FEWEST, _MOST = 256, 2048
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A class of calls that share one measurement.
+    """A class of calls that have about the same time per token, and so share one measurement.
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
-        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048; beyond, times grow linearly.
-        stored, compute: dtype of the weight, and dtype of the products.
-        gradients: names of the results through which gradients flow.
+        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048. Longer calls count as 2048.
+        stored, compute: the dtype of the weight, and the dtype in which it is multiplied.
+        gradients: names of the results that are differentiated.
     """
 
     vocabulary: int
@@ -97,14 +97,14 @@ _TURNS = 5
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A choice: `isotype` is True for isotype's head, and `text` is a line with the reason."""
+    """The chosen head: `isotype` is True for isotype's, False for TRL's. `text` is a line with the reason."""
 
     isotype: bool
     text: str
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Return a timer that measures with events of a GPU's stream: host time counts only if the GPU waits for the host."""
+    """Return a timer that reads events of a GPU's stream. Time on the CPU counts only if the GPU waits for it."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -126,14 +126,14 @@ def choose(
     timer: Timer | None = None,
     card: str | None = None,
 ) -> HeadChoice:
-    """Return the faster head for a class of calls; a new class is measured with a dozen calls, once per card.
+    """Return the faster head for a class of calls. A new class is measured by a dozen calls, once per type of GPU.
 
     Args:
-        timer: function that times a call; None: `event_timer` of the device.
-        card: name of the card in the cache; None: the driver's name.
+        timer: function that times a call; None means `event_timer` of the device.
+        card: name of the GPU in the cache; None means the name that the driver gives.
 
     Returns:
-        TRL's head if nothing can be measured: the weight is sharded, or the memory is too small for both heads.
+        The faster head. TRL's head, if the weight is sharded or the memory is too small to measure both heads.
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
@@ -158,7 +158,7 @@ class TheirsFailedError(Exception):
 
 
 def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, timer: Timer) -> HeadTimes:
-    """Return the times of forward and backward with both heads, measured in turns.
+    """Return the times of a forward and backward with each head. The two heads run in turns.
 
     Raises:
         torch.OutOfMemoryError: there is not enough memory.
@@ -214,7 +214,7 @@ def _theirs(
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model, with a quantized weight dequantized and a sharded weight gathered.
+    """Return the head of a causal language model. If its weight is quantized or sharded, return the full dense weight.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.

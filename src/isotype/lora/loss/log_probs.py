@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from the hidden states of a language model, with head and softmax in chunks of tokens.
+"""Computes tokens' log-probabilities from a language model's hidden states, for one chunk of tokens at a time.
 
 With y = W h + b, z = cap(scale y) / temperature, p = softmax(z) and t the target, cap(x) = softcap tanh(x /
 softcap):
@@ -6,12 +6,12 @@ softcap):
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
-A token's log-probability depends only on its hidden state, so the forward computes the gradient from the logits, and the
-backward multiplies each row by the incoming gradient. If the entropy is differentiated or the head is trained, the
-backward recomputes the logits. A chunk covers the whole vocabulary: each product is summed in float32 and rounded once.
+A token's log-probability depends only on its own hidden state. So the forward already computes this gradient while it
+has the logits, and the backward multiplies each row by the incoming gradient. If the entropy is differentiated or the
+head is trained, it recomputes the logits. A chunk covers the whole vocabulary, so each product is rounded once.
 
-The target's logit is also computed in float32, because its rounding error would be an error of the log-probability: 0.06
-for a logit of 20 in bfloat16.
+The target's logit is also computed in float32. Its rounding error (0.06 for a logit of 20 in bfloat16) would be an error
+of the log-probability.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PerToken:
         entropy: entropy of p.
         mean_logits: mean of the logits over the vocabulary.
         log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
-        is_top1: bool: whether the target is the first token with the largest logit.
+        is_top1: True where the target has the largest logit, and no earlier token has the same logit; bool `[N]`.
     """
 
     log_probs: torch.Tensor
@@ -59,18 +59,18 @@ def log_probs(
     gradients: Sequence[str] = ("log_probs",),
     working: torch.dtype | None = None,
 ) -> PerToken:
-    """Return the log-probabilities of `targets` after `hidden`, and other requested results.
+    """Return the log-probability of each target, given its hidden state, and the results named in `outputs`.
 
     Args:
         head: the language-model head; weight and bias get gradients if they require them.
         hidden: hidden states `[N, H]` in any float dtype.
         targets: int64 `[N]`, each in `[0, V)`.
-        gradients: names of results with a backward. For all of them except the log-probabilities, the backward recomputes
-            the logits.
-        working: dtype of the products; None: autocast's dtype if it is on, else the weight's.
+        gradients: names of the results that may be differentiated. If there is a name besides `log_probs`, the backward
+            recomputes the logits.
+        working: dtype of the products; None means autocast's dtype if autocast is on, else the weight's dtype.
 
     Raises:
-        RuntimeError: raised in the backward if a result that is not in `gradients` gets a nonzero gradient.
+        RuntimeError: in the backward, a result that `gradients` does not name gets a nonzero gradient.
     """
     call = Call(
         head.scale,
@@ -86,7 +86,7 @@ def log_probs(
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
-    """Return all results for complete logits `[N, V]`, for models whose head is more than a projection."""
+    """Return all results from complete logits `[N, V]`. It is for models whose head does more than a projection."""
     z = logits.float() / temperature
     logsumexp, target = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
     logp = z - logsumexp[:, None]
@@ -161,7 +161,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return (name -> result, None); with `ahead`, (gradient rows, their float32 factors) in place of None."""
+    """Return (results by name, None). If `ahead`, return (rows of gradients, their float32 factors) instead of None."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}
@@ -188,7 +188,7 @@ def _backward(
     saved: Sequence[Any],
     gradients: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Recompute the logits, and return the gradients of hidden states, weight and bias from the gradients of the results."""
+    """Recompute the logits and return the gradients of (hidden, weight, bias). `gradients` are those of the results."""
     hidden, weight, bias, targets = saved[:4]
     results = dict(zip(_SAVED, saved[4:], strict=False))
     tokens = hidden.shape[0]

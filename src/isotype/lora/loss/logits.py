@@ -13,7 +13,7 @@ from isotype.lora.loops.products import Sum, is_used, write_sums
 from isotype.lora.weights import total_memory
 
 SCRATCH = 64 << 20
-"""Bytes for the logits of one chunk on a CPU, and on a GPU of unknown memory."""
+"""Maximum bytes of a chunk's logits on a CPU, or on a GPU whose memory is not known."""
 
 _ROWS = 384  # tokens of a chunk on a CPU: more are no faster
 # On a GPU chunks are larger: every chunk reads the whole head and launches all kernels again.
@@ -47,9 +47,9 @@ class Call:
     """Settings of a call of `isotype.lora.loss.log_probs.log_probs`.
 
     Attributes:
-        scale, softcap, temperature: the values of these attributes of `Head`.
+        scale, softcap, temperature: as in `Head`.
         outputs: names of the requested results besides the log-probabilities.
-        gradients: names of the results with a backward.
+        gradients: names of the results that may be differentiated.
     """
 
     scale: float
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def slope(self) -> float:
-        """The derivative dz/dy without the soft cap's factor."""
+        """Derivative of the final logits by the projection, without the soft cap's factor."""
         return self.scale / self.temperature
 
 
@@ -75,7 +75,7 @@ class Buffers:
     """Scratch memory of one call, reused by every chunk.
 
     Attributes:
-        logits: `[chunk, V]` in the working dtype, overwritten with rows of gradients.
+        logits: `[chunk, V]` in the working dtype. Rows of gradients overwrite the logits.
         values: float32 `[block, V]`.
         other, slope: float32 `[block, V]`, or None if they are not needed.
     """
@@ -87,7 +87,7 @@ class Buffers:
 
 
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Return the scratch memory for `tokens` tokens, with the buffers `other` and, if there is a soft cap, `slope`."""
+    """Return scratch memory for `tokens` tokens. `other` and `slope` request these buffers; `slope` needs a soft cap."""
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
     on_cpu = weight.device.type == "cpu"
@@ -120,7 +120,7 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 
 def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
-    """Yield for each block its rows within the chunk, and its rows among all tokens."""
+    """For each block, yield (its rows in the chunk, its rows among all tokens)."""
     for rows in _slices(chunk.stop - chunk.start, buffers.values.shape[0]):
         yield rows, slice(chunk.start + rows.start, chunk.start + rows.stop)
         if isinstance(buffers.values, FakeTensor):
@@ -128,7 +128,7 @@ def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, these rows of the weight in `dtype`): all rows if no cast is needed, else parts that are cast one by one."""
+    """Yield (rows, weight of these rows in `dtype`). If the weight needs a cast, each pair is only a part of the rows."""
     if weight.dtype == dtype:
         yield slice(0, weight.shape[0]), weight
         return
@@ -159,7 +159,7 @@ def project(
 
 
 def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `rows @ weight` into `out`, rounded once."""
+    """Write `rows @ weight` into `out`. The sum is rounded once."""
     compiled = is_used(call.working, rows)
     if weight.dtype == call.working:
         write_sums([Sum(out, ((rows, weight),))], compiled=compiled)
@@ -173,7 +173,7 @@ def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Ten
 
 
 def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
-    """Transform y (float32) to z in place, by scale, soft cap and temperature; write the soft cap's derivative into `slope`."""
+    """Apply scale, soft cap and temperature to `values` in place. Write the soft cap's derivative into `slope`."""
     if call.scale != 1:
         values.mul_(call.scale)
     if call.softcap is not None:
@@ -187,7 +187,7 @@ def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) ->
 
 
 def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: torch.Tensor) -> None:
-    """Add `rows^T (factor x)` to the float32 `total`, without overflow in the dtype of the product."""
+    """Add `rows^T (factor x)` to the float32 `total`. The factor cannot make the product overflow in x's dtype."""
     scaled = x.float() * factor[:, None]
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)

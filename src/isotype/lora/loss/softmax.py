@@ -1,6 +1,6 @@
-"""Computes the softmax over a chunk's logits in float32, block by block, and the gradients of the results.
+"""Computes the softmax of a chunk's logits in float32, block by block, and the gradients of the results.
 
-On a CPU compiled loops (lora/loops/softmax.cpp) read each row of logits once into a core's cache.
+On a CPU, compiled loops (lora/loops/softmax.cpp) load each row of logits into a core's cache only once.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """Write the results of a block of tokens into `outputs`; with `ahead`, also overwrite the logits with their gradients.
+    """Write a block's results into `outputs`. If `ahead`, also overwrite the logits with their gradients.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t: the quotient is -1 at the target and p_j / (1 - p_t) elsewhere,
-    which neither underflows nor cancels if p_t is near 1. The returned factors undo the division.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The result is -1 at the target and p_j / (1 - p_t) elsewhere,
+    so it stays accurate if p_t is near 1. The caller multiplies by the returned factors to undo the division.
 
     Args:
         exact: float32 logits of the targets, `[n]`.
@@ -58,7 +58,7 @@ def softmax(
         outputs: name -> contiguous result `[n]`.
 
     Returns:
-        With `ahead` the factor of each row of gradients, float32 `[n]`; else None.
+        If `ahead`, the factor of each row of gradients, float32 `[n]`; else None.
     """
     if call.softcap is None and _is_by_loops(logits, exact, targets):
         factor = torch.empty_like(exact) if ahead else None
@@ -127,8 +127,8 @@ def gradient(
 ) -> torch.Tensor:
     """Return the gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
 
-    d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j.
-    `results` has the log-probabilities, logsumexp and entropy from the forward; `gradients` has the gradients of the results.
+    d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j. `results`
+    are the forward's log-probabilities, logsumexp and entropy. `gradients` are the gradients of the results.
     """
     log_p, logsumexp, entropy = results["log_probs"], results["logsumexp"], results.get("entropy")
     assert buffers.other is not None

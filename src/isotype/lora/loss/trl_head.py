@@ -1,9 +1,9 @@
-"""Replaces TRL's fused language-model head by isotype's, if `own_is_better` is true.
+"""Replaces TRL's fused language-model head by isotype's, if `own_is_better` returns True.
 
-TRL 1.16 (`add_fused_lm_head`) gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities instead
-of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton isotype's loss is five times as
-fast as TRL's (`benchmarks/loss.py`). The replacement returns the same `FusedCausalLMOutput`, and passes all other calls on
-to TRL's forward.
+`add_fused_lm_head` of TRL 1.16 replaces a model's forward. With `fused_lm_head=True` the new forward returns
+log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call it for every batch. Without Triton, isotype's loss
+is five times as fast as TRL's (`benchmarks/loss.py`). isotype's forward also returns a `FusedCausalLMOutput`. It passes
+calls without `fused_lm_head=True` on to TRL's forward.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from isotype.precision.devices.simulated import has_value, working_dtype
 _SMOOTHER = "_isotype_label_smoother"
 _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
-"""Attribute of isotype's forward with the `_HeadRequest`."""
+"""Attribute of isotype's forward that contains the `_HeadRequest`."""
 HEAD_CHOICE = "_isotype_head_choice"
-"""Attribute of a trainer with a line on the measured choice of the head; missing if nothing was measured."""
+"""Attribute of a trainer: one line about the choice of the head. It is missing if nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,11 @@ class _HeadRequest:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
         gradients: names of results that the trainer may differentiate.
-        autocast: context in which the head runs; autocast if accelerate has already wrapped the model's forward.
-        result: class of the result: TRL's for a trainer; a check does not import TRL, which takes seconds.
-        faster: whether isotype's head is faster than TRL's if both can be used, see `own_is_better`.
+        autocast: returns the context in which the head runs: autocast, if accelerate has wrapped the model's forward in
+            it.
+        result: class of the forward's result. A trainer gets TRL's class. A check avoids it, because importing TRL takes
+            seconds.
+        faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
 
     temperature: float
@@ -64,7 +66,7 @@ class _HeadRequest:
 
 
 def use_own_head(trainer: Any) -> None:
-    """Let the models of a new TRL trainer that have TRL's head compute log-probabilities with isotype's loss."""
+    """Replace TRL's head by isotype's in each model of a new TRL trainer that has TRL's head."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     smoothing = _smoothing(trainer)
@@ -96,12 +98,12 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether a model's attention is as fast for concatenated rows as for separate rows, because it has no full mask."""
+    """Return whether a model's attention needs no full mask. Concatenated rows are then as fast as separate rows."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
 def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
-    """Return whether `isotype.fuse` would probably use attention by lengths on a device, for a model without weights."""
+    """Predict, for a model without weights, whether `isotype.fuse` would use a variable-length kernel on a device."""
     config, policy = model.config, policy_of(model)
     dtype = model.dtype if policy is None else policy.compute
     by_sdpa = attention_of(config.get_text_config()) == "sdpa"
@@ -111,8 +113,8 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 def take_packed_rows(trainer: Any) -> bool:
     """Let a trainer's models accept rows with several documents, along with positions and a padding mask.
 
-    transformers separates documents by positions only if there is no mask; here the mask is used only for a router's
-    loss and for counting tokens. Returns False, and changes nothing, if another forward computes the loss.
+    transformers uses positions to separate documents only if there is no mask. So the models use the mask only for a
+    router's loss and to count tokens. Returns False without any change if another forward computes the loss.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -128,7 +130,7 @@ def take_packed_rows(trainer: Any) -> bool:
 
 
 def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a batch that isotype's forward passes on to the model's layers: no mask for packed rows."""
+    """Return the inputs of a batch that isotype's forward passes on to the model's layers. Packed rows get no mask."""
     base = without_peft(model)
     packed = base.__dict__.get(_PACKED, False) and inputs.get("position_ids") is not None
     left_out = ("fused_lm_head", "attention_mask") if packed else ("fused_lm_head",)
@@ -136,7 +138,7 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_head(model: Any) -> None:
-    """Give a causal language model the forward that an SFT trainer gives it, to check a step without a trainer."""
+    """Give a causal language model the same forward as an SFT trainer would. A check then needs no trainer."""
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
@@ -151,11 +153,10 @@ def use_trl_head(trainer: Any) -> None:
 
 
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
-    """Return whether isotype's head, and not TRL's head, computes the log-probabilities.
+    """Return True if isotype's head should compute the log-probabilities, False if TRL's head should.
 
-    On CUDA and XPU with Triton, `faster` decides: the result of a measurement (`isotype.lora.loss.head_choice`). TRL's
-    head has no label smoothing, cannot read a quantized weight, and gives wrong results if a model's head does more than
-    project.
+    On CUDA and XPU with Triton, this is `faster`, a measured result (`isotype.lora.loss.head_choice`). TRL's head has no
+    label smoothing and cannot read a quantized weight. It is wrong if the model's own head is not just a projection.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available
@@ -170,7 +171,7 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
 
 
 def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | None:
-    """Return the faster head, measured by rank 0 for all ranks; None if `own_is_better` needs no measurement."""
+    """Return the faster head. Rank 0 measures for all ranks. Return None if `own_is_better` needs no measurement."""
     smoothing = request.smoothing > 0
     if own_is_better(model, smoothing=smoothing) == own_is_better(model, smoothing=smoothing, faster=True):
         return None
@@ -205,10 +206,7 @@ _MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkli
 
 
 def _projects(model: Any) -> bool:
-    """Return whether the logits are a projection of the backbone's output, except for scale and soft cap.
-
-    Such a model consists of a backbone and output embeddings; the heads of BERT-like models have more layers.
-    """
+    """Return whether the head only projects the backbone's output. Heads of BERT-like models have more layers."""
     if model.config.model_type in _MORE:
         return False
     backbone, head = model.base_model, model.get_output_embeddings()
@@ -223,7 +221,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (True if `forward` is TRL's, False if it wraps TRL's; arguments of TRL's head), or None for other forwards."""
+    """If `forward` is TRL's or wraps TRL's, return (True if it is TRL's own, arguments of TRL's head); else None."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
@@ -231,7 +229,7 @@ def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
 
 def _smoothing(trainer: Any) -> float:
-    """Return the label smoothing of an SFT trainer with the default loss, else 0; smoothing needs all logits."""
+    """Return the label smoothing of an SFT trainer that computes the default loss; 0 for other trainers."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     smoother = getattr(trainer, "label_smoother", None)
@@ -265,7 +263,7 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
 
 
 def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
-    """Return the batch of a call of a fused head without its padding; None if the padding stays."""
+    """Return, without its padding, the batch with which a fused head is called. Return None if the padding must stay."""
     named = {name: kwargs.get(name) for name in _NAMED}
     if args or not kwargs.get("fused_lm_head") or (named["labels"] is None and named["shift_labels"] is None):
         return None
@@ -319,7 +317,7 @@ def _fused(
     kwargs: dict[str, Any],
     present: torch.Tensor | None,
 ) -> Any:
-    """Return the output of a fused head in the form of TRL's output; `present` is the padding mask of packed rows, or None."""
+    """Return the output of isotype's head with TRL's fields. `present` is the padding mask of packed rows."""
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -366,7 +364,7 @@ def _fused(
 def _run(
     model: Any, projects: bool, labelled: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, torch.Tensor, Unpadded | None]:
-    """Return (the model's output, its hidden states or logits, the batch without its padding or None if padding stays).
+    """Return (output of the model, its hidden states or logits, the batch without padding or None if the padding stays).
 
     If `projects` is True, only the backbone runs, and the second result is its hidden states.
     """

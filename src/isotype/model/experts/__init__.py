@@ -1,1 +1,1 @@
-"""Experts whose weights are stacked in one parameter: quantized storage, and the forward with adapters."""
+"""Quantizes experts whose weights are stacked in one parameter, and computes them together with their adapters."""

@@ -1,16 +1,16 @@
-"""The experts of one layer and their LoRA adapters as one autograd function.
+"""Computes the experts of one layer and their LoRA adapters in one autograd function.
 
-Each token t goes to experts e with routing weights w. Each product has adapters a; s is their scaling, drop their dropout:
+Each token t goes to experts e with routing weights w. Each product has adapters a with scaling s and dropout drop:
 
     h = x U_e + b_e + Σ_a s_a (drop_a(x) A_ae) B_ae          gate and up side by side, or up alone
     y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
     out_t = Σ_e w_te y_te
 
-Tokens are sorted by expert once. Adapters are multiplied with activations: the delta of an expert's weight is never
-computed, and only experts with tokens are read, a few at a time.
+Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no delta of a weight is ever
+computed. Only experts that have tokens are read, a few at a time.
 
-The forward saves x, h and the small products with A. The backward recomputes g(h) and the dropout masks, and computes the
-gradient of w without y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' includes the adapter.
+The forward saves x, h and the small products with A. The backward recomputes g(h) and the dropout masks. It does not
+need y for the gradient of w: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' is V plus the adapters.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from isotype.core.dtypes import NoAutocast
 from isotype.precision.devices.simulated import simulates_cpu
 
 _DENSE_BYTES = 1 << 27
-"""Most bytes of dense weights at a time if experts are stored quantized."""
+"""If experts are stored quantized, at most this many bytes of weights are dense at the same time."""
 _ROWS = 512
-"""Rows of a product on a CPU: with fewer rows the calls take most of the time, and the result of more rows exceeds the caches."""
+"""Rows of a grouped product on a CPU. Fewer rows make the calls themselves too slow; more rows exceed the caches."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An active adapter: its scale (alpha / r; rsLoRA: alpha / sqrt(r)), and its dropout rate (0 in evaluation)."""
+    """An active adapter: its scale (alpha / r, or alpha / sqrt(r) for rsLoRA) and its dropout rate (0 in evaluation)."""
 
     scale: float
     dropout: float = 0.0
@@ -47,8 +47,8 @@ class Product:
     """A product that every expert computes.
 
     Attributes:
-        weights: function (start, stop) -> dense weights `[stop - start, d1, d2]` of these experts.
-        inputs_first: True if d1 is the input dimension (x W), False if d2 is (x Wᵀ).
+        weights: function of (start, stop) that returns the dense weights `[stop - start, d1, d2]` of these experts.
+        inputs_first: True if d1 is the number of inputs, as in x W. False if d2 is, as in x Wᵀ.
         bytes: size of one expert's dense weight if the weights are quantized, else 0.
         bias: the frozen bias `[experts, out]`, or None.
         sizes: d1 and d2 if the weights are quantized, else empty.
@@ -73,9 +73,9 @@ class Experts:
 
     Attributes:
         up, down: the products with the gate and up weights, and with the down weights.
-        gate: the function of h `[rows, …]` between the two products.
+        gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
-        normed: a norm of y `[rows, out]` before it is weighted, or None.
+        normed: a norm that is applied to y `[rows, out]` before the routing weights, or None.
     """
 
     up: Product
@@ -88,7 +88,7 @@ class Experts:
 
     @property
     def summed(self) -> torch.dtype:
-        """The dtype in which the outputs of a token's experts are summed."""
+        """The dtype in which a token's outputs from its experts are summed."""
         return torch.promote_types(self.working, torch.float32)
 
 
@@ -99,14 +99,15 @@ def experts_output(
     scores: torch.Tensor | None,
     factors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return the weighted sum of the experts' outputs for every token, `[tokens, out]` in the dtype of `x`.
+    """Return each token's weighted sum of its experts' outputs, `[tokens, out]` in the dtype of `x`.
 
     Args:
         x: `[tokens, in]`, any float dtype.
-        index: `[tokens, k]` integers, the experts of each token; `spec.count` or a larger number means no expert.
+        index: the numbers of each token's experts, integers `[tokens, k]`. A number from `spec.count` up means no
+            expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
-        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter of `up`, then of `down`,
-            in any float dtype and layout.
+        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout. The
+            adapters of `up` come first, then those of `down`.
     """
     saves = torch.is_grad_enabled()
     # Gradient checkpointing restores the state of the CPU's generator, which is read without waiting for the device.
@@ -118,9 +119,9 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """Experts `first` to `stop - 1`, and their rows `begin` to `end - 1` of all rows, which are sorted by expert.
+    """The experts `first` to `stop - 1`. Of all rows, sorted by expert, they have the rows `begin` to `end - 1`.
 
-    `offsets` are the int32 ends of each expert's rows, counted from `begin`; None for one expert.
+    `offsets` says where each expert's rows end, counted from `begin`, in int32. It is None if there is only one expert.
     """
 
     first: int
@@ -130,13 +131,13 @@ class _Group:
     offsets: torch.Tensor | None
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Return each row of `rows` `[n, in]` times the matrix of its expert, from `matrices` `[experts, in, out]`."""
+        """Multiply each row of `rows` `[n, in]` by its expert's matrix in `matrices` `[experts, in, out]`."""
         if self.offsets is None:
             return rows @ matrices[0]
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write leftᵀ right of each expert's rows into `out` `[experts of the layer, in, out]`, unless `out` is None."""
+        """For each expert, write leftᵀ right of its rows into `out` `[experts of the layer, in, out]`."""
         if out is None:
             return
         if self.offsets is not None:
@@ -147,7 +148,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return for each row the vector of its expert, `[n, out]` or `[1, out]`, from `[experts of the layer, out]`."""
+        """Return the vectors of the rows' experts, `[n, out]`, or `[1, out]` if there is only one expert."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -158,7 +159,7 @@ class _Group:
 def _sorted(
     spec: Experts, x: torch.Tensor, index: torch.Tensor, factors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[_Group]]:
-    """Return (positions in the flattened `index`, sorted by expert; groups of experts that are computed together)."""
+    """Return (order of the flattened `index` by expert, groups of experts that are computed together)."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     if isinstance(x, FakeTensor) or x.is_meta:
@@ -179,11 +180,11 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
 
 
 _ALIGNED = 8
-"""Number of 16-bit values in 16 bytes, the stride alignment of torch's grouped product."""
+"""The strides of torch's grouped product must be multiples of 16 bytes: of this number of 16-bit values."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's grouped product accepts these operands: none is float64, and all sizes are aligned."""
+    """Return whether torch's grouped product accepts these operands. It needs aligned sizes, and has no float64."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -206,10 +207,7 @@ def _groups(spec: Experts, counts: list[int], device: torch.device, together: in
 
 @dataclass(frozen=True)
 class _Low:
-    """An adapter of one product, with A `[experts, in, r]` and B `[experts, r, out]` in the working dtype.
-
-    `place` is the position of A among all factors, `seed` the seed of the adapter's dropout.
-    """
+    """An adapter of one product, with A `[experts, in, r]` and B `[experts, r, out]` in the working dtype."""
 
     adapter: Adapter
     a: torch.Tensor
@@ -218,7 +216,7 @@ class _Low:
     seed: int
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Apply the dropout of a group to its rows, or to the gradient of the dropout's result."""
+        """Apply the adapter's dropout to a group's rows, or to their gradient in the backward."""
         probability = self.adapter.dropout
         if not probability:
             return rows
@@ -228,11 +226,11 @@ class _Low:
         return rows * mask.div_(max(1 - probability, torch.finfo(rows.dtype).tiny))
 
     def down(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Return drop(rows) A, `[n, r]`."""
+        """Return the rows after dropout, multiplied by A: `[n, r]`."""
         return group.product(self.dropped(rows, group), self.a[group.first : group.stop])
 
     def add_up(self, out: torch.Tensor, hidden: torch.Tensor, group: _Group) -> None:
-        """Add scale · hidden B to `out` `[n, out]`."""
+        """Add scale · (hidden @ B) to `out` `[n, out]`."""
         up = self.b[group.first : group.stop]
         if group.offsets is None:
             out.addmm_(hidden, up[0], alpha=self.adapter.scale)
@@ -249,9 +247,8 @@ class _Low:
         weighted: torch.Tensor | None,
         gradients: list[torch.Tensor | None],
     ) -> None:
-        """Add the adapter's share of the rows' gradient to `d_rows`, and write the gradients of A and B.
-
-        `weighted` has the routing weights of the rows; for the gradients of A and B, `d_out` is multiplied by them.
+        """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B. If `weighted` is
+        not None, the gradients of A and B are multiplied by it: it has the rows' routing weights.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
@@ -264,7 +261,7 @@ class _Low:
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
-    """Return a factor `[experts, m, n]` in a memory layout that products read without a copy."""
+    """Return a factor `[experts, m, n]`, copied if matrix products could not read its memory layout directly."""
     if 1 in factor.stride()[1:]:
         return factor
     rows_first = factor.stride(1) >= factor.stride(2)
@@ -275,7 +272,7 @@ def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
-    """Return zeros for the gradient of a factor, in the layout of `_as_matrices`."""
+    """Return zeros for the gradient of a factor, in the memory layout that `_as_matrices` returns."""
     rows_first = factor.stride(1) >= factor.stride(2)
     shape = factor.shape if rows_first else factor.mT.shape
     zeros = factor.new_zeros(shape)
@@ -298,7 +295,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return a product of `rows` with bias and adapters, `[n, out]`; `hidden` has drop(rows) A for each adapter in `lows`."""
+    """Return a product `[n, out]` of `rows`, with bias and adapters. `hidden` is drop(rows) A of each adapter in `lows`."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))
@@ -415,7 +412,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of g(h) and of the routing weights of a group; `d_y` is the gradient of its weighted rows."""
+    """Return the gradients of a group's g(h) and routing weights. `d_y` is the gradient of its weighted outputs."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):

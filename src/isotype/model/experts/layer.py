@@ -1,8 +1,8 @@
-"""Swaps the classes of experts and of PEFT's adapters on them, so that `isotype.model.experts.compute` is their forward.
+"""Swaps the classes of experts and of their PEFT adapters, so that `isotype.model.experts.compute` computes them.
 
-PEFT (0.21) nests a `ParamWrapper` for every adapted weight around an experts module, and computes the delta of every
-expert (`lora/layer.py`). After the swap, the outermost wrapper reads the wrappers inside of it, and multiplies their
-adapters with activations.
+PEFT (0.21) wraps an experts module in a `ParamWrapper` for each adapted weight, one around another, and computes the
+delta of every expert (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers, and
+multiplies activations by them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Layout:
     Attributes:
         up: name of the weight of the first product.
         inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
-        normed: whether outputs are normed before they are weighted.
-        routed: whether the module gets the experts and routing weights of each token. Otherwise the module's input has
-            equally many tokens per expert, one expert after another.
+        normed: True if a norm is applied to the outputs before the routing weights.
+        routed: True if the module gets the experts and routing weights of each token. If False, its input contains all
+            tokens of the first expert, then as many tokens of the second expert, and so on.
     """
 
     up: str
@@ -57,7 +57,7 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout of experts of transformers (`use_experts_implementation`, 5.23) or Llama 4, else None."""
+    """Return the layout if the module is Llama 4's or another of transformers' experts (5.23), else None."""
     if any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
     if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):
@@ -67,7 +67,7 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def _wraps(cls: Any) -> bool:
-    """Return whether a class is PEFT's `ParamWrapper` or a subclass; names are compared, to avoid importing PEFT."""
+    """Return whether a class is PEFT's `ParamWrapper` or a subclass. This compares names, to avoid importing PEFT."""
     return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
 
 
@@ -77,7 +77,7 @@ def is_experts_wrapper(module: nn.Module) -> bool:
 
 
 def _with_wrappers(outer: Any) -> list[Any]:
-    """Return the wrappers of an experts module from the outermost to the innermost, and the experts module last."""
+    """Return a list: the wrappers of an experts module, from the outermost to the innermost, then the module itself."""
     modules = [outer]
     while _wraps(type(modules[-1])):
         modules.append(modules[-1].base_layer)
@@ -95,7 +95,7 @@ def base_of(outer: Any) -> Any:
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of every experts module of a model, or of its outermost wrapper if it has adapters."""
+    """Yield (name, module) for all experts of a model. If experts have adapters, the module is their outermost wrapper."""
     inner: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inner:
@@ -108,7 +108,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Return why experts keep their own forward, as a clause; None if isotype's function can compute them."""
+    """Return why experts must keep their own forward; None if isotype's function can compute them."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -125,7 +125,7 @@ def why_not(outer: Any) -> str | None:
 
 
 def needs_function(outer: Any) -> bool:
-    """Return whether experts need isotype's function: if they are quantized, or if their adapters have dropout."""
+    """Return True if only isotype's function can compute these experts: quantized ones, or adapters with dropout."""
     base = base_of(outer)
     stacks = (quantized_stack(base, name) for name in getattr(base, "parametrizations", ()))
     return any(stack is not None for stack in stacks) or _drops(outer)
@@ -135,7 +135,7 @@ def needs_function(outer: Any) -> bool:
 
 
 class FusedExperts(Swapped):
-    """Base of the classes whose forward is isotype's function; `plain` is the class that was swapped."""
+    """Base class of experts and wrappers that isotype's function computes. `plain` is the class before the swap."""
 
     plain: type[nn.Module]
 
@@ -194,7 +194,7 @@ def put_in(outer: Any) -> None:
 
 
 def take_out(model: nn.Module) -> None:
-    """Restore the classes of a model's experts and wrappers, except of those that need isotype's function."""
+    """Restore the classes of a model's experts and wrappers, unless they need isotype's function."""
     for _, outer in outermost(model):
         if not needs_function(outer):
             for module in _with_wrappers(outer):
@@ -203,14 +203,14 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Let isotype's function compute the experts that are quantized or whose adapters have dropout."""
+    """Let isotype's function compute experts that are quantized, and experts whose adapters have dropout."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
-    """Return why isotype's function does not compute this call, as a clause; None if it computes the call."""
+    """Return why isotype's function cannot compute this call; None if it can."""
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
@@ -232,7 +232,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Return whether a weight has a parametrization besides its quantization: PEFT adds one for the duration of a call."""
+    """Return whether a weight has another parametrization than its quantization. PEFT adds one during its own call."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(
         not isinstance(parametrization, QuantizedStack) for parts in lists for parametrization in parts
@@ -288,10 +288,7 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
-    """Return a wrapper's active adapters, and views of their A `[experts, in, r]` and B `[experts, r, out]`.
-
-    PEFT's lora_A is `[experts * r, …]`, its lora_B `[…, r * experts]` with experts innermost.
-    """
+    """Return a wrapper's active adapters, and views of their A `[experts, in, r]` and B `[experts, r, out]`."""
     adapters: list[Adapter] = []
     tensors: list[torch.Tensor] = []
     if wrapper is None or wrapper.disable_adapters:
