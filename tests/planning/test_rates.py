@@ -50,7 +50,7 @@ def test_a_card_elsewhere_reaches_less_than_its_data_sheet() -> None:
     shares = {}
     for name in ("t4", "a100-80g", "h100", "rtx4090", "a10g"):
         sheet, (rated, source) = device_profile(name), with_rates(device_profile(name))
-        assert source == "speed by published runs on GPUs"
+        assert source == "speed estimated from published runs on GPUs"
         assert rated.memory_bandwidth == sheet.memory_bandwidth
         shares[name] = rated.peak_flops[torch.float16] / sheet.peak_flops[torch.float16]
         assert rated.steps == REACHED

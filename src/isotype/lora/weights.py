@@ -161,8 +161,7 @@ class DenseWeights:
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """Return a layer's weight `[out, in]` in `dtype`, valid until `stack` is closed. `keep`: see `Workspace.borrow`.
-        """
+        """Return a layer's weight `[out, in]` in `dtype`, valid until `stack` is closed. `keep`: see `Workspace.borrow`."""
         ready = self._ready(layer, dtype)
         if ready is not None:
             return ready

@@ -25,8 +25,8 @@ from isotype.core.errors import PrecisionError
 class BoundarySettings:
     """The kind and dtypes of a boundary.
 
-    - `"float32"`: for parameters that the policy keeps in float32. The module runs without autocast. Float inputs are
-      cast to float32, and float outputs to `result`.
+    - `"float32"`: for pinned parameters, and for norms and embeddings with float32 weights. The module runs without
+      autocast. Float inputs are cast to float32, and float outputs to `result`.
     - `"compute"`: for linear and other layers with float32 masters. Autocast to `compute` casts weight, bias and input.
       Float outputs are cast to `result`.
     - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias after the layer. Otherwise bitsandbytes

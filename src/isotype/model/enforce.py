@@ -140,9 +140,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter; float32 if any module needs it. If `frozen`, only adapters
-    train.
-    """
+    """Return the dtype of each unquantized float parameter: float32 if any module needs it."""
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():

@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity in weights, which would make every result of the model NaN."""
+"""Finds NaN and infinity in weights. They would make every result of the model NaN."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CheckpointError, which names `source`, if a weight or a constant of a quantized weight has NaN or infinity."""
+    """Raise CheckpointError if a weight, or a constant of a quantized weight, is not finite. The message names `source`."""
     refuse(source, not_finite(named))
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return tensor name -> counts of NaN and infinity in words, for tensors that contain NaN or infinity."""
+    """For each tensor with NaN or infinity, return name -> counts of both, in words."""
     return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }
@@ -42,7 +42,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the float tensors of a weight: the weight itself, or the constants of a quantized weight."""
+    """Yield the weight if it is a float tensor, or else the float constants of the quantized weight."""
     state: Any = getattr(weight, "quant_state", None)
     scales: Any = getattr(weight, "SCB", None)
     if state is not None:

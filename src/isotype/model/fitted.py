@@ -1,10 +1,10 @@
-"""4-bit quantization in bitsandbytes' format, with block constants that are fitted to a layer's inputs.
+"""Quantizes weights to 4 bits in bitsandbytes' format, and fits the block constants to a layer's inputs.
 
-bitsandbytes takes a block's largest magnitude as its constant, but can dequantize with any constant. If a few input
-channels are much larger than the others, as in most language models, their weights dominate the output error:
-E[(x, d)²] = Σ E[x²] d² for the errors d of a block with nearly independent channels. For codes c with values
-v(c) the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)²; the codes nearest to w / s are at least as good.
-AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
+bitsandbytes takes a block's largest magnitude as its constant, but can dequantize with any constant. In most language
+models a few input channels are much larger than the others, and errors of their weights dominate the output error. If
+the channels of a block are nearly independent, the weights' errors d give E[(x, d)²] = Σ E[x²] d². For codes c with
+values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest to w / s are then at least as
+good. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
-"""Fractions of a block's largest magnitude that are tried as constants."""
+"""Constants to start from, as fractions of the block's largest magnitude."""
 _PIECE = 1 << 18
-"""Elements processed at a time: in float32 they stay in the caches."""
+"""Number of elements that are processed at once. In float32 they stay in the caches."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
 _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round to nearest
@@ -30,7 +30,7 @@ _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round t
 def quantize_by(
     moments: torch.Tensor | None, weight: torch.Tensor, form: str, *, first: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize with `quantize_fitted`, or with `quantize_4bit` if `moments` is None; return the codes and their state."""
+    """Return the codes and the state from `quantize_fitted`, or from `quantize_4bit` if `moments` is None."""
     if moments is None:
         return quantize_4bit(weight, form, **settings)
     return quantize_fitted(weight, form, moments, first=first, **settings)
@@ -46,16 +46,16 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize a weight as `isotype.model.quantize.quantize_4bit` does, with the best constants for its inputs.
+    """Quantize a weight as `isotype.model.quantize.quantize_4bit` does, but with constants that suit the layer's inputs.
 
     Args:
-        weight: float32, bfloat16 or float16, any shape: rows of a layer's weight, or a part of its rows.
-        moments: `[in]`, E[x²] of the layer's input channels up to a common factor.
-        first: column of the first element of `weight`.
+        weight: a layer's weight, or a part of its flat weight; float32, bfloat16 or float16 of any shape.
+        moments: E[x²] of each input channel of the layer, times any common factor; `[in]`.
+        first: column of the layer's weight to which the first element of `weight` belongs.
 
     Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, each code is the nearest one for its block's constant
-        before double quantization rounds the constant.
+        Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before double
+        quantization rounds these.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -79,10 +79,10 @@ def nearest_values(
     """Return the values of a float32 weight after rounding to 4 bits, without computing codes.
 
     If `moments` is None, constants are the blocks' largest magnitudes. If a value is within 1/32767 of the midpoint
-    between two 4-bit values, this function may round it to one of them, and bitsandbytes to the other.
+    between two 4-bit values, bitsandbytes may round it to the other one.
 
     Args:
-        weight: `[rows, columns]`, or whole blocks of its rows.
+        weight: a weight `[rows, columns]`, or some of its whole blocks.
     """
     flat = weight.detach().reshape(-1)
     near = torch.empty_like(flat)
@@ -99,7 +99,7 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield (first block, values, moments) for each piece: float32 `[blocks, blocksize]`, with zeros after the last element."""
+    """Yield pieces as (index of the first block, values, moments); float32 `[blocks, blocksize]`, padded with zeros."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
     if moments is not None:  # repeated, because a piece can begin at any column
@@ -137,19 +137,19 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Return the blocks' values with 0 in place of NaN and infinity; the block's constant is then not finite."""
+    """If a constant is not finite, return the blocks' values with 0 in place of NaN and infinity."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 
 def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Return the indices `[elements]` into the tables of `_cells` for values divided by their block's constant."""
+    """Divide values by their block's constant. Return the index `[elements]` of each in the tables of `_cells`."""
     scaled = values * constants.clamp_min(_LEAST).reciprocal_().unsqueeze(1)
     return torch.add(_MIDDLE, scaled.clamp_(-1, 1), alpha=_HALF_RANGE).int().view(-1)
 
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest 4-bit value and its code for 65535 cells of [-1, 1]; a search would be several times slower."""
+    """Return tables of the nearest 4-bit value, and of its code, for 65535 cells of [-1, 1]. A search would be slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

@@ -1,4 +1,4 @@
-"""Removes equal layers before a trace: two of 80 equal layers are traced, and represent all 80.
+"""Removes equal layers from a model before a trace. For example, two of 80 equal layers stay and represent all 80.
 
 Folding changes the model in place: use it only for models without weights and for copies.
 """
@@ -35,12 +35,12 @@ _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 @dataclass(frozen=True)
 class _Fold:
-    """The folding of one list.
+    """The folding of one list of layers: its layers that stay, and the layers that each of them represents.
 
     Attributes:
-        kept: original numbers of the layers that remain.
-        stands_for: number of layers that each remaining layer represents.
-        represents: for each original number, the position of its representative in the folded list.
+        kept: the original numbers of the layers that stay.
+        stands_for: for each layer that stays, the number of layers that it represents.
+        represents: for each original layer, the position in the folded list of the layer that represents it.
     """
 
     kept: tuple[int, ...]
@@ -49,13 +49,13 @@ class _Fold:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Remove, in place, layers of `model` that equal other layers, and return the model.
+    """Remove layers of a model that equal other layers, in place. Return the model.
 
-    Only lists of at least 4 layers are folded. Layers are equal if they have the same classes, the same parameters and
-    buffers by name, shape, dtype, device and `requires_grad`, and the same plain attributes except for the layer's number. The
-    first and the last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The first layer
-    represents only itself, so that its extra work is counted once. The last layer represents all others (attribute
-    `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
+    Only lists of at least 4 layers are folded. Layers are equal if their modules have the same classes and, except for
+    the layer's number, the same plain attributes. Their parameters and buffers must have the same name, shape, dtype,
+    device and `requires_grad`. The first and the last layer of each kind stay, with their names (`model.layers.0`,
+    `model.layers.79`). The first layer represents only itself, so that its extra work is counted once. The last layer
+    represents all others (attribute `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -81,12 +81,12 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return fully qualified layer name -> number of layers that it represents, for each layer in a folded list."""
+    """For each layer in a folded list, return its full name -> number of layers that it represents."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return module name -> number of modules of the original model that this module represents."""
+    """For each module, return name -> number of modules of the original model that it represents."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
@@ -94,7 +94,7 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Return all properties of a layer that can change its trace, except its number."""
+    """Return all properties of a layer that can change its trace, apart from the layer's number."""
     return tuple((n, type(m), _tensors(m), _attributes(m), _hooks(m)) for n, m in layer.named_modules())
 
 
@@ -116,7 +116,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return names and values of a module's plain attributes; for a float (a scale) only whether it is zero."""
+    """Return names and values of a module's plain attributes. Instead of a float, return whether it is nonzero."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
@@ -125,7 +125,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Return the names of a module's attributes, and of the classes or functions that are its forward hooks."""
+    """Return (names of a module's attributes, names of the functions or classes of its forward hooks)."""
     run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run)
     return frozenset(vars(module)), tuple(names)
@@ -138,8 +138,8 @@ def _is_number(value: object) -> bool:
 def _plan(signatures: Sequence[Any]) -> _Fold:
     """Return the layers that folding keeps.
 
-    The list is split before the first and after the last layer of each kind, so that each piece repeats the same kinds.
-    In each piece, the first and the last layer of each kind stay.
+    The list is cut before the first and after the last layer of each kind. In each piece between two cuts, the first and
+    the last layer of each kind stay.
     """
     count = len(signatures)
     first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}
@@ -180,7 +180,7 @@ def _is_config(value: object) -> bool:
 
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
-    """Return the config of `owner`; if it has none, return that of the nearest module around it."""
+    """Return the config of `owner`, or else the config of the nearest module around `owner`."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:

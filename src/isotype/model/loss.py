@@ -1,4 +1,4 @@
-"""The loss in a model's output."""
+"""Finds the loss in a model's output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output, or the mean of the first float tensor; raises TypeError without float tensors."""
+    """Return the loss in a model's output, or else the mean of its first float tensor. Without one, raise TypeError."""
     loss = find_loss(output)
     if loss is not None:
         return loss
@@ -21,11 +21,11 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the field `loss` of a model's output, or else a scalar (shape `[]`) of the output that is a loss, or else None.
+    """Return the field `loss` of a model's output, or else a scalar that must be the loss, or else None.
 
-    A scalar is a loss if it depends on every parameter that any tensor of the output depends on: this finds the loss in
-    nanoGPT's output `(logits, loss)`, and rejects CLIP's temperature. If a mapping has several such scalars (a detector's
-    losses), they are summed.
+    A scalar is the loss if it depends on all parameters on which the output depends. So the loss in nanoGPT's output
+    `(logits, loss)` is found, and CLIP's temperature is not taken for a loss. If only all scalars of a mapping together
+    do so, as a detector's losses do, return their sum.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -47,7 +47,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def _leaves_behind(tensor: torch.Tensor) -> set[Any]:
-    """Return the autograd nodes that accumulate gradients of parameters on which `tensor` depends."""
+    """Return the autograd nodes in which the graph of `tensor` ends: those that accumulate parameters' gradients."""
     visited: set[Any] = set()
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:

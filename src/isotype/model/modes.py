@@ -1,4 +1,4 @@
-"""Modes under which a model is built without initialization, or runs without side effects."""
+"""Context managers in which a model is built without initialization, or runs without side effects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DRAWS = (
 
 
 class NoDraws(TorchFunctionMode):
-    """Mode that skips random initialization of meta tensors, which takes half a second for a thousand layers."""
+    """Mode that skips the random initialization of meta tensors. It would take half a second for a thousand layers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,7 +45,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` moves no tensor with values to the meta device: PEFT moves adapters to the base's device."""
+    """Mode in which `Tensor.to` moves no values to the meta device. PEFT would move adapters to a meta base's device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,18 +60,18 @@ class KeepsValues(TorchFunctionMode):
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
-"""Operators that return a Python number, which a tensor without memory does not have."""
+"""Operators that return a Python number. A tensor without memory cannot provide it."""
 _PLACED = (PARAMETERS, CHILDREN)
-"""Attributes of a module that FSDP2 changes during a forward, together with the state of its hooks."""
+"""Attributes that are not restored: FSDP2 changes them during a forward, together with the state of its hooks."""
 
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation mode without gradients inside the `with` block; then restore it and the random states.
+    """Let a model run in evaluation mode without gradients in the `with` block. Then restore it and the random states.
 
-    Attributes, containers, parameters and buffers are restored too, because a forward may change them: caches keep the
-    last keys, and PEFT's Arrow changes adapters in its first forward. On the meta device, a condition on a tensor
-    (`if mask.all():`) is true, and a number read from a tensor is 1.
+    Attributes, containers, parameters and buffers are restored too, because a forward may change them. For example,
+    caches keep the last keys, and PEFT's Arrow changes adapters in its first forward. On the meta device, a condition on
+    a tensor (`if mask.all():`) is true, and a number read from a tensor is 1.
     """
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
@@ -89,7 +89,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that saves parameters and buffers before an operator overwrites them, and reads meta tensors as 1."""
+    """Mode that saves parameters and buffers before an operator overwrites them. Numbers read from meta tensors are 1."""
 
     supports_higher_order_operators = True
 
@@ -141,7 +141,7 @@ def _restorer(container: Any) -> Callable[[], None]:
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
-    """Return `call(*operands)` without autograd and autocast, or None if it raises; the operands are on one device."""
+    """Return `call(*operands)`, run without autograd and autocast, or None if it raises an error."""
     device = operands[0].device.type
     try:
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
@@ -151,7 +151,7 @@ def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
 
 
 def is_close(result: Any, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
-    """Return whether `result` is a tensor with the shape and values of `wanted`, a float64 tensor on the CPU."""
+    """Return whether `result` has the shape and, within the tolerances, the values of `wanted` (float64, on a CPU)."""
     return (
         isinstance(result, torch.Tensor)
         and result.shape == wanted.shape

@@ -14,13 +14,13 @@ PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
 """The parts of a multimodal model, in the order in which reports list them."""
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
-"""Part -> transformers' name for the input of its tower; the model's config has `vision_config` or `audio_config`."""
+"""Maps a part to transformers' name for its input. The model's config has `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""Name of the projector inside Qwen's and GLM's towers: layers after the blocks, with the language model's width."""
+"""Names of the projector in Qwen's and GLM's towers. It comes after the blocks and returns the language model's width."""
 
 
 class Parts:
-    """The parts of a transformers model without PEFT's wrapper; a model without towers has only the part `language`."""
+    """The parts of a transformers model (not of PEFT's wrapper). A model without towers has only the part `language`."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -38,7 +38,7 @@ class Parts:
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
-        """Yield the names of the outermost modules with weights outside of the language model; nothing without towers."""
+        """If there are towers, yield the outermost modules that have weights and are not in the language model, by name."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
             around = any(f"{inner}.".startswith(f"{name}.") for inner in self._language)
@@ -50,7 +50,7 @@ class Parts:
 
 
 def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts named by a list or a text (`language,projector`, `all`); raises ValueError for an unknown word."""
+    """Return the parts that a list or a text names (`language,projector`, `all`). Raise ValueError for an unknown word."""
     words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])
@@ -58,9 +58,9 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of blocks in a tower whose output the model does not read.
+    """Yield (name, reason) of each block of a tower whose output the model does not use.
 
-    LLaVA's `vision_feature_layer` has one or several indices of the tower's hidden states; index 0 is the blocks' input.
+    LLaVA's `vision_feature_layer` is one or more indices of the tower's hidden states; 0 is the first block's input.
     """
     indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [indices] if isinstance(indices, int) else list(indices or ())
@@ -76,7 +76,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
 
 
 def entrances(base: Any) -> Iterator[Any]:
-    """Yield the modules that get a model's float inputs: its towers, and the encoder of a speech model (Whisper)."""
+    """Yield the modules to which a model passes float inputs: its towers, and the encoder of a speech model (Whisper)."""
     yield from (tower for _, tower in towers_of(base))
     if getattr(base, "main_input_name", "input_ids") == "input_features" and hasattr(base, "get_encoder"):
         encoder = base.get_encoder()
@@ -85,7 +85,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) for every tower of a transformers model; a text model, or a tower alone, has none."""
+    """Yield (part, module) of each tower of a transformers model. A text model has none, and neither has a tower itself."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -1,11 +1,11 @@
-"""nf4, fp4 and int8 quantization on a CPU: bitwise equal to that of bitsandbytes, and several times faster.
+"""Quantizes to nf4, fp4 and int8 on a CPU. Results are bitwise equal to bitsandbytes', and come several times faster.
 
-On CPUs bitsandbytes (0.50.2, `backends/default/ops.py`) calls operators on the whole tensor, mostly a binary search for
-every element. This file processes pieces of the tensor that fit into the caches, and looks up their codes in a table.
+On CPUs bitsandbytes (0.50.2, `backends/default/ops.py`) processes the whole tensor at once, and spends most time in a
+binary search for each element. This file processes pieces that fit into the caches, and reads codes from a table.
 
-An element is divided by its block's absmax, which gives a number in [-1, 1]; its code is the number of boundaries
-(midpoints between neighbouring values) below this number. The table has a code for each of 65536 equal cells of
-[-1, 1]. If a cell contains a boundary, a search with bitsandbytes' arithmetic finds the code.
+An element is divided by its block's absmax. The result is in [-1, 1], and gets the code of the nearest 4-bit value. The
+boundaries between codes are the midpoints between neighbouring values. The table has a code for each of 65536 equal
+cells of [-1, 1]. If a boundary is in a cell, a search with bitsandbytes' arithmetic finds the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from isotype.compat.bitsandbytes import quantized_on
 
 _PIECE = 1 << 19
-"""Elements processed at a time: in float32 they stay in the caches and occupy all of torch's threads."""
+"""Number of elements that are processed at once. In float32 they fit into the caches and occupy all threads."""
 _UNDECIDED = 0x80
 _ANY_UNDECIDED = -0x7F7F7F7F7F7F7F80  # the same bit in each byte of an int64
 _HALF_RANGE = 32767
@@ -31,7 +31,7 @@ _LEAST = 1e-38  # bitsandbytes' smallest divisor; a block of zeros has a smaller
 
 @dataclass(frozen=True)
 class _Format:
-    """A 4-bit format: 15 boundaries, the codes of the 16 intervals between them, and the codes of the 65536 cells."""
+    """A 4-bit format: 15 boundaries, the codes of the 16 intervals that they bound, and the codes of the 65536 cells."""
 
     bounds: torch.Tensor
     codes: torch.Tensor
@@ -50,11 +50,11 @@ def quantize_4bit(
 
     Args:
         weight: float32, bfloat16 or float16, any shape.
-        double_quant: whether absmax constants are quantized to 8 bits in blocks of 256
+        double_quant: True to quantize the absmax constants too, to 8 bits in blocks of 256
             (https://arxiv.org/abs/2305.14314, section 3).
 
     Returns:
-        `[ceil(elements / 2) / storage.itemsize, 1]` codes in `storage`, two per byte, and the `QuantState`.
+        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte has two codes.
     """
     from bitsandbytes import functional
 
@@ -73,9 +73,9 @@ def quantize_4bit(
 
 
 def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:
-    """Return the `QuantState` that bitsandbytes' (0.50.2) `quantize_4bit` creates for float32 `absmax` `[blocks]`.
+    """Return the `QuantState` of `quantize_4bit` in bitsandbytes 0.50.2 for float32 `absmax` `[blocks]`.
 
-    `settings` are the weight's `shape` and `dtype`, `blocksize` and `quant_type`.
+    `settings` are the weight's `shape` and `dtype`, and `blocksize` and `quant_type`.
     """
     from bitsandbytes import functional
 
@@ -90,8 +90,8 @@ def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
-    code = round(127 x / absmax of the row), where x is the weight in float16 (https://arxiv.org/abs/2208.07339,
-    section 2). A row of zeros has codes 0.
+    code = round(127 x / absmax of the row), where x is the weight in float16 (https://arxiv.org/abs/2208.07339, section
+    2). In a row of zeros, all codes are 0.
     """
     if not _on_cpu(weight):
         from bitsandbytes import functional
@@ -144,9 +144,9 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the codes of `blocks` [blocks, blocksize], one code per byte, and write the blocks' absmax.
+    """Return the codes of `blocks` [blocks, blocksize], one code per byte. Write largest magnitudes to `absmax`.
 
-    Returns None if a value is not finite. `work` is float32 memory [3, at least the number of elements].
+    Returns None if a value is not finite. `work` is scratch memory: float32 `[3, n]` for n or fewer elements.
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)
@@ -164,12 +164,12 @@ def _piece(
 
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
-    """Return the codes of elements in [-1, 1]; a midpoint gets the code of the lower value."""
+    """Return the codes of scaled elements by a search. The midpoint between two values gets the lower value's code."""
     return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
 
 
 def _last_block(flat: torch.Tensor, form: _Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absmax and packed codes of an incomplete block; its absmax is never zero, as in bitsandbytes."""
+    """Return (absmax, packed codes) of a block that is not full. As in bitsandbytes, this absmax is never zero."""
     most = flat.abs().max().clamp(min=_LEAST)
     scaled = torch.nn.functional.pad(flat / most, (0, flat.numel() % 2))
     single = _nearest(form, scaled.nan_to_num())
@@ -192,7 +192,7 @@ def _format(name: str) -> _Format:
 
 
 def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
-    """Replace the weight of a bitsandbytes layer by a quantized weight on the meta device, without values."""
+    """Replace a bitsandbytes layer's weight by a quantized weight on the meta device."""
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}

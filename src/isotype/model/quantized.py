@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes: their quantization states, their dtypes under a policy, and their creation without weights."""
+"""Reads quantization states of bitsandbytes layers, sets their dtypes under a policy, and creates them without weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the distinct quantization states of a 4-bit layer's weight and of the layer itself, which FSDP2 keeps."""
+    """Return the quantization states of a 4-bit layer: its weight's, and the layer's own, which FSDP2 keeps."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -39,7 +39,7 @@ def row_scales(layer: Any) -> torch.Tensor | None:
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Return the bytes of the constants (absmax for 4 bits, scales for int8) of the codes `weight`, a parameter of `layer`."""
+    """Return the bytes of constants for the codes `weight`, a parameter of `layer`: absmax (4 bits) or scales (int8)."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         nested = int(state.state2.absmax.nbytes) if state.nested else 0
@@ -52,20 +52,20 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter is an int8 weight of bitsandbytes, by its class's name to avoid an import."""
+    """Return whether a parameter is an int8 weight of bitsandbytes. This compares names, to avoid an import."""
     return type(weight).__name__ == "Int8Params"
 
 
 def holds_turned(layer: Any) -> bool:
-    """Return whether a bitsandbytes layer has replaced transformers' Conv1D, whose weights in files are `[in, out]`."""
+    """Return whether a bitsandbytes layer has replaced a Conv1D of transformers. Files have its weights as `[in, out]`."""
     source = getattr(layer, "source_cls", None)
     return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
 
 
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
-    """Set the dtypes of a `Linear4bit`, its quantization state and its constants; return the changes in words.
+    """Set the dtypes of a `Linear4bit`, its quantization state and its constants. Return the changes in words.
 
-    Loading restores the saved dtype of dequantized weights even if the policy has another dtype
+    A load sets the dtype of dequantized weights to the saved one, even if the policy has another
     (https://github.com/unslothai/unsloth/issues/4005). Raises PrecisionError if the state was lost or the packed codes
     were cast.
     """
@@ -103,7 +103,7 @@ def _align_state(state: Any, compute: torch.dtype) -> list[str]:
 
 
 def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
-    """Set the dtype to which stacked expert weights are dequantized; return the change in words."""
+    """Set the dtype to which stacked expert weights are dequantized. Return the change in words, or an empty list."""
     if stack.dtype == compute:
         return []
     before, stack.dtype = stack.dtype, compute
@@ -111,7 +111,7 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Prepare a `Linear8bitLt` for a forward, with float32 row scales on the layer; return the changes in words.
+    """Prepare a `Linear8bitLt` for its forward: store float32 row scales on the layer. Return the changes in words.
 
     Raises PrecisionError if the row scales were lost.
     """
@@ -132,7 +132,7 @@ def _lost(name: str, layer: Any, what: str, constants: str) -> PrecisionError:
     return PrecisionError.of(
         "a quantized layer lost its quantization state",
         f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state",
-        f"a weight with the {constants} of its codes",
+        f"a weight with codes and {constants}",
         "load the model again: other code has replaced or cast the quantized parameter",
     )
 
@@ -154,7 +154,7 @@ _BLOCK_ROWS = 32
 
 
 def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
-    """Disable repacking of a 4-bit layer; return the attributes from before, for `restore_layout`."""
+    """Keep bitsandbytes from repacking a 4-bit layer. Return the former attributes, for `restore_layout`."""
     before = tuple((name, getattr(layer, name)) for name in (_SWITCH, _KEPT) if hasattr(layer, name))
     if hasattr(layer, _SWITCH):
         setattr(layer, _SWITCH, False)
@@ -170,10 +170,10 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 
 
 def repacking(layer: Any) -> str | None:
-    """Return why the first forward in evaluation cannot repack a 4-bit layer on a CPU with AVX512-BF16.
+    """Return why a 4-bit layer's first evaluation forward would fail to repack it on a CPU with AVX512-BF16.
 
-    Returns "" if repacking is possible. Returns None if nothing is to be repacked: the layer keeps its training layout or is
-    repacked already, or this bitsandbytes does not repack.
+    Returns "" if repacking works. Returns None if nothing is repacked: the layer keeps its training layout, is already
+    repacked, or this version of bitsandbytes does not repack.
     """
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
@@ -186,7 +186,7 @@ def repacking(layer: Any) -> str | None:
         return None  # disabled by the user
     rows, *more = (int(size) for size in state.shape)
     if len(more) != 1:
-        return f"a weight of {1 + len(more)} dimensions, where repacking takes two"
+        return f"the weight has {1 + len(more)} dimensions, and repacking needs two"
     if rows % _BLOCK_ROWS:
         return f"{rows} rows are no multiple of {_BLOCK_ROWS}"
     if more[0] % state.blocksize:
@@ -198,12 +198,12 @@ def repacking(layer: Any) -> str | None:
 # transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) and a list of skipped ones.
 
 _OUTLIERS = 6.0
-"""Inputs above this magnitude are multiplied in 16 bits: `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
+"""int8 layers multiply inputs above this magnitude in 16 bits: `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
 _BITS = {"linear4bit": 4, "linear8bit": 8}
 
 
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
-    """Give each layer that the policy names its format, in place; return the names of the weights that become int8.
+    """Change layers in place to the formats in `policy.layers`. Return the names of the weights that become int8.
 
     The model has bitsandbytes layers, whose weights are on the meta device and not yet quantized. Raises PrecisionError
     if the model lacks a layer that the policy names.
@@ -212,7 +212,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     names = [choice.module for choice in policy.layers]
     unknown = [name for name in names if kind_of(modules.get(name, model)) not in _BITS]
     if unknown:
-        what = f"{listed(unknown)} under a policy that stores them otherwise"
+        what = f"{listed(unknown)} under a policy with other formats for them"
         expected = "quantized linear layers of this model"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
         raise PrecisionError.of("the policy is for other layers", what, expected, fix)
@@ -229,7 +229,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers whose weights the checkpoint lacks by dense layers, which are initialized and trained."""
+    """Replace quantized layers whose weights the checkpoint lacks by dense layers. These are initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:
@@ -247,7 +247,7 @@ def _int8(layer: Any) -> nn.Module:
 
 
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the `nn.Linear` or Conv1D that a quantized layer has replaced, with its bias and a weight on the meta device."""
+    """Return an `nn.Linear` or Conv1D to replace a quantized layer: with its bias, and a weight on the meta device."""
     with torch.device("meta"):
         if holds_turned(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)

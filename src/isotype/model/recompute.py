@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations recomputed in the backward instead of saved."""
+"""Settings of gradient checkpointing, which recomputes activations in the backward instead of saving them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return the arguments that a trainer passes to `gradient_checkpointing_enable`, or None without checkpointing.
+    """Return the arguments that a trainer passes to `gradient_checkpointing_enable`, or None if it does not call it.
 
-    `offload` is left out, because a traced step has no second memory to which activations could move.
+    The argument `offload` is dropped: a traced step has no second memory to which activations could move.
     """
     if not arguments.gradient_checkpointing:
         return None
@@ -23,14 +23,14 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
-    """Return whether checkpointing with these arguments needs gradients of the embeddings, as reentrant checkpointing does."""
+    """Return whether checkpointing with these arguments is reentrant, and so needs gradients of the embeddings' output."""
     return bool((arguments or {}).get("use_reentrant"))
 
 
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
     """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
 
-    `settings` are arguments of `gradient_checkpointing_enable`; `adapters` is True if adapters of a frozen model are trained.
+    `settings` are arguments of `gradient_checkpointing_enable`. `adapters` is True if only adapters are trained.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
@@ -45,7 +45,7 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of TrainingArguments that enable checkpointing with `arguments`, or that disable it for None."""
+    """Return fields of TrainingArguments that enable checkpointing with `arguments`. If these are None, disable it."""
     names = ("gradient_checkpointing", "activation_checkpointing")  # the newer name, in transformers 5.23
     if arguments is None:
         return dict.fromkeys(names, False)

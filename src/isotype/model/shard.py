@@ -1,9 +1,9 @@
 """Shards a model under a policy with FSDP2, so that every tensor keeps its dtype.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) requires one dtype for all trained parameters of a group, which it gathers and
-reduces together. A model under a policy has several dtypes: float32 norms among bfloat16 weights, integer codes, float32
-adapters. So FSDP2 casts nothing when it gathers (`param_dtype=None`), and parameters that are trained in another dtype
-than the rest of their block become a group of their own.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together. All trained parameters
+of a group must have one dtype. A model under a policy has several dtypes: float32 norms among bfloat16 weights, integer
+codes, float32 adapters. So FSDP2 is told to cast nothing when it gathers (`param_dtype=None`). Parameters whose trained
+dtype is not that of their block become a group of their own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Return whether hooks of this module gather its parameters by FSDP2."""
+    """Return whether FSDP2 gathers this module's parameters before its forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before it is imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters, which some groups keep if no backward follows the forward."""
+    """Free the gathered parameters that some groups keep after a forward without a backward."""
     for module in filter(is_gathered, model.modules()):
         module.reshard()  # type: ignore[operator]
 
@@ -51,13 +51,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
-    """Return the device for this process's part of a model: an accelerator if there is one, unless the policy is for a CPU."""
+    """Return the device for this process's part of a model: a CPU if the policy says so or no accelerator exists."""
     accelerator = torch.accelerator.current_accelerator() if policy.device != "cpu" else None
     return accelerator or torch.device("cpu")
 
 
 def mesh_over_all(device: torch.device) -> Any:
-    """Return a one-dimensional `DeviceMesh` of all processes; raises UsageError without a process group."""
+    """Return a one-dimensional `DeviceMesh` of all processes. Raise UsageError if there is no process group."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -74,15 +74,16 @@ def mesh_over_all(device: torch.device) -> Any:
 
 
 def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
-    """Shard `model`, which is under `policy`, in place by FSDP2: each process keeps some rows of every parameter.
+    """Shard a model under `policy` by FSDP2, in place. Each process keeps some rows of every parameter.
 
-    Each block is a group, and so are frozen input embeddings that are not shared. The rest (final norm, head) is a group
-    that stays gathered from the forward to the end of the backward. Gradients are summed in the policy's reduce dtype.
+    Each block is a group, and so are frozen input embeddings whose weight no other module shares. All other parameters
+    (final norm, head) form a group that stays gathered from the forward to the end of the backward. Gradients are summed
+    in the policy's reduce dtype.
 
     Args:
         model: any module; its parameters may be on the meta device.
         mesh: a one-dimensional `DeviceMesh`; by default all processes.
-        reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
+        reshard: True to free a block's gathered weights after its forward, and to gather them again for its backward.
 
     Returns:
         The same model; FSDP2 has changed its class.
@@ -119,10 +120,10 @@ class Group:
 def groups_of(
     model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
 ) -> tuple[Group, ...]:
-    """Return the groups that `shard_model` creates: inner groups come first, the rest of the model last.
+    """Return the groups that `shard_model` creates. Inner groups come first, and the rest of the model comes last.
 
-    `more_blocks` are further modules that become groups, such as the layers of folded lists. Raises PrecisionError if one
-    module has trained parameters of different dtypes.
+    `more_blocks` are other modules that also become groups, such as the layers of folded lists. Raises PrecisionError if
+    one module has trained parameters of different dtypes.
     """
     all_blocks = {id(block): block for block in (*blocks_in(model), *more_blocks)}
     inner = {id(part) for block in all_blocks.values() for part in block.modules() if part is not block}
@@ -145,7 +146,7 @@ def groups_of(
 
 @contextmanager
 def integers_named() -> Iterator[None]:
-    """Raise PrecisionError instead of torch's error if this torch release, such as 2.10, cannot shard integers."""
+    """Replace the error of torch releases that cannot shard integers, such as 2.10, by a PrecisionError."""
     try:
         yield
     except RuntimeError as error:
@@ -158,7 +159,7 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make quantized codes plain parameters and store the constants on the layer, because FSDP2 drops a parameter's attributes.
+    """Make codes plain parameters, and store their constants on the layer: FSDP2 drops a parameter's attributes.
 
     bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read these constants.
     """
@@ -174,7 +175,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules whose trained parameters have another dtype than most; modules inside of `outside` do not count."""
+    """Return the modules outside of `outside` whose trained parameters do not have the most common dtype."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {
@@ -198,7 +199,7 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
-    """Return the input embedding if it is frozen and not shared: then its weight can be freed after the lookup."""
+    """Return the input embedding if it is frozen and not shared. Its weight can then be freed after the lookup."""
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None

@@ -1,8 +1,8 @@
-"""The layers that `all-linear` adapts, and sentences about weights without adapters.
+"""Chooses the layers that `all-linear` adapts, and says which weights get no adapters.
 
-`all-linear` leaves out routers, and layers whose weight the model uses without calling the layer
-(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans), because the model then bypasses an adapter. If the user names
-targets, all of them stay.
+`all-linear` leaves out routers. It also leaves out a layer whose weight the model uses without calling the layer
+(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans), because an adapter on it would have no effect. If the user
+names targets, all of them get adapters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _ENDS = {
     "ForQuestionAnswering": "QUESTION_ANS",
     "Model": "FEATURE_EXTRACTION",
 }
-"""Suffix of the name of a transformers class -> PEFT's task type."""
+"""Maps the end of a transformers class's name to PEFT's task type."""
 TRAINED_WHOLE = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
     "QUESTION_ANS": ("qa_outputs",),
 }
-"""PEFT's task type -> names of modules that PEFT trains and saves with every adapter."""
+"""Maps PEFT's task type to the names of modules that PEFT trains and saves with every adapter."""
 
 
 def task_of(config: Any) -> str | None:
@@ -49,7 +49,7 @@ def task_of(config: Any) -> str | None:
 
 
 def task_type_of(model: Any) -> str | None:
-    """Return PEFT's task type of a model by its class, or None if the model takes no `input_ids` (speech, images)."""
+    """Return PEFT's task type for a model's class, or None if the model takes no `input_ids` (speech, images)."""
     cls = type(model)
     takes = inspect.signature(cls.forward).parameters.keys()
     if not cls.__module__.startswith("transformers.") or not {"input_ids", "inputs_embeds"} <= takes:
@@ -63,15 +63,15 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Set `model.drawn_parameters` to the names of parameters that no checkpoint file has, so that an adapter saves them."""
+    """Set `model.drawn_parameters`: the names of parameters that are in no checkpoint file. An adapter must save them."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add the modules whose weights are in no file of the checkpoint to `modules_to_save`; return a sentence about them.
+    """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence about them.
 
-    Raises UsageError if such a module also has weights from files, or if this kind of adapter saves no modules.
+    Raises UsageError if such a module also has weights from files, or if adapters of this kind cannot save modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())
@@ -98,7 +98,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the outermost module that has this parameter, and whose parameters are all in `drawn`; else ""."""
+    """Return the name of the outermost module around a parameter whose parameters are all in `drawn`, or ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -110,18 +110,18 @@ def _module_of(model: Any, name: str, drawn: set[str]) -> str:
 
 
 _UNABLE = ("use_dora", "lora_bias")
-"""Settings that PEFT does not support for adapters on parameters (`ParamWrapper`)."""
+"""For adapters on parameters (`ParamWrapper`), PEFT does not support these settings."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The decision about the targets of an adapter's config.
+    """The chosen targets of an adapter's config, and why other layers are no targets.
 
     Attributes:
-        wide: whether the config targets `all-linear`.
-        unable: settings of the config for which PEFT cannot adapt the stacked experts that it targets.
-        reads: name of a layer without an adapter -> the class that uses the layer's weight without calling the layer.
-        excluded: name of a layer in a part without adapters -> the reason.
+        wide: True if the config's targets are `all-linear`.
+        unable: settings of the config that keep PEFT from adapting stacked experts among the targets.
+        reads: maps a layer that gets no adapter to the class that uses the layer's weight without calling the layer.
+        excluded: maps a layer to the reason why its part of the model gets no adapters.
     """
 
     wide: bool = False
@@ -132,14 +132,14 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model that get adapters (names of `isotype.model.parts`), and why the other parts get none, as a clause."""
+    """The parts of a model that get adapters (names from `isotype.model.parts`), and why other parts get none."""
 
     parts: tuple[str, ...] = PARTS
     why: str = "adapt= leaves their part out"
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Set the targets of a config to the layers that get adapters; raise UsageError if `adapt` leaves no target."""
+    """Set the targets of a config to the layers that get adapters. Raise UsageError if `adapt` leaves no target."""
     if not getattr(config, "target_modules", None):
         return Targets()
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -187,7 +187,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 
 def _excluded_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
-    """Return layer name -> reason, for layers outside of the adapted parts, and for layers whose output the model ignores."""
+    """Return layer name -> reason, for layers in parts without adapters and for layers whose output the model ignores."""
     parts, unread = Parts(base), dict(unread_layers(base))
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
@@ -222,7 +222,7 @@ def _nothing_left(adapt: Adapt | None) -> UsageError:
 
 
 def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
-    """Return `names`, and the names of both weights of every experts module that can have adapters."""
+    """Return `names` and the names of all expert weights that can have adapters."""
     targets = set(names or ())
     for path, module in outermost(base):
         layout = layout_of(module)
@@ -245,12 +245,12 @@ class _Weight:
 
 
 ADAPTED = "adapters are on "
-"""First words of the sentence in `adapter_notes` about weights with adapters."""
+"""`adapter_notes` has a sentence about the weights with adapters. It begins with these words."""
 _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences about weights with and without adapters, or none if every weight that the config names has an adapter."""
+    """Return sentences about weights with and without adapters. If every named weight has an adapter, return none."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -265,7 +265,7 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
 
 
 def _size_on_experts(model: Any) -> tuple[str, ...]:
-    """Return a sentence about the size of adapters on experts, which often have more values than all other adapters."""
+    """Return a sentence about the size of experts' adapters. They often have more values than all other adapters."""
     values, experts, layers, base = 0, 0, 0, model.get_base_model()
     ranks: set[int] = set()
     repeats = repeats_of(base)
@@ -297,7 +297,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if targets.unable:
         settings = " and ".join(f"{name} {getattr(config, name)}" for name in targets.unable)
         return f"PEFT cannot adapt them with {settings}"
-    return "they are parameters, and no linear layers; target_parameters names them"
+    return "they are parameters, not linear layers: name them in target_parameters"
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
@@ -308,7 +308,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
-    """Yield the weights of linear layers, routers and experts, except the head and modules that are trained whole."""
+    """Yield the weights of linear layers, routers and experts, but not of the head or of modules that PEFT copied."""
     base, adapted = model.get_base_model(), set()
     repeats = repeats_of(base)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -347,7 +347,7 @@ def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Return whether a layer is a router, by its name, by the name of a parent, or because it has one output per expert."""
+    """Return whether a layer is a router: its name or a parent's says so, or it has one output for each expert."""
     parts = name.split(".")
     around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
@@ -368,12 +368,12 @@ def _counts(block: Any) -> set[int]:
 # ------------------------------------------------------------------------------ weights that the model reads itself
 
 _RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze")
-"""Attributes of a tensor that return its values."""
+"""These attributes of a tensor return a tensor with the same values."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Return layer name -> class of the parent module, for linear layers whose weight a method of the parent reads."""
+    """Find linear layers whose weight a method of a parent module reads. Return layer name -> class of the parent."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)

@@ -21,13 +21,13 @@ from isotype.model.boundary import Boundary
 
 @dataclass(frozen=True)
 class Place:
-    """A module in its model.
+    """A module of a model, and facts about it.
 
     Attributes:
         kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (also convolutions), `"embedding"`, `"norm"` or
             `"other"`.
-        tuner: whether the module belongs to one of PEFT's tuner layers, which cast their own inputs.
-        adapter: whether the module is part of an adapter: in a tuner layer, or a copy that PEFT trains and saves.
+        tuner: True if the module is inside of one of PEFT's tuner layers. Such layers cast their own inputs.
+        adapter: True if the module is in a tuner layer, or in a whole module that PEFT copied to train it.
     """
 
     name: str
@@ -47,7 +47,7 @@ _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Con
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the kind of a module, one of the kinds that `Place.kind` lists."""
+    """Return the kind of a module, see `Place.kind`."""
     cls: Any = type(module)
     return _kind_of(cls)
 
@@ -79,7 +79,7 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is one of transformers' routers, which multiply hidden states with a weight of their own."""
+    """Return whether a module is a router of transformers that has its own weight."""
     weight = own_parameters(module).get("weight")
     named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
     return named and weight is not None and weight.ndim == 2
@@ -91,7 +91,7 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList from which `isotype.model.fold` has removed layers; the names of its children are their original numbers."""
+    """A ModuleList from which `isotype.model.fold` has removed layers. The other layers keep their numbers as names."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]
@@ -99,7 +99,7 @@ class FoldedList(nn.ModuleList):
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield (owner, list) of every list of at least `fewest` blocks, but not of lists of experts."""
+    """Yield (module that has the list, list) of each list of at least `fewest` blocks. Lists of experts are left out."""
     for owner in model.modules():
         for child in owner.children():
             plain = type(child) in (nn.ModuleList, nn.Sequential, FoldedList)
@@ -109,18 +109,18 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """Return the blocks of all lists of at least `fewest` blocks, including lists inside of blocks."""
+    """Return all blocks in lists of at least `fewest` blocks. Such a list may also be inside of another block."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Return whether a layer has attention, a mixer or an MLP; such a layer returns hidden states of its input's shape."""
+    """Return whether a layer is a block: it has attention, a mixer or an MLP inside."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Yield the place of every module, parents before children, the model itself first; a shared module has one place."""
+    """Yield the place of every module, the model itself first and parents before children. A shared module comes once."""
     # Names of the tuner layers around the current module, innermost last: modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():
@@ -150,10 +150,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the unregistered float tensors of `module`, which `.to()` does not move.
+    """Yield (name, tensor) of float tensors that are plain attributes of `module`. `.to()` does not move them.
 
     The name of a tensor in a dict or list consists of the attribute and the key (`meta.scale`, `blocks.0.weight`). If an
-    attribute refers to the parent of `module`, the parent's weights are yielded, too.
+    attribute is the parent of `module`, the parent's weights are also yielded.
     """
     visited = {id(module)}
     for name, value in _unregistered(module):
@@ -191,13 +191,13 @@ _LISTENS = "_isotype_listens"
 
 
 def listening(hook: _Hook) -> _Hook:
-    """Mark `hook` as a hook that only observes, so that fused code may skip it."""
+    """Mark a hook that only observes. Fused code may then skip it."""
     hook.__dict__[_LISTENS] = True
     return hook
 
 
 def must_be_called(hooks: Mapping[int, Any]) -> bool:
-    """Return whether one of the hooks is not marked by `listening`, so that it may change inputs or outputs."""
+    """Return whether one of the hooks may change inputs or outputs: `listening` has not marked it."""
     return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())
 
 
@@ -207,7 +207,7 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Add an empty module of the same class to `memo`, for each module of `model` without a copy in `memo`."""
+    """For each module of `model` that `memo` lacks, add an empty module of the same class to `memo`."""
     for module in model.modules():
         # A scripted module is a C++ object, which the copy shares.
         scripted = isinstance(module, torch.jit.ScriptModule)
@@ -215,9 +215,9 @@ def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
-    """Copy the attributes of modules into their copies in `memo`; modules whose `id` is in `leave` are skipped.
+    """Copy the attributes of each module of `model` to its copy in `memo`. Modules whose `id` is in `leave` are skipped.
 
-    `memo` is like the memo of `copy.deepcopy`. Attributes that cannot be copied (a lock, a file) are shared.
+    `memo` maps ids to copies, as in `copy.deepcopy`. Attributes that cannot be copied (a lock, a file) are shared.
     """
     for module in list(model.modules()):
         copy = memo[id(module)]

@@ -1,1 +1,1 @@
-"""PLAN: the settings of a training that fit on a device, their speed, and the command of the best."""
+"""Plans a training: finds the settings that fit on a device, and returns the best command and each setting's speed."""

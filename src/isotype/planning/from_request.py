@@ -1,4 +1,4 @@
-"""`isotype.plan`: the settings that fit on a device, their speed, and the command of the best settings."""
+"""`isotype.plan` finds the settings that fit on a device, their speed, and the command for the best settings."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from isotype.train.preflight.step import row_length
 SCHEMA_VERSION = 1
 
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Numbers of devices that are tried if a step does not fit on one device."""
+"""If a step does not fit on one device, these numbers of devices are tried."""
 
 
 @dataclass(frozen=True)
 class Plan(Record):
-    """Settings that fit on a device; `isotype plan --json` and `Plan.to_json()` write them without rounding."""
+    """The settings that fit on a device. `isotype plan --json` and `Plan.to_json()` write all numbers without rounding."""
 
     def to_json(self) -> str:
-        """Return strict JSON by `planning/schema.json`: bytes, seconds and tokens as unrounded numbers."""
+        """Return strict JSON that follows `planning/schema.json`. Bytes, seconds and tokens are not rounded."""
         return text_of(self, SCHEMA_VERSION, NAMES)
 
     def to_html(self, path: str | Path) -> Path:
@@ -87,18 +87,20 @@ def plan(
     damages: Mapping[str, float] | None = None,
     **arguments: Any,
 ) -> Plan:
-    """Return the settings with which a model can be trained on a device, their speed, and the command of the best row.
+    """Return the settings with which a model can be trained on a device, and the command for the best settings.
 
-    Each row is a training step traced on fake tensors, without weights.
+    Each row of the result has the memory and speed of one choice of settings. They come from a training step that is
+    traced on fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
         device: name of a device or profile, or several.
-        data: a data set, from which lengths and hours are computed: a file, a folder, `embedded:NAME` or a hub id.
+        data: a data set to compute row lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: storage -> KL divergence of next-token distributions from those of the unquantized model, in nats;
-            default: the cached result of `isotype quality`. The damage of a storage without a key is unknown.
-        **arguments: arguments of `isotype plan` and of the training command, by name: `length=2048`, `lora_r=64`.
+        damages: maps a storage to the KL divergence, in nats, of its next-token distributions from those of the
+            unquantized model. The default is the cached result of `isotype quality`. For a storage without a key, the
+            damage is unknown.
+        **arguments: arguments of `isotype plan` and of the training command as keywords (`length=2048`, `lora_r=64`).
 
     Raises:
         UsageError, PrecisionError, CheckpointError, DataError: invalid arguments, an unknown device, or a model or
@@ -120,7 +122,7 @@ def plan(
 
 
 def plan_of_request(request: PlanRequest) -> Plan:
-    """Return the plan for a request; raises the errors of `plan`."""
+    """Return the plan for a request. Raises the same errors as `plan`."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     source = request.step.source
@@ -185,7 +187,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest number of devices in `COUNTS` on which the least-memory row fits under FSDP2, or None."""
+    """Return the smallest of `COUNTS` on which the row with the least memory fits under FSDP2, or None."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -216,12 +218,12 @@ def measured_layers(checkpoint: Checkpoint) -> Damages | None:
 
 
 def totals(damages: Damages | None) -> dict[str, float]:
-    """Return storage -> damage in nats of a base with all layers in that storage."""
+    """For each storage, return the damage in nats of a base model whose layers all have this storage."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
 def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str, Room]:
-    """Return device name -> memory limit of a step; raise UsageError if the memory of a device is unknown."""
+    """Return the memory limit of a step for each device name. Raise UsageError if a device's memory is unknown."""
     if request.memory is not None:
         room = Room(request.memory, f"{format_bytes(request.memory)}, as requested")
         return {profile.name: room for profile in profiles}
@@ -237,7 +239,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the tokens of a row: as requested, else of the longest row, else a default; at most the model's positions."""
+    """Return the tokens of a row: as requested, or of the longest row, or a default; at most the model's positions."""
     step = request.step
     wanted = request.length or step.length
     if request.length is None and step.lengths is not None and step.longest is not None:
@@ -256,9 +258,10 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 
 
 def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """Return the row that the goal picks; if none fits, add a row with the longest length that fits, and return it.
+    """Return the row that the goal picks.
 
-    For the goal `longest`, a row with the longest length is added, unless `--max_length` is set.
+    If no row fits, add and return a row with the longest length that fits. For the goal `longest`, also do so if a row
+    fits, unless `--max_length` is set.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
@@ -285,12 +288,12 @@ def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
 
 
 def _lora_value(lora: Any, name: str) -> Any:
-    """Return an argument of `peft.LoraConfig` from a config or from a mapping of its arguments; None if it is not set."""
+    """Return the value of `name` in a `peft.LoraConfig` or in a mapping of its arguments; None if it is not set."""
     return lora.get(name) if isinstance(lora, Mapping) else getattr(lora, name, None)
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
-    """Return the warnings of the rows' policies, and the reason why a compute dtype is not native."""
+    """Return the warnings of the rows' policies, and the reasons why the device emulates a compute dtype."""
     warned = [warning for row in rows for warning in row.policy.warnings]
     emulated = [
         f"{dtype_name(row.policy.compute)}: {profile.reason(row.policy.compute)}"
@@ -304,7 +307,7 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
     step = request.step
     notes = [*step.notes, *([step.data] if step.data else [])]
     if request.count > 1:
-        notes.append(f"the time in which {request.count} devices exchange data is not included")
+        notes.append(f"the time for communication between {request.count} devices is not included")
     if step.data_rows is None:
         data = f"trains on {EXAMPLE_DATA}" if step.method == "sft" else "names no data: add --dataset_name"
         notes.append(f"no --data: all rows are counted with one length, and the command {data}")
@@ -313,11 +316,11 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
 
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
-"""Row lengths in tokens that are tried if nothing else fits."""
+"""If nothing else fits, rows of these lengths in tokens are tried."""
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield (words for the settings to give up, request without them); yield nothing if experts have no adapters."""
+    """Yield (words for settings to give up, request without these settings), if experts have adapters."""
     names = _beside_experts(request, config)
     if not names:
         return
@@ -332,7 +335,7 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
 
 
 def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield requests in nf4 with recomputation, then with shorter rows; yield nothing if a storage was requested."""
+    """If no storage was requested, yield requests with nf4 and recomputed layers, then also with shorter rows."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -366,7 +369,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last parts of the names of adapted linear layers; an empty list if experts have no adapters."""
+    """If experts have adapters, return the last name parts of the adapted linear layers. If not, return an empty list."""
     import peft
 
     lora = request.step.lora
@@ -394,11 +397,11 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with the plan's values for `auto`, and the chosen row; raise UsageError if nothing fits."""
+    """Return the command with planned values in place of `auto`, and the chosen row. Raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
-        what, expected = f"auto in {processes()} processes", "numbers, the same in every process"
-        raise UsageError.of("a launched training cannot plan", what, expected, fix)
+        what, expected = f"auto in {processes()} processes", "the same numbers in every process"
+        raise UsageError.of("no plan inside of a training with several processes", what, expected, fix)
     auto = command.planned
     rows = None if BATCH in auto else command.given(BATCH)
     request = replace(request_of(command, (command["device"],), rows=rows), quantize=STORAGE in auto)

@@ -1,4 +1,4 @@
-"""The fitting settings that are nearest to the settings of a step that does not fit."""
+"""Finds settings that fit and are nearest to those of a step that does not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> Row | None:
-    """Return the fitting row nearest to a request: with fewer rows at once, recomputation, other storage, shorter rows."""
+    """Return the first row that fits: with fewer rows at once, then with recomputation, other storage or shorter rows."""
     step = request.step
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
     tries = [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]
@@ -39,7 +39,7 @@ def nearest(request: PlanRequest) -> Row | None:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings, with the nearest fitting settings as the first fix if a memory finding has no verified fix."""
+    """If no fix of a memory finding is verified, add the nearest settings that fit as the findings' first fix."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings
@@ -80,11 +80,11 @@ _LIKE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "dataset_name",
     "device", "fsdp", "model_name_or_path",
 )  # fmt: skip
-"""Arguments that do not change the trained weights, up to rounding."""
+"""These arguments change the trained weights only by rounding."""
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Return the changed arguments of the fitting command as a clause; "" if only arguments of `_LIKE` changed."""
+    """Return words for the changed arguments of the command that fits; "" if all of them are in `_LIKE`."""
     changed = [
         f"{name} {after} instead of {before}"
         for name, (before, after) in command.difference(row.command).items()
@@ -94,14 +94,14 @@ def _changes(command: Command, row: Row) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if an error means that memory ran out: a MemoryError, or a RuntimeError with such a message."""
+    """Return True if an error means that memory ran out: it is a MemoryError, or a RuntimeError whose message says so."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
 def advice(command: Command) -> str:
-    """Return a message after a training ran out of memory: settings that fit, or why no settings fit."""
+    """Return a message for a training that ran out of memory. It names settings that fit, or says why there are none."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])
@@ -110,7 +110,7 @@ def advice(command: Command) -> str:
             request = replace(request, memory=room_of(profile, all_free=True).size)
         row = nearest(replace(request, length=request.length or request.step.length))
     except IsotypeError as error:
-        return f"settings that fit are unknown: {error.headline}"
+        return f"out of memory; settings that fit could not be searched: {error.headline}"
     if row is None:
         return "out of memory, and no smaller settings of this model fit: isotype plan shows what fits on another device"
     used, changes = format_bytes(row.peak), _changes(command, row)

@@ -1,9 +1,9 @@
-"""Rates for the estimated time: measured on a device of this machine, else a share of the data sheet's rates.
+"""Provides rates to estimate time: measured on devices of this machine, or else a share of the data sheet's rates.
 
-Five numbers (`REACHED`) define the share of the data sheet's rates. `benchmarks/rates.py` fits them to published runs
-and tests them on other runs (table in docs/plan.md). Products reach a share of the peak rate; this share is smaller on
-larger cards. Operators between products are partly fused, so only a share of their traced bytes and launches counts.
-Other traffic runs at the memory's bandwidth, and a launch takes the host some microseconds.
+Five numbers (`REACHED`) define these shares. `benchmarks/rates.py` fits them to published runs and tests them on other
+runs (table in docs/plan.md). Matrix products reach a share of the peak rate, which is smaller for faster GPUs. Other
+operators are partly fused in real runs, so only a share of their traced bytes and launches counts. Their bytes move at
+the memory's bandwidth, and the host needs some microseconds for each launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECONDS = 1.0
 
 
 class _Load(NamedTuple):
-    """Sizes of timed operations: bytes copied (more than the caches), random values drawn, calls per synchronization."""
+    """Sizes of timed operations: bytes to copy (more than the caches), random values, calls per synchronization."""
 
     copied: int
     drawn: int
@@ -30,7 +30,7 @@ class _Load(NamedTuple):
 
 _CPU = _Load(copied=64 << 20, drawn=1 << 21, queued=1)
 _GPU = _Load(copied=256 << 20, drawn=1 << 25, queued=8)
-"""Copies on a GPU have the size of the largest last-level cache, the 256 MiB of an MI300X."""
+"""A GPU copies 256 MiB, as much as the largest last-level cache of a GPU (MI300X) holds."""
 _TRIES = 5
 _PART = 0.9
 _ELEMENT = 4
@@ -42,13 +42,13 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Rates that trainings reach, relative to a GPU's data sheet. `between` comes from counts of kernels, the other fields are fitted.
+    """Rates of trainings relative to a GPU's data sheet. `between` comes from counted kernels; other fields are fitted.
 
     Attributes:
-        products: share of the peak rate that products reach on a card with 100 TFLOP/s.
-        falling: exponent of the peak rate by which the share `products` falls.
-        ceiling: the largest share, used for cards whose 16-bit products are at most twice as fast as float32 products
-            (GeForce, A10G), because these cards accumulate in float32 at half their rate.
+        products: share of the peak rate that matrix products reach on a GPU with 100 TFLOP/s.
+        falling: for another peak rate, the share is `products` times (100 TFLOP/s / peak rate) to this power.
+        ceiling: the largest share. GPUs whose 16-bit products are at most twice as fast as float32 products (GeForce,
+            A10G) have it, because they accumulate in float32 at half their rate.
     """
 
     products: float
@@ -56,7 +56,7 @@ class Reached(StepRates):
     ceiling: float
 
     def rates(self, peaks: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
-        """Return the FLOP/s of products by dtype, from peak rates in FLOP/s."""
+        """Return the FLOP/s that matrix products reach, by dtype. `peaks` are the data sheet's FLOP/s."""
         halved = 2.02 * peaks.get(torch.float32, 0.0)
         falls = {dtype: self.products * (1e14 / peak) ** self.falling for dtype, peak in peaks.items()}
         return {
@@ -69,10 +69,10 @@ REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """Return the profile with the rates of the time estimate, and a phrase that names their source.
+    """Return (the profile with the rates to estimate time, words for their source).
 
-    A device of this machine is measured in about a second; other devices get the share that published runs reach.
-    Without rates in the profile the clause is "".
+    A device of this machine is measured in about a second. Other devices get the shares that published runs reach.
+    Without rates in the profile, the words are "".
     """
     steps = None if profile.kind == "cpu" else reached
     if profile.present:
@@ -80,7 +80,7 @@ def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[Devi
     if not profile.peak_flops or profile.memory_bandwidth is None:
         return profile, ""
     rates = reached.rates(profile.peak_flops)
-    return replace(profile, peak_flops=rates, steps=steps), "speed by published runs on GPUs"
+    return replace(profile, peak_flops=rates, steps=steps), "speed estimated from published runs on GPUs"
 
 
 def _measured(profile: DeviceProfile) -> DeviceProfile:
@@ -96,7 +96,7 @@ def _measured(profile: DeviceProfile) -> DeviceProfile:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes per second that the fastest of several large copies reads and writes."""
+    """Return the bytes that the fastest of several large copies reads and writes in a second."""
     size = _load(device).copied
     source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
@@ -104,7 +104,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return the random values per second of the fastest of several dropout masks (a CPU draws them in one thread)."""
+    """Return the random values that the fastest of several dropout masks draws in a second. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged
@@ -112,9 +112,10 @@ def draw_rate(device: torch.device) -> float:
 
 
 def page_rate(device: torch.device) -> float | None:
-    """Return the bytes per second at which the system provides cleared pages; None on devices other than a CPU.
+    """Return the bytes of cleared pages that the system provides to a CPU in a second; None for other devices.
 
-    The first write to a new block is compared with the second. Allocators of other devices keep freed blocks.
+    The first write to a new block takes longer than the second because of these pages. Other devices have no such cost,
+    as their allocators keep freed blocks.
     """
     if device.type != "cpu":
         return None

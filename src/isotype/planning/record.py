@@ -1,4 +1,4 @@
-"""Frozen data of a plan, and the choice of a row by a goal."""
+"""Dataclasses for the results of a plan, and functions that pick a row for a goal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ GOALS: Mapping[str, str] = {
     "balanced": "the most precise storage at most 25 % slower than the fastest",
     "longest": "the longest rows",
     "fastest": "the most tokens a second",
-    "best": "the least damage by storage, then the most tokens a second",
+    "best": "the storage with the least damage, then the most tokens a second",
 }
 
 
 @dataclass(frozen=True)
 class Time:
-    """Estimated seconds of one step with all its micro-batches, by the roofline of `isotype.rules.kit.costs`.
+    """Estimated time of one step with all its micro-batches, from the roofline model in `isotype.rules.kit.costs`.
 
     Attributes:
-        seconds: seconds of all operators at the device's rates.
+        seconds: seconds that all operators take at the device's rates.
         least: seconds of the products alone.
         bound: the part that takes most of the time.
-        launches: least number of kernel launches.
-        spread: factor by which a step may be faster or slower; 1 if the rates were measured on the device.
+        launches: minimum number of kernel launches.
+        spread: a real step may be faster or slower by this factor; 1 if the rates were measured on the device.
     """
 
     seconds: float
@@ -52,7 +52,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training on the data set with the settings of one row of the plan.
+    """A training on the whole data set with the settings of one row.
 
     Attributes:
         rows: rows of the data set.
@@ -62,10 +62,10 @@ class Workload:
         tokens: tokens of one epoch, in rows cut to the plan's length; None if tokens were not counted.
         longest: tokens of the data set's longest row; None if tokens were not counted.
         cut: share of the data set's rows that are longer than the plan's length; None if tokens were not counted.
-        padding: share of a step's tokens that is padding; None if tokens were not counted.
-        packed_seconds: seconds of all epochs with `--packing`; None if unknown, if rows are already packed, or
-            if the method has no `--packing`.
-        packs: least number of packed rows in an epoch; None if rows are not packed.
+        padding: share of padding among a step's tokens; None if tokens were not counted.
+        packed_seconds: seconds that all epochs would take with `--packing`. None if this is unknown, if rows are already
+            packed, or if the method has no `--packing`.
+        packs: minimum number of packed rows in an epoch; None if rows are not packed.
     """
 
     rows: int
@@ -87,11 +87,11 @@ class Row:
     Attributes:
         device: name of the device profile.
         devices: number of devices that train together.
-        storage: storage of frozen weights; `mixed` means a format per layer.
+        storage: format of frozen weights; `mixed` means that each layer has its own format.
         compute: dtype of products.
         checkpointing: layers recomputed in the backward pass: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
-        rows: rows of a micro-batch on one device; the smallest number that was tried if `fits` is false.
+        rows: rows of a micro-batch on one device. If `fits` is false, the smallest number that was tried.
         length: tokens of a row.
         accumulation: micro-batches of a step.
         fits: true if the step takes at most `room`.
@@ -100,16 +100,16 @@ class Row:
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         time: estimated time; None if the device's rates are unknown.
-        longest: tokens of the longest row that fits, with one row per micro-batch unless the user set `rows`; 0 if no
-            row fits, None if not searched.
-        longest_is_all: true if no longer row was tried or the model has no more positions.
-        work: training on the data set; None without a data set.
-        damage: KL divergence of next-token distributions from those of the unquantized model, in nats; it is estimated
-            for a mixed base, and None if unknown.
-        base_memory: maximum bytes of a mixed base's weights; None if not limited.
+        longest: tokens of the longest row that fits; 0 if no row fits, None if it was not searched. Micro-batches have
+            one row, unless the user set `rows`.
+        longest_is_all: true if longer rows may fit but were not tried, or if the model has no more positions.
+        work: the training on the data set; None without a data set.
+        damage: KL divergence of next-token distributions from those of the unquantized model, in nats. It is an estimate
+            for mixed storage, and None if it is unknown.
+        base_memory: maximum bytes of a base model with mixed storage; None if there is no limit.
         policy: the precision policy.
         command: the training command of the row.
-        on_front: true if no other row of the device takes less memory and is as fast.
+        on_front: true if the row fits and is faster than all rows of the device that take less memory.
     """
 
     device: str
@@ -173,7 +173,7 @@ class Row:
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """Value of `--gradient_checkpointing`; None for every n-th layer, which needs a second argument."""
+        """Value of `--gradient_checkpointing`. None if every n-th layer is recomputed, as this needs a second argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
@@ -185,12 +185,12 @@ class Device:
         name, title: name and title of the device profile.
         memory: bytes of the device's memory; None if the memory varies.
         room: memory limit of a step, in words.
-        rates: source of the rates for the time, as a clause; "" without rates.
-        notes: costs of the device's dtypes.
+        rates: source of the rates from which time is estimated; "" without rates.
+        notes: warnings about dtypes on this device, such as slow emulation.
         chosen: the row that the goal picks; None if nothing fits.
         rows: rows of all settings, including rows that do not fit.
-        enough: least number of these devices on which the smallest step fits, sharded; None if not searched or if no
-            number is enough.
+        enough: smallest number of these devices on which the step with the least memory fits if it is sharded. None if
+            this was not searched or if no tried number is enough.
     """
 
     name: str
@@ -219,7 +219,7 @@ class Record:
         settings: adapters and optimizer, in words.
         goal: criterion of the choice, a key of `GOALS`.
         devices: devices in the order of the request.
-        refused: storages that cannot be trained on a device, with the reason.
+        refused: storages that cannot be trained on a device, each with the reason.
         notes: costs that are not counted, and other remarks.
     """
 
@@ -238,7 +238,7 @@ class Record:
 
     @property
     def chosen(self) -> Row | None:
-        """The row that the goal picks on the first device on which one fits."""
+        """The row that the goal picks, on the first device on which a row fits."""
         return next((device.chosen for device in self.devices if device.chosen is not None), None)
 
     @property
@@ -253,7 +253,7 @@ class Record:
 
 
 _SLOWER = 1.25
-"""`balanced` picks among rows that are at most this factor slower than the fastest row."""
+"""`balanced` picks a row that takes at most this factor times as long as the fastest row."""
 
 _CODES = ("int8", MIXED, "nf4", "fp4")
 """Quantization formats, the most precise first."""
@@ -280,7 +280,7 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the Pareto front: the fitting rows for which no other row takes less memory and is as fast."""
+    """Return the Pareto front: of the rows that fit, those that are faster than all rows with less memory."""
     best: list[Row] = []
     for row in sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed)):
         if not best or row.speed > best[-1].speed:
@@ -289,7 +289,7 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if a sharded row gathers its weights more often than another sharded row of the same storage.
+    """Return True if a sharded row gathers its weights more often than another row that fits and has the same storage.
 
     Each micro-batch gathers all weights twice. The estimated time does not include this communication.
     """
@@ -300,7 +300,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of the storage by its rounding, the most precise first; this rank is not a measured damage."""
+    """Return a rank of a row's storage: the most precise storage has the lowest. The rank is not a measured damage."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

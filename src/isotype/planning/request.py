@@ -1,4 +1,4 @@
-"""The request of a plan: the arguments of `isotype plan` and of `isotype.plan`."""
+"""Reads the request for a plan from the arguments of `isotype plan` or `isotype.plan`."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments that only a plan has and that `isotype.plan` takes as keywords."""
 
 EXAMPLE_DATA = "embedded:precision_qa"
-"""Data set in a printed `sft` command whose request names no data set, so that the command runs."""
+"""If a request names no data set, a printed `sft` command gets this one, so that it runs."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request of a plan.
+    """The model, devices, data and limits for which a plan is requested.
 
     Attributes:
         step: the training step with the requested arguments.
         count: number of devices that train together.
-        memory: bytes that a step may take; None for the device's limit.
+        memory: bytes that a step may use; None for the device's limit.
         rows: rows of a micro-batch; None if the plan chooses them.
-        at_most: maximum rows of a micro-batch; None if only a step's rows limit them.
+        at_most: maximum rows of a micro-batch; None means the rows of a step.
         length: tokens of a row; None for the data's longest row or a default.
-        step_rows: rows of a step, summed over all devices and micro-batches; None if `step_tokens` decides.
-        quantize: True if the plan chooses the storage when no argument names one.
-        longest: True if the longest row that fits is searched.
-        damages: storage -> measured damage in nats, see `Row.damage`.
-        layers: measured damage per layer and format, by which mixed storage is chosen; None if not measured.
+        step_rows: rows of a step over all devices and micro-batches; None if `step_tokens` is set instead.
+        quantize: True to let the plan choose the storage if no argument names one.
+        longest: True to search the longest row that fits.
+        damages: measured damage in nats of each storage, see `Row.damage`.
+        layers: measured damage of each layer in each format, to choose mixed storage; None if not measured.
     """
 
     step: StepPlan
@@ -113,7 +113,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, argparse.Namespace]:
-    """Return the request of `isotype plan`'s arguments or of keywords, and the namespace of the plan's arguments."""
+    """Return (request, namespace of the arguments that only a plan has) for a command line or keywords."""
     tokens = list(argv)
     if "-h" in tokens or "--help" in tokens:
         parser().print_help()
@@ -159,7 +159,7 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """Return the plan request of a training command; the plan chooses arguments whose value is `auto`."""
+    """Return a request for a plan of a training command. The plan will choose values for arguments that are `auto`."""
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
@@ -187,9 +187,10 @@ def request_of(
 def command_of(
     request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
 ) -> Command:
-    """Return the training command of a row, with `--device` only if the device is in this machine.
+    """Return the training command of a row.
 
-    `checkpointing`: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
+    It has `--device` only if the device is in this machine. `checkpointing` are arguments of the model's
+    `gradient_checkpointing_enable`, or None if no layer is recomputed.
     """
     command = request.command.but(device=None)
     path = Path(str(command["model_name_or_path"]))
@@ -215,7 +216,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the arguments for a step's rows: at least as many rows as requested, even if the data has fewer."""
+    """Return the arguments that set the rows of a step. They are not fewer than requested, even if the data has fewer."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:
@@ -225,7 +226,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """Return True if the training, without `--max_length`, would cut or pack rows at another length than `row.length`."""
+    """Return True if rows would have another length than `row.length` in a training without `--max_length`."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

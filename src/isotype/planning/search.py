@@ -1,4 +1,4 @@
-"""The rows of a plan: each storage, checkpointing and sharding with the largest micro-batch that fits."""
+"""Searches the rows of a plan: for each storage, checkpointing and sharding, the largest micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from isotype.train.run import NotForeseenError, choose
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
     """Return the expected length in tokens of the longest of `rows` rows drawn without replacement.
 
-    The k-th of n sorted lengths is the longest of r rows in C(k - 1, r - 1) of C(n, r) draws.
+    Of all C(n, r) draws of r rows, the k-th of n sorted lengths is the longest in C(k - 1, r - 1) draws.
     """
     ordered, count = sorted(tokens), len(tokens)
     rows = min(rows, count)
@@ -46,9 +46,9 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """Return the training on the data set with a row's settings; None without a data set.
+    """Return facts about a training with a row's settings on the data set; None without one.
 
-    `seconds(rows, tokens)` is the time of a micro-batch, or None.
+    `seconds(rows, tokens)` returns the time of a micro-batch, or None.
     """
     step = request.step
     if step.data_rows is None:
@@ -88,32 +88,32 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
 
 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
-"""Storages to try, the most precise first; None stands for the compute dtype."""
+"""Storages to try, the most precise first. None means no quantization."""
 PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
-"""Storages to try for a checkpoint whose experts stay in mxfp4, also with nf4 for other layers."""
+"""Storages to try if a checkpoint has mxfp4 experts. The experts stay in mxfp4 while other layers may be nf4."""
 
 LENGTHS = 64
 """The longest row is searched in multiples of this number of tokens."""
 
 FARTHEST = 32768
-"""Maximum tokens of the longest row, unless the goal is `longest`: the trace of a longer row takes seconds."""
+"""Unless the goal is `longest`, no longer row than this is traced, because that takes seconds."""
 
 _FITTINGS = 8
-"""Maximum number of mixtures that are tried for one row; every mixture has less memory than the one before."""
+"""Maximum number of mixtures that are tried for one row. Each of them uses less memory than the one before."""
 
 _NEAR = 32
-"""The search for the longest row ends if the bounds differ by at most 1 / 32 of the lower bound."""
+"""The search for the longest row ends if its upper bound exceeds its lower bound by at most 1 / 32."""
 
 
 @dataclass
 class Search:
-    """The search for one request on devices that run every operator alike.
+    """The search for one request, on devices that run the same operators in a step.
 
     Attributes:
-        rooms: device name -> memory limit of a step.
+        rooms: memory limit of a step for each device name.
         length: tokens of a row.
         micro: rows of a step on one device.
-        refused: storages that cannot be trained, with the reason.
+        refused: storages that cannot be trained, each with the reason.
     """
 
     request: PlanRequest
@@ -128,7 +128,7 @@ class Search:
     _steps_by_key: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of all settings on every device, in the order of `STORAGES`, mixed storage last."""
+        """Yield a row for all settings on each device. Storages come in the order of `STORAGES`, then mixed storage."""
         uniform: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
@@ -155,12 +155,12 @@ class Search:
         return self._steps_by_key.setdefault(steps.key, steps)
 
     def _tries_some_layers(self, steps: Steps) -> bool:
-        """Return True if recomputing only some layers is tried: only for a single storage, because traces take long."""
+        """Return True if rows that recompute only some layers are tried. With several storages this takes too long."""
         every = steps.arguments is not None and self.request.step.auto
         return every and not steps.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer, if a micro-batch fits with this but not without recomputation."""
+        """Yield a row that recomputes every n-th layer, if a micro-batch fits with it but not without any recomputation."""
         rows = self.request.rows or 1
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -180,7 +180,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step without weights; its layers are recomputed if the request recomputes every layer."""
+        """Return the model of a step, without weights. It recomputes every layer if the request does."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -209,7 +209,7 @@ class Search:
                 yield step
 
     def _refuse(self, storage: str, refusal: IsotypeError) -> None:
-        """Note why a storage cannot be trained; raise the error if the plan has no other storage and no other device."""
+        """Note why a storage cannot be trained. If it is the plan's only storage, on the only device, raise the error."""
         if len(self._storages()) == 1 and len(self.request.devices) == 1:
             raise refusal
         titles = ", ".join(profile.title for profile in self.profiles)
@@ -221,7 +221,7 @@ class Search:
         return self.request.layers is not None and self.request.count == 1
 
     def _mixed_is_pinned(self) -> bool:
-        """Return True if mixed storage is requested without a limit of its memory."""
+        """Return True if the user requests mixed storage and sets no memory limit for it."""
         precision = self.request.step.precision
         return precision.quantization == MIXED and precision.base_memory is None and self._may_mix
 
@@ -239,7 +239,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """Yield a row with mixed storage for each nf4 row that fits; the mixture uses the remaining memory."""
+        """For each nf4 row that fits, yield a row with mixed storage. It uses memory that the nf4 row leaves free."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -248,9 +248,10 @@ class Search:
                 yield mixed
 
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return the row of the most precise mixture that fits with an nf4 row's micro-batches; None if only nf4 fits.
+        """Return a row with the most precise mixed storage that fits with an nf4 row's micro-batches; None if none fits.
 
-        Only a trace shows the temporary memory of 8-bit layers: if a mixture does not fit, a smaller one is tried.
+        The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, a smaller one is
+        tried.
         """
         damages = self.request.layers
         assert damages is not None
@@ -271,7 +272,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return the step of an nf4 plan with a mixed base of at most `memory` bytes; None if no mixture fits."""
+        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if this is not possible."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -284,14 +285,14 @@ class Search:
     # One row
 
     def with_length(self, row: Row, length: int) -> Row:
-        """Return the row with the same settings for another length in tokens."""
+        """Return a row with the same settings but another length in tokens."""
         steps = self._steps_by_key[row.storage, row.checkpointing, row.sharding]
         profile = next(profile for profile in self.profiles if profile.name == row.device)
         other = replace(self, length=length, request=replace(self.request, longest=False))
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
     def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the row with the largest micro-batch that fits on one device, or the smallest one if none fits."""
+        """Return the row with the largest micro-batch that fits on a device. If none fits, it has the smallest."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, fits = self._micro_batch(steps, size)
@@ -336,7 +337,7 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the rows of the largest micro-batch that fits and divides the step, and True; else 1 and False."""
+        """Return (rows of the largest micro-batch that fits and divides the step, True), or (1, False) if none fits."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
@@ -351,18 +352,18 @@ class Search:
         return self._at_once(most), True
 
     def _at_once(self, most: int) -> int:
-        """Return the rows of a micro-batch, at most `most`; a fixed number of rows per step is split evenly."""
+        """Return the rows of a micro-batch, at most `most`. With fixed rows per step, all micro-batches are equal."""
         if self.request.step_rows is None:
             return -(-self.micro // -(-self.micro // most))
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True for steps whose checkpointing needs the least memory: to search with all steps takes too long."""
+        """Return True if no other checkpointing needs less memory. The search with the others would take too long."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the tokens of the longest row that fits, and True if no longer row was tried."""
+        """Return (tokens of the longest row that fits, True if no longer row was tried)."""
         rows = self.request.rows or 1
         positions = row_length(replace(steps.step.plan, length=2**20), self.config)
         far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
@@ -397,7 +398,7 @@ def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | N
 
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
-    """Return a key of all properties of a device that change a step's trace."""
+    """Return the properties of a device on which a step's trace depends. Devices with equal results share traces."""
     return (
         profile.kind,
         frozenset(profile.native) - {torch.float64},  # no step computes in float64

@@ -1,4 +1,4 @@
-"""Models of many sizes for a plan that names no model; each has the shapes of its config.json.
+"""Plans for models of many sizes, if a request names no model. Each model has the shapes of its config.json.
 
 A plan needs only shapes. There is no tokenizer, so every row of a data set is assumed to have the full length.
 """
@@ -16,7 +16,7 @@ from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.request import parse_request, parser
 
 ENOUGH = 3
-"""Number of fitting models that are planned, the largest first."""
+"""Planning ends, from the largest model on, when this number of models fit."""
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -49,7 +49,7 @@ SHELF: Mapping[str, Mapping[str, Any]] = {
 
 
 def names_a_model(argv: Sequence[str]) -> bool:
-    """Return True if the arguments of `isotype plan` name a model, or ask for something other than a plan."""
+    """Return True if the arguments of `isotype plan` name a method, a model or a config file."""
     rest = parser().parse_known_args(list(argv))[1]
     names = {token.partition("=")[0].replace("-", "_") for token in rest if token.startswith("--")}
     return bool(rest and not rest[0].startswith("-")) or bool(names & {"__model_name_or_path", "__config"})

@@ -1,4 +1,4 @@
-"""Traced steps of one set of settings; each batch shape is traced once."""
+"""Traces steps with one set of settings. Each batch shape is traced once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Traced:
     """Memory and time of the step with one batch shape.
 
     Attributes:
-        peak: bytes at the peak of any step.
+        peak: bytes at the memory peak, of the first and all later steps.
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
-        times: profile name -> time of the step; None if the profile has no rates.
-        notes: parts that the trace leaves out, and layers without adapter.
+        times: time of the step for each profile name; None if the profile has no rates.
+        notes: sentences about parts that the trace leaves out, and about layers without an adapter.
     """
 
     peak: int
@@ -35,12 +35,12 @@ class Traced:
 
 @dataclass
 class Steps:
-    """Steps of one storage, dtype, checkpointing and sharding, on devices that run all operators alike.
+    """Steps with one storage, dtype, checkpointing and sharding, on devices that run the same operators.
 
     Attributes:
         step: the step for one of the devices.
         arguments: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
-        traced: (rows, tokens) -> traced step.
+        traced: the traced steps by (rows, tokens).
     """
 
     step: PlannedStep
@@ -95,7 +95,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
 
 
 _SECANTS, _ATTEMPTS = 5, 14
-"""Largest number of secant steps before bisection, and of all measurements."""
+"""Maximum number of secant steps before the search bisects, and of all its measurements."""
 
 
 def largest(
@@ -107,11 +107,11 @@ def largest(
     enough: Callable[[int, int], bool] = lambda low, high: high - low <= 1,
     high_first: bool = True,
 ) -> int | None:
-    """Return the largest number in `low` … `high` whose measure in bytes is at most `room`, or None.
+    """Return the largest number from `low` to `high` for which `measure` returns at most `room` bytes, or None.
 
-    At each moment of a step, memory is linear in the rows and polynomial in their length, so the step's peak is convex:
-    beyond two measured points it is not below the line through both, their secant. The search ends if the secant exceeds
-    `room` at the next number. `enough(low, high)` ends the search earlier.
+    At each moment of a step, memory is linear in the rows and polynomial in their length. So the step's peak is convex:
+    beyond two measured points, it is never below the line through them (the secant). The search ends if the secant
+    exceeds `room` at the next number. It ends earlier if `enough(low, high)` is True.
     """
     measured: dict[int, int] = {}
 
@@ -138,10 +138,10 @@ def largest(
 
 
 def _next(measured: Mapping[int, int], best: int, limit: int, room: int) -> int:
-    """Return the next number to measure, in `best` … `limit` - 1.
+    """Return the next number to measure, from `best` to `limit` - 1.
 
-    The memory is predicted by the line through the two largest numbers that fit, else by the line through `best` and
-    `limit`. Without a second measured number, the next number is `limit` - 1.
+    A line predicts the memory: through the two largest numbers that fit, or else through `best` and `limit`. If only one
+    number was measured, return `limit` - 1.
     """
     if below := [number for number in measured if number < best]:
         before = max(below)

@@ -247,8 +247,9 @@ class _Low:
         weighted: torch.Tensor | None,
         gradients: list[torch.Tensor | None],
     ) -> None:
-        """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B. If `weighted` is
-        not None, the gradients of A and B are multiplied by it: it has the rows' routing weights.
+        """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B.
+
+        If `weighted` (the rows' routing weights) is given, the gradients of A and B are multiplied by it.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)

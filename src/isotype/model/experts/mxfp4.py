@@ -1,4 +1,4 @@
-"""OCP's MXFP4 weights (experts of gpt-oss): blocks of 32 codes along the inputs, with an exponent for each block.
+"""Dequantizes MXFP4 weights of OCP's standard (the experts of gpt-oss). 32 codes along the inputs share an exponent.
 
 A code is an E2M1 number: a sign, two bits of exponent and one bit of mantissa (OCP MX specification 1.0, 5.3.3). A byte
 holds two codes, the lower half first.
@@ -15,7 +15,7 @@ E2M1 = torch.cat([_E2M1, -_E2M1])
 """The value of each code, float32 `[16]`."""
 
 _PIECE = 1 << 19
-"""Values that a CPU dequantizes at a time: few enough for the caches, and enough for all of torch's threads."""
+"""Number of values that a CPU dequantizes at once. They fit into the caches, and are enough for all threads."""
 _GPU_PIECE = 1 << 24
 
 
@@ -36,13 +36,13 @@ def _blank(
 def unpack(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
 ) -> torch.Tensor:
-    """Return the dense weights `[experts, out, in]`, or `[experts, in, out]` if `turned`, in new memory.
+    """Return the dense weights as a new tensor `[experts, out, in]`, or `[experts, in, out]` if `turned` is True.
 
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.
         scales: uint8 `[experts, out, in / 32]`: exponents with a bias of 127 (E8M0).
-        dtype: of the values.
-        turned: whether the inputs come first in memory.
+        dtype: dtype of the dense weights.
+        turned: True to return `[experts, in, out]`.
     """
     experts, outputs, groups, width = blocks.shape
     inputs = groups * width * 2
@@ -61,7 +61,7 @@ def unpack(
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2 to the power of each E8M0 exponent, in float32; the exponents are bytes in a tensor of any shape."""
+    """Return 2 to the power of each E8M0 exponent, in float32. `exponents` is a uint8 tensor of any shape."""
     # float32 has the same exponent bias; 2 ** -127 is a subnormal number.
     places = exponents.to(torch.int32)
     return torch.where(places == 0, 1 << 22, places << 23).to(torch.int32).view(torch.float32)

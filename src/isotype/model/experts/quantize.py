@@ -28,10 +28,9 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the format of every stacked expert weight that the policy quantizes, by the weight's name.
+    """Return weight name -> format, for each stacked expert weight that the policy quantizes.
 
-    The model may be on the meta device. `skipped` are names of modules that stay dense, as in transformers'
-    quantization configs.
+    The model may be on the meta device. `skipped` names modules that stay dense, as in quantization configs.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -49,7 +48,7 @@ def formats_of_stacks(
 
 
 def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
-    """Replace stacked weights by quantized ones on the meta device, in the formats of `formats_of_stacks`."""
+    """Replace stacked weights by quantized weights on the meta device. `formats` is the result of `formats_of_stacks`."""
     for full, storage in formats.items():
         path, _, name = full.rpartition(".")
         module = model.get_submodule(path)
@@ -66,7 +65,7 @@ def blank_stack(
     transposed: bool = False,
     device: Any = "meta",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return uninitialized codes and the parametrization of a stacked weight; see `quantize_parts`."""
+    """Return (codes without values, parametrization) of a stacked weight. For the arguments, see `quantize_parts`."""
     form = FORMATS[storage]
     experts, rows, columns = shape
     if storage == MXFP4:
@@ -108,16 +107,16 @@ def quantize_parts(
     transposed: bool = False,
     device: Any = "cpu",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Quantize a stacked weight one part after another; return its codes and their parametrization.
+    """Quantize a stacked weight, one part after another. Return (its codes, their parametrization).
 
     Args:
         parts: dense weights `[any number, d1, d2]` of successive experts.
-        shape: `[experts, d1, d2]` of the whole weight, for which `why_dense` returns None.
+        shape: `[experts, d1, d2]` of the whole weight. `why_dense` must allow this shape.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
         transposed: True if d1 is the input dimension, False if d2 is.
 
     Raises:
-        CheckpointError: the format is mxfp4, in which isotype loads weights but does not quantize them.
+        CheckpointError: the format is mxfp4. isotype can load such weights, but cannot quantize to mxfp4.
     """
     form = FORMATS[storage]
     if storage == MXFP4:
@@ -144,10 +143,10 @@ def quantize_parts(
 
 
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
-    """Return a new parametrization with the settings of `blank` and with these constants.
+    """Return a new parametrization with the settings of `blank` and these constants.
 
-    `constants` are scales for int8 and mxfp4. For nf4 and fp4 they are float32 `[experts, blocks]`, and are quantized if
-    the constants of `blank` are quantized.
+    For int8 and mxfp4, `constants` are the scales. For nf4 and fp4 they are float32 `[experts, blocks]`. They are
+    quantized if those of `blank` are.
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

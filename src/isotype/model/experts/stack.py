@@ -1,22 +1,21 @@
-"""Stacked expert weights `[experts, d1, d2]` that are stored quantized, each expert by itself.
+"""Stores stacked expert weights `[experts, d1, d2]` in a quantized format. Each expert is quantized by itself.
 
-A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does: the module's
-`parametrizations.gate_up_proj.original` is a frozen parameter of codes, and `module.gate_up_proj` is the whole dense
-weight, which any library can read. isotype calls `QuantizedStack.part`, which dequantizes only a few experts.
+A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does.
+`module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` returns the
+whole dense weight to any library. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
 
-The codes of an expert are a slice along the first dimension. FSDP2 shards the codes along the same dimension:
+The codes of an expert are a slice along the first dimension, and FSDP2 shards the codes along it. The formats are:
 
-- 4 bits: uint8 `[experts, d1 * d2 / 2]`, identical to bitsandbytes' codes of the flat weight. A weight stays dense if
-  `d1 * d2` is no multiple of the block size, so that no block has values of two experts
-  (`isotype.core.formats.why_dense`).
-- int8: int8 `[experts, d1, d2]`, with one float32 scale per output: `[experts, d1, 1]`, or `[experts, 1, d2]` if
-  `is_transposed` is true for the module. A value is `code * scale / 127`.
-- mxfp4: the blocks and exponents that `isotype.model.experts.mxfp4` describes, with the same bytes as in the checkpoint.
+- 4 bits: uint8 `[experts, d1 * d2 / 2]`, equal to bitsandbytes' codes of the flat weight. No block may have values of
+  two experts: if `d1 * d2` is no multiple of the block size, the weight stays dense (`isotype.core.formats.why_dense`).
+- int8: int8 `[experts, d1, d2]`, and a float32 scale for each output. The scales are `[experts, d1, 1]`, or `[experts,
+  1, d2]` if `is_transposed(module)` is True. A value is `code * scale / 127`.
+- mxfp4: the same bytes as in the checkpoint, see `isotype.model.experts.mxfp4`.
 
-In a state dict, 4-bit codes are `gate_up_proj` `[n, 1]` with `.absmax`, `.quant_map` and
-`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. int8 codes are `gate_up_proj`, their scales
-`gate_up_proj.SCB`. mxfp4 is `gate_up_proj_blocks` and `gate_up_proj_scales`, as in the files of gpt-oss. A module with a
-quantized stack can be copied, but like every parametrized module it cannot be pickled.
+A state dict has 4-bit codes as `gate_up_proj` `[n, 1]`, with `.absmax`, `.quant_map` and
+`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. It has int8 codes as `gate_up_proj`, and their
+scales as `gate_up_proj.SCB`. The names for mxfp4 are `gate_up_proj_blocks` and `gate_up_proj_scales`, as in gpt-oss. A
+module with a quantized stack can be copied but not pickled.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from isotype.model.experts import mxfp4
 from isotype.model.walk import is_tuner_layer, listening, places
 
 NESTED = 256
-"""Constants of 4-bit codes in a block of double quantization (bitsandbytes' `compress_statistics`)."""
+"""In double quantization (bitsandbytes' `compress_statistics`), a block has this number of constants of 4-bit codes."""
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of one stacked weight, which holds its constants and dequantizes its codes.
+    """The parametrization of one stacked weight. It contains the weight's constants and dequantizes its codes.
 
-    Constants are buffers; in a state dict they have bitsandbytes' names. They move with the model, but are never cast.
+    The constants are buffers that move with the model but are never cast. In a state dict they have bitsandbytes' names.
 
     Attributes:
         shape: `[experts, d1, d2]` of the dense weight.
-        dtype: dtype of dequantized values, which may be set.
-        nested: for 4 bits, whether the constants are quantized to 8 bits.
+        dtype: dtype of dequantized values. It may be changed.
+        nested: True if the constants of a 4-bit weight are themselves quantized to 8 bits.
         transposed: True if d1 is the input dimension, False if d2 is.
     """
 
@@ -77,7 +76,7 @@ class QuantizedStack(UncastBuffers):
 
     @torch.no_grad()
     def part(self, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the dense weight `[stop - start, d1, d2]` of experts `start` to `stop - 1`, from all `codes`, in new memory."""
+        """Return the dense weight of experts `start` to `stop - 1`, `[stop - start, d1, d2]` in new memory."""
         scales: Any = getattr(self, "scales", None)
         if self.storage == MXFP4:
             values = mxfp4.unpack(codes[start:stop], scales[start:stop], self.dtype)
@@ -93,7 +92,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the stack's float constants: they are not finite if a value was not finite before quantization."""
+        """Return the stack's float constants. If a value was not finite before quantization, they are not finite either."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -102,7 +101,7 @@ class QuantizedStack(UncastBuffers):
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
-        """Return bitsandbytes' `QuantState` of the flat 4-bit weight, which shares memory with the constants."""
+        """Return bitsandbytes' `QuantState` of the flat 4-bit weight. It shares memory with the constants."""
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
@@ -112,7 +111,7 @@ class QuantizedStack(UncastBuffers):
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return bitsandbytes' `QuantState` of the 8-bit constants in the nested blocks `first` to `last - 1`."""
+        """Return the `QuantState` by which bitsandbytes dequantizes blocks `first` to `last - 1` of the 8-bit constants."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
@@ -147,7 +146,7 @@ class QuantizedStack(UncastBuffers):
 
 
 def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
-    """Return the constants of a `QuantizedStack` from bitsandbytes' state of the whole stack, in shared memory."""
+    """Return the constants for a `QuantizedStack`. They share memory with `state`, the `QuantState` of the whole stack."""
     constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
     if state.nested:
         constants |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
@@ -164,20 +163,20 @@ def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Modu
 
 
 def quantized_stack(module: nn.Module, name: str) -> QuantizedStack | None:
-    """Return the parametrization of the stacked weight `name` of a module, or None if the weight is dense."""
+    """Return the parametrization of a module's stacked weight `name`, or None if the weight is dense."""
     parametrizations: Any = getattr(module, "parametrizations", {})
     return held_stack(parametrizations[name]) if name in parametrizations else None
 
 
 def codes_of(module: nn.Module, name: str) -> nn.Parameter:
-    """Return the codes of the quantized stack `name` of a module; the codes are a frozen parameter."""
+    """Return the frozen parameter that contains the codes of a module's quantized weight `name`."""
     parametrizations: Any = module.parametrizations
     codes: nn.Parameter = parametrizations[name].original
     return codes
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) for every stacked expert weight, but not for weights of adapters."""
+    """Yield (module name, module, parameter name) of each stacked expert weight, except of adapters."""
     for place in places(model):
         module = place.module
         if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):
@@ -207,7 +206,7 @@ def shape_of(module: nn.Module, name: str) -> torch.Size:
 
 
 def held_stack(holder: object) -> QuantizedStack | None:
-    """Return `holder`'s quantized stack if `holder` is a `ParametrizationList` that has a quantized stack, else None."""
+    """Return the quantized stack in `holder`, if `holder` is a `ParametrizationList` with a quantized stack, else None."""
     first = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
     return first if isinstance(first, QuantizedStack) else None
 
@@ -228,9 +227,9 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 
 
 def adopt_stacks(model: nn.Module) -> list[str]:
-    """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks in place; return the weights' names.
+    """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks. Return the names of their weights.
 
-    Codes and constants stay in the same memory. A weight stays unchanged if an expert does not fill whole blocks.
+    Codes and constants stay in the same memory. If an expert does not fill whole blocks, its weight is not replaced.
     """
     adopted = []
     for path, module in list(model.named_modules()):
@@ -257,7 +256,7 @@ def _save_and_load(module: nn.Module, name: str) -> None:
 
 
 def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return the codes and parametrization of a stack, and replace them by a dense weight on the meta device."""
+    """Remove a stack from its module, and return (its codes, its parametrization). A dense meta weight replaces it."""
     stack, codes = quantized_stack(module, name), codes_of(module, name)
     assert stack is not None
     if isinstance(module, Swapped):
@@ -293,12 +292,12 @@ def saved_stack(
     dtype: torch.dtype,
     device: Any,
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return codes and parametrization of a weight from a state dict that isotype or bitsandbytes has written.
+    """Return (codes, parametrization) of a weight from tensors of a state dict that isotype or bitsandbytes wrote.
 
     Args:
-        codes: the tensor with the weight's name.
-        constants: name -> tensor of the entries whose names begin with the weight's name.
-        module, name: the module of the weight, and the weight's name in it.
+        codes: the entry of the state dict that has the weight's name.
+        constants: the other entries whose names begin with the weight's name.
+        module, name: the module that has the weight, and the weight's name in this module.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
@@ -315,7 +314,7 @@ def saved_stack(
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """Rename the codes and constants of a quantized stack in a new state dict; bitsandbytes uses the same names."""
+    """In a new state dict, give a stack's codes and constants the names that bitsandbytes uses."""
     path = f"{prefix}parametrizations.{name}."
     codes = state.pop(f"{path}original", None)
     for constant in [key for key in state if key.startswith(f"{path}0.")]:
@@ -335,7 +334,7 @@ def _write_state(
 
 
 def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object, name: str) -> None:
-    """Rename codes and constants in a state dict that is being loaded from the names of `_write_state`."""
+    """In a state dict to load, undo the renaming of codes and constants by `_write_state`."""
     full = f"{prefix}{name}"
     stack = quantized_stack(module, name)
     if stack is None:
@@ -353,10 +352,10 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 
 @contextmanager
 def seen_dense(model: nn.Module) -> Iterator[None]:
-    """Replace quantized stacks by dense parameters without memory inside the `with` block.
+    """In the `with` block, let a model have dense parameters without memory in place of its quantized stacks.
 
-    PEFT (0.21) nests its wrappers in another order around parametrized weights (`_inject_parameters`), and the names of
-    tensors in an adapter's file depend on this order.
+    For parametrized weights, PEFT (0.21) would nest its wrappers in another order (`_inject_parameters`). The names of
+    the tensors in an adapter's file depend on this order.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
