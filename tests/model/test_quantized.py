@@ -134,7 +134,7 @@ def test_int8_without_row_scales_is_refused() -> None:
     assert refused(isotype.PrecisionError, enforce_model, model, policy(torch.bfloat16, "int8")) == (
         "a quantized layer lost its quantization state\n"
         "  - 0: int8 weight of shape (48, 64) without a state\n"
-        "    expected  a weight with the row scales of its codes\n"
+        "    expected  a weight with codes and row scales\n"
         "    fix       load the model again: other code has replaced or cast the quantized parameter"
     )
 
@@ -145,7 +145,7 @@ def test_4bit_without_a_state_is_refused() -> None:
     assert refused(isotype.PrecisionError, enforce_model, model, policy(torch.bfloat16, "nf4")) == (
         "a quantized layer lost its quantization state\n"
         "  - 0: packed 4-bit weight of shape (1536, 1) without a state\n"
-        "    expected  a weight with the absmax constants of its codes\n"
+        "    expected  a weight with codes and absmax constants\n"
         "    fix       load the model again: other code has replaced or cast the quantized parameter"
     )
 

@@ -45,9 +45,9 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Return (groups of the names of layers that get the same input, reason why the model could not be run or "").
 
-    The layers of a group are children of the same module, which calls them one after another with the same tensor. Any
-    other layer is a group of its own. The model runs once on `inputs`, in evaluation mode and without gradients. If
-    `inputs` is None, it runs on a few tokens.
+    The layers of a group are children of the same module, which calls them one after another with the same tensor. A
+    layer without such neighbours is a group of its own. The model runs once, in evaluation mode and without gradients,
+    on `inputs` or, if `inputs` is None, on a few tokens.
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -192,7 +192,7 @@ class FusionReport:
             lines.append(f"gated: {mlps}; the backward recomputes their products")
         if self.experts:
             layers = plural(len(self.experts), "layer")
-            lines.append(f"experts: one function in each of {layers}; it applies the adapters to activations")
+            lines.append(f"experts: one function in each of {layers}, which applies adapters to activations")
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')}, each computed by one function")
         if self.rotary:
@@ -233,11 +233,11 @@ def fuse(
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
-        inputs: keyword arguments of the model's forward that finds layers with the same input. By default they are a few
-            tokens, which run the language model but no vision tower.
+        inputs: keyword arguments of the model's forward that finds layers with the same input. The default inputs are a
+            few tokens, which run the language model but no vision tower.
         budget: maximum bytes of dense copies of base weights that are quantized or need a cast. The default is 0 on a
-            GPU. On a CPU the default is a quarter of the free memory: there, dequantizing a weight takes more than half
-            of the time of its matrix product. A sharded (FSDP2) model gets no copies.
+            GPU. On a CPU the default is a quarter of the free memory, because a CPU takes more than half as long to
+            dequantize a weight as to multiply by it. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

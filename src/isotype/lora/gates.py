@@ -28,8 +28,8 @@ class Gate:
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
-        through: the backward: gets the result's gradient and the input, and returns the input's gradient. It may
-            overwrite the result's gradient.
+        through: function of (gradient of the result, input) that returns the input's gradient. The function may
+            overwrite the gradient of the result.
     """
 
     name: str
@@ -74,7 +74,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward that overwrites the incoming gradient. This saves memory as large as an MLP's hidden state."""
+    """Return a backward that overwrites the incoming gradient, to save memory as large as an MLP's hidden state."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)

@@ -1,7 +1,7 @@
 """Chooses the GPU kernel of each operation between matrix products, by trials on this machine.
 
 A trial compares a candidate's forward and backward with float64 results, once per device and dtype. A candidate is not
-used if it raises an error or differs too much. Then the reports of `isotype.fuse` and of a run name the reason.
+used if it raises an error or differs too much. The reports of `isotype.fuse` and of a run name the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rotary": ("triton",),
     "float32_product": ("addmm", "mm"),
 }
-"""The candidates of each operation, the first choice first. If none works, several torch operators are used."""
+"""The candidates of each operation, the first choice first. If no candidate works, several torch operators are used."""
 
 DEVICES = ("cuda", "xpu")
 """Device types that have candidate kernels; ROCm devices have the type cuda."""

@@ -7,8 +7,9 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
 backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so
-the function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead. All are saved
-before Y is computed. So gradient checkpointing, which stops at a block's last saved tensor, skips the last product.
+the function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The
+tensors are saved before Y is computed. Gradient checkpointing stops at a block's last saved tensor, and so need not
+compute the last Y again.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def lora_linear(
     """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
 
     Args:
-        inputs: X `[…, in_features]` in any float dtype. If X is a gated product, its two factors instead.
+        inputs: X `[…, in_features]` in any float dtype, or the two factors of X if X is a gated product.
         tensors: the tensors of all layers. Each layer has its biases `[out]`, then A `[r, in]` and B `[out, r]` of each
             adapter, then DoRA's magnitude `[out]`.
     """
@@ -281,7 +282,7 @@ def _output(
 
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
-    """Compute the outputs in `products`. One call of the compiled loops computes all of them, if they need no cast."""
+    """Compute the outputs in `products`, in one call of the compiled loops if the outputs need no cast."""
     if not spec.keep:
         others = []
         for product in products:
@@ -306,7 +307,7 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
 
 
 def _write_few(product: _Product) -> None:
-    """Compute an output directly from the packed 4-bit weight. It has few rows, and no backward."""
+    """Compute an output with few rows and without a backward, directly from the packed 4-bit weight."""
     layer = product.layer
     base: Any = layer.spec.base
     # This product is rounded before the adapters' product is added.
@@ -317,7 +318,7 @@ def _write_few(product: _Product) -> None:
 
 
 def _weight(spec: Spec, layer: _LayerTensors, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-    """Return a layer's base weight, valid until `stack` is closed. For torch's operators this call closes it first."""
+    """Return a layer's base weight, valid until `stack` is closed or, with torch's operators, until the next call."""
     if not spec.compiled:
         stack.close()  # torch's operators compute one product at a time and need one weight in scratch memory
     return spec.weights.matrix(layer.spec.base, spec.working, stack, keep=keep)

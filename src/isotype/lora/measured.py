@@ -100,8 +100,8 @@ def in_turns(
 ) -> dict[Name, list[float]]:
     """Time the calls that `prepare` returns, one after another in each turn. Return each call's milliseconds per turn.
 
-    A first turn is not timed. The calls run in a thread of their own. So the caller's autocast, saved-tensor hooks
-    (gradient checkpointing) and dispatch modes do not apply to them.
+    A first turn is not timed. The calls run in another thread, where the caller's autocast, saved-tensor hooks (gradient
+    checkpointing) and dispatch modes do not apply.
     """
     times: dict[Name, list[float]] = {}
 

@@ -1,4 +1,4 @@
-"""Classes of fused LoRA layers, gated MLPs, RMSNorms and attention layers, and functions that put them in."""
+"""Classes of fused LoRA layers, gated MLPs, RMSNorms and attention layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 
 class Siblings:
-    """Layers that their module calls one after another with the same tensor. One function computes all of them.
+    """Layers that their module calls one after another with the same tensor, and that one function computes together.
 
     The call of the first layer computes all outputs, and the calls of the other layers return theirs. If the tensor is
     another one, was modified, or has no version counter, a call computes only its own layer's output.
@@ -73,7 +73,7 @@ class Siblings:
         self._readings: dict[nn.Module, Reading] = {}
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Return a layer's output for the input X. Return None if only PEFT's forward can compute it now."""
+        """Return a layer's output for the input X, or None if only PEFT's forward can compute the output now."""
         ready: _Ready | None = getattr(self._local, "ready", None)
         if ready is not None and ready.fits(x) and layer in ready.outputs:
             output = ready.outputs.pop(layer)
@@ -168,7 +168,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer. It shares the model's dense weights, and knows the layers that are computed with it."""
+    """A fused LoRA layer, with the dense weights of the model, and the layers that are computed together with this one."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights

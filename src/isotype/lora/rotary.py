@@ -2,9 +2,9 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-a and b are the halves of a head. The result is computed in float32 and rounded once. In transformers,
-`apply_rotary_pos_emb` in the model's Python file does this. A fused attention layer runs a copy of its forward that
-calls isotype's function instead.
+a and b are the halves of a head. The result is computed in float32 and rounded once. In transformers, a function
+`apply_rotary_pos_emb` in the model's Python file applies rotary positions. A fused attention layer runs a copy of its
+forward that calls isotype's function instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "apply_rotary_pos_emb"
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Tolerances for numbers up to about ten that are rounded after every product and sum."""
 _first_seen: dict[FunctionType, FunctionType] = {}
-"""For each forward, the function `apply_rotary_pos_emb` in its Python module when `rotates` was called."""
+"""Maps a forward to the `apply_rotary_pos_emb` that its Python module had when `rotates` was called."""
 
 
 def rotates(forward: Any) -> bool:
@@ -40,7 +40,7 @@ def rotates(forward: Any) -> bool:
 
 
 def with_loops(forward: Any) -> Any:
-    """Return a copy of `forward` that applies rotary positions by isotype's function; if not supported, `forward`."""
+    """Return a copy of `forward` that applies rotary positions by isotype's function, or `forward` itself."""
     rotate = _rotation_of(forward)
     # For a model that was fused in another process, `rotates` has not been called.
     if rotate is None or _first_seen.setdefault(forward, rotate) is not rotate:

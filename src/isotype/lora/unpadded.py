@@ -1,7 +1,7 @@
 """Removes padding from batches: all rows are concatenated to one row, and the tokens attend only to their own row.
 
 The results stay the same under two conditions: tokens influence each other only by attention, and attention uses
-positions to separate sequences, as transformers does for packed sequences. `tried` runs the model to test this.
+positions to separate sequences, as transformers does for packed sequences. `tried` runs the model to test both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sequences:
 
 
 def packed(inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch, as its collator describes them. Return None for another batch."""
+    """Return the sequences of a packed batch, which its collator describes, or None for another batch."""
     ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
     if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
@@ -89,7 +89,7 @@ Left padding shifts rotary positions, and so changes rounding.
 _NEIGHBOURS = 1e-4
 """Tolerated relative change of a document's states if the document before it changes, because experts round differently."""
 _LENGTH, _SHORT = 16, 3
-"""Lengths of the trial's rows. Left padding shifts the short row far to the right: absolute positions would change it."""
+"""Lengths of the trial's rows. Left padding shifts the short row far to the right, to show absolute positions."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (each row's tokens, number of needed positions, True if padding is needed or in a row, padded sides)."""
+    """Return (each row's tokens, number of needed positions, True if padding is needed or between tokens, padded sides)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [

@@ -121,7 +121,7 @@ def _transposed(cls: Any) -> bool:
 
 
 def codes_of(layer: Any) -> torch.Tensor:
-    """Return the int8 codes of a layer. bitsandbytes moves them from the weight to the layer's state."""
+    """Return the int8 codes of a layer, which bitsandbytes moves from the weight to the layer's state."""
     # A sharded weight is a plain tensor without the attribute CB.
     places = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
     codes: torch.Tensor = next(codes for codes in places if codes is not None)
@@ -141,8 +141,8 @@ def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class DenseWeights:
-    """The dense matrices of a model's base weights. It keeps copies of as many of them as the budget in bytes allows. If
-    a weight is quantized or has another dtype than a product, the product reads a copy, or writes the dense matrix into
+    """The dense matrices of a model's base weights, with copies of as many weights as the budget in bytes allows. If a
+    weight is quantized or has another dtype than a product, the product reads a copy, or writes the dense matrix into
     scratch memory. A copy is valid as long as the weight has the same memory and version. Code that changes weights
     through `.data`, such as PEFT's merge, must call `forget`.
     """

@@ -1,8 +1,8 @@
 """Boundaries cast the inputs and outputs of quantized layers, and of float32 modules in a 16-bit model.
 
 Without a boundary, a float32 module would pass float32 tensors to 16-bit modules, or raise an error for 16-bit inputs.
-Such modules are a norm that the policy keeps in float32, a trained embedding, a `modules_to_save` head, and a layer with
-a trained bias. To set a boundary, isotype swaps the module's class for a subclass (see `isotype.compat.swapped`).
+Examples of float32 modules are a pinned norm, a trained embedding, a `modules_to_save` head, and a layer with a trained
+bias. To set a boundary, isotype swaps the module's class for a subclass (see `isotype.compat.swapped`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class BoundarySettings:
       autocast. Float inputs are cast to float32, and float outputs to `result`.
     - `"compute"`: for linear and other layers with float32 masters. Autocast to `compute` casts weight, bias and input.
       Float outputs are cast to `result`.
-    - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias after the layer. Otherwise bitsandbytes
+    - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias after the layer, because bitsandbytes
       would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer. It casts the input to `compute` and
-      reshapes it to a matrix, because bitsandbytes' int8 kernels require this.
+    - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes
+      the input to a matrix, as bitsandbytes' int8 kernels require.
     - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent, and the
       layer computes in `compute`. The product is cast to `result` and multiplied by 2^exponent; then the bias is added.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
     - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast
-      to `compute`, also in evaluation and generation: with a float32 residual stream, every matmul needs it.
+      to `compute`, also in evaluation and generation, because every matmul in a float32 residual stream needs autocast.
     - `"inputs"`: for towers that encode pictures or sound. Float inputs, which come in the dtype that the processor
       chose, are cast to `result`.
 

@@ -46,15 +46,15 @@ class Change:
 
 
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
-    """Restore `policy` on `model` in place, and return the changes. A second call would change nothing.
+    """Restore `policy` on `model` in place, and return the changes. A second call changes nothing.
 
     - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. Under
       `keep_frozen` all frozen weights keep their dtypes.
     - Quantization states and quantized layers get the compute dtype. Float32 buffers that other code has cast to 16 bits
       become float32 again. Their values stay rounded; only rotary frequencies are recomputed.
-    - Modules with float32 weights, and norms that always return float32, get a boundary. It casts outputs to the compute
-      dtype.
-    - Quantized experts run isotype's function. Methods that Liger-Kernel has bound to them are removed.
+    - Modules with float32 weights, and norms that always return float32, get a boundary that casts outputs to the
+      compute dtype.
+    - Quantized experts run isotype's function. Methods that Liger-Kernel has bound to the experts are removed.
 
     Raises:
         PrecisionError: the model's storage format is not the policy's, or a quantized layer has lost its quantization
@@ -83,7 +83,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if the model is not stored in the policy's format. A cast cannot quantize or dequantize it."""
+    """Raise PrecisionError if the model is not stored in the policy's format: a cast cannot change this format."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
     other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
@@ -214,7 +214,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Cast rotary frequencies and pinned buffers from 16 bits to float32. Only the frequencies get exact values."""
+    """Cast rotary frequencies and pinned buffers from 16 bits to float32. Only rotary frequencies get exact values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}

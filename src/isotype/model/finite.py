@@ -1,4 +1,4 @@
-"""Finds NaN and infinity in weights. They would make every result of the model NaN."""
+"""Finds NaN and infinity in weights, which would make every result of the model NaN."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 bitsandbytes takes a block's largest magnitude as its constant, but can dequantize with any constant. In most language
 models a few input channels are much larger than the others, and errors of their weights dominate the output error. If
 the channels of a block are nearly independent, the weights' errors d give E[(x, d)²] = Σ E[x²] d². For codes c with
-values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest to w / s are then at least as
-good. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
+values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest to w / s are at least as good as
+c. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def quantize_fitted(
 
     Returns:
         Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before double
-        quantization rounds these.
+        quantization rounds the constants.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -78,8 +78,8 @@ def nearest_values(
 ) -> torch.Tensor:
     """Return the values of a float32 weight after rounding to 4 bits, without computing codes.
 
-    If `moments` is None, constants are the blocks' largest magnitudes. If a value is within 1/32767 of the midpoint
-    between two 4-bit values, bitsandbytes may round it to the other one.
+    If `moments` is None, constants are the blocks' largest magnitudes. A value within 1/32767 of the midpoint between
+    two 4-bit values may be rounded to another one than in bitsandbytes.
 
     Args:
         weight: a weight `[rows, columns]`, or some of its whole blocks.

@@ -35,7 +35,7 @@ _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 @dataclass(frozen=True)
 class _Fold:
-    """The folding of one list of layers: its layers that stay, and the layers that each of them represents.
+    """The folding of one list: the layers that stay, and the layers that each of these represents.
 
     Attributes:
         kept: the original numbers of the layers that stay.
@@ -52,10 +52,10 @@ def fold(model: nn.Module) -> nn.Module:
     """Remove layers of a model that equal other layers, in place. Return the model.
 
     Only lists of at least 4 layers are folded. Layers are equal if their modules have the same classes and, except for
-    the layer's number, the same plain attributes. Their parameters and buffers must have the same name, shape, dtype,
-    device and `requires_grad`. The first and the last layer of each kind stay, with their names (`model.layers.0`,
-    `model.layers.79`). The first layer represents only itself, so that its extra work is counted once. The last layer
-    represents all others (attribute `_stands_for`). Layer numbers (`layer_idx`) and copies of the configs are updated.
+    the layer's number, the same plain attributes. The parameters and buffers of equal layers have the same names,
+    shapes, dtypes, devices and `requires_grad`. The first and the last layer of each kind stay, with their names
+    (`model.layers.0`, `model.layers.79`). The first layer represents only itself, so that its extra work is counted
+    once. The last layer represents all others (attribute `_stands_for`). Layer numbers and configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -116,7 +116,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return names and values of a module's plain attributes. Instead of a float, return whether it is nonzero."""
+    """Return names and values of a module's plain attributes, and for a float only whether it is nonzero."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())

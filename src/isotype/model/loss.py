@@ -23,9 +23,9 @@ def loss_of(output: Any) -> torch.Tensor:
 def find_loss(output: Any) -> torch.Tensor | None:
     """Return the field `loss` of a model's output, or else a scalar that must be the loss, or else None.
 
-    A scalar is the loss if it depends on all parameters on which the output depends. So the loss in nanoGPT's output
-    `(logits, loss)` is found, and CLIP's temperature is not taken for a loss. If only all scalars of a mapping together
-    do so, as a detector's losses do, return their sum.
+    A scalar is the loss if it depends on all parameters on which the output depends, like the loss in nanoGPT's output
+    `(logits, loss)`, and unlike CLIP's temperature. If only all scalars of a mapping together depend on all parameters,
+    like a detector's losses, return their sum.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

@@ -33,7 +33,7 @@ _DRAWS = (
 
 
 class NoDraws(TorchFunctionMode):
-    """Mode that skips the random initialization of meta tensors. It would take half a second for a thousand layers."""
+    """Mode that skips the random initialization of meta tensors, which would take half a second for a thousand layers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,14 +60,14 @@ class KeepsValues(TorchFunctionMode):
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
-"""Operators that return a Python number. A tensor without memory cannot provide it."""
+"""Operators that return a Python number, which a tensor without memory cannot provide."""
 _PLACED = (PARAMETERS, CHILDREN)
 """Attributes that are not restored: FSDP2 changes them during a forward, together with the state of its hooks."""
 
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Let a model run in evaluation mode without gradients in the `with` block. Then restore it and the random states.
+    """Put a model into evaluation mode without gradients in the `with` block, and restore model and random states.
 
     Attributes, containers, parameters and buffers are restored too, because a forward may change them. For example,
     caches keep the last keys, and PEFT's Arrow changes adapters in its first forward. On the meta device, a condition on

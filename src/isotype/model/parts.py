@@ -16,7 +16,7 @@ ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
 """Maps a part to transformers' name for its input. The model's config has `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""Names of the projector in Qwen's and GLM's towers. It comes after the blocks and returns the language model's width."""
+"""Names of the projector that follows the blocks of Qwen's and GLM's towers, and returns the language model's width."""
 
 
 class Parts:

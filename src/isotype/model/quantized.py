@@ -52,12 +52,12 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter is an int8 weight of bitsandbytes. This compares names, to avoid an import."""
+    """Return whether a parameter's class is named like bitsandbytes' class of int8 weights; this avoids an import."""
     return type(weight).__name__ == "Int8Params"
 
 
 def holds_turned(layer: Any) -> bool:
-    """Return whether a bitsandbytes layer has replaced a Conv1D of transformers. Files have its weights as `[in, out]`."""
+    """Return whether a bitsandbytes layer has replaced a Conv1D of transformers, whose weights in files are `[in, out]`."""
     source = getattr(layer, "source_cls", None)
     return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
 
@@ -170,7 +170,7 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 
 
 def repacking(layer: Any) -> str | None:
-    """Return why a 4-bit layer's first evaluation forward would fail to repack it on a CPU with AVX512-BF16.
+    """Return why a 4-bit layer's first evaluation forward cannot repack the weight on a CPU with AVX512-BF16.
 
     Returns "" if repacking works. Returns None if nothing is repacked: the layer keeps its training layout, is already
     repacked, or this version of bitsandbytes does not repack.
@@ -229,7 +229,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers whose weights the checkpoint lacks by dense layers. These are initialized and trained."""
+    """Replace quantized layers whose weights the checkpoint lacks by dense layers, which are initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:

@@ -45,7 +45,7 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return fields of TrainingArguments that enable checkpointing with `arguments`. If these are None, disable it."""
+    """Return fields of TrainingArguments that enable checkpointing with `arguments`, or disable it if these are None."""
     names = ("gradient_checkpointing", "activation_checkpointing")  # the newer name, in transformers 5.23
     if arguments is None:
         return dict.fromkeys(names, False)

@@ -2,8 +2,8 @@
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together. All trained parameters
 of a group must have one dtype. A model under a policy has several dtypes: float32 norms among bfloat16 weights, integer
-codes, float32 adapters. So FSDP2 is told to cast nothing when it gathers (`param_dtype=None`). Parameters whose trained
-dtype is not that of their block become a group of their own.
+codes, float32 adapters. Because of these dtypes, FSDP2 casts nothing when it gathers (`param_dtype=None`). Parameters
+that are trained in another dtype than the rest of their block become a group of their own.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
-    """Return the input embedding if it is frozen and not shared. Its weight can then be freed after the lookup."""
+    """Return the input embedding if it is frozen and not shared, so that its weight can be freed after the lookup."""
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None

@@ -1,8 +1,8 @@
 """Chooses the layers that `all-linear` adapts, and says which weights get no adapters.
 
-`all-linear` leaves out routers. It also leaves out a layer whose weight the model uses without calling the layer
-(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans), because an adapter on it would have no effect. If the user
-names targets, all of them get adapters.
+`all-linear` leaves out routers. A layer whose weight the model uses without calling the layer (`F.linear(x,
+self.out_proj.weight)`, Mamba's fused scans) is left out too, because an adapter on the layer would have no effect. If
+the user names targets, all named layers get adapters.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Set `model.drawn_parameters`: the names of parameters that are in no checkpoint file. An adapter must save them."""
+    """Set `model.drawn_parameters`, the names of parameters that are in no checkpoint file, for adapters to save."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence about them.
+    """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence about these modules.
 
     Raises UsageError if such a module also has weights from files, or if adapters of this kind cannot save modules.
     """
@@ -245,7 +245,7 @@ class _Weight:
 
 
 ADAPTED = "adapters are on "
-"""`adapter_notes` has a sentence about the weights with adapters. It begins with these words."""
+"""The sentence in `adapter_notes` about the weights with adapters begins with these words."""
 _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
@@ -265,7 +265,7 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
 
 
 def _size_on_experts(model: Any) -> tuple[str, ...]:
-    """Return a sentence about the size of experts' adapters. They often have more values than all other adapters."""
+    """Return a sentence about the size of experts' adapters, which often have more values than all other adapters."""
     values, experts, layers, base = 0, 0, 0, model.get_base_model()
     ranks: set[int] = set()
     repeats = repeats_of(base)
@@ -368,7 +368,7 @@ def _counts(block: Any) -> set[int]:
 # ------------------------------------------------------------------------------ weights that the model reads itself
 
 _RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze")
-"""These attributes of a tensor return a tensor with the same values."""
+"""These attributes of a tensor give a tensor with the same values."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 

@@ -26,7 +26,7 @@ class Place:
     Attributes:
         kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (also convolutions), `"embedding"`, `"norm"` or
             `"other"`.
-        tuner: True if the module is inside of one of PEFT's tuner layers. Such layers cast their own inputs.
+        tuner: True if the module is inside of one of PEFT's tuner layers, which cast their own inputs.
         adapter: True if the module is in a tuner layer, or in a whole module that PEFT copied to train it.
     """
 
@@ -91,7 +91,7 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList from which `isotype.model.fold` has removed layers. The other layers keep their numbers as names."""
+    """A ModuleList from which `isotype.model.fold` has removed layers. The layers that stay keep their numbers as names."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]
@@ -109,7 +109,7 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """Return all blocks in lists of at least `fewest` blocks. Such a list may also be inside of another block."""
+    """Return all blocks in lists of at least `fewest` blocks, including lists that are inside of another block."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
@@ -150,7 +150,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of float tensors that are plain attributes of `module`. `.to()` does not move them.
+    """Yield (name, tensor) of float tensors that are plain attributes of `module`, which `.to()` does not move.
 
     The name of a tensor in a dict or list consists of the attribute and the key (`meta.scale`, `blocks.0.weight`). If an
     attribute is the parent of `module`, the parent's weights are also yielded.
@@ -191,7 +191,7 @@ _LISTENS = "_isotype_listens"
 
 
 def listening(hook: _Hook) -> _Hook:
-    """Mark a hook that only observes. Fused code may then skip it."""
+    """Mark a hook that only observes, so that fused code may skip the hook."""
     hook.__dict__[_LISTENS] = True
     return hook
 

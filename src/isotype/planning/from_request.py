@@ -89,8 +89,8 @@ def plan(
 ) -> Plan:
     """Return the settings with which a model can be trained on a device, and the command for the best settings.
 
-    Each row of the result has the memory and speed of one choice of settings. They come from a training step that is
-    traced on fake tensors, without weights.
+    Each row of the result has the memory and speed of one choice of settings, from a training step that is traced on
+    fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
@@ -260,8 +260,8 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks.
 
-    If no row fits, add and return a row with the longest length that fits. For the goal `longest`, also do so if a row
-    fits, unless `--max_length` is set.
+    If no row fits, add and return a row with the longest length that fits. For the goal `longest`, such a row is added
+    even if other rows fit, unless `--max_length` is set.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
@@ -369,7 +369,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """If experts have adapters, return the last name parts of the adapted linear layers. If not, return an empty list."""
+    """Return the last parts of the names of adapted linear layers, or an empty list if experts have no adapters."""
     import peft
 
     lora = request.step.lora

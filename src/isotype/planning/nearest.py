@@ -101,7 +101,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def advice(command: Command) -> str:
-    """Return a message for a training that ran out of memory. It names settings that fit, or says why there are none."""
+    """Return a message, for a training that ran out of memory, with settings that fit or the reason why none fit."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])

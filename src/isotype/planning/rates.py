@@ -1,9 +1,9 @@
 """Provides rates to estimate time: measured on devices of this machine, or else a share of the data sheet's rates.
 
-Five numbers (`REACHED`) define these shares. `benchmarks/rates.py` fits them to published runs and tests them on other
-runs (table in docs/plan.md). Matrix products reach a share of the peak rate, which is smaller for faster GPUs. Other
-operators are partly fused in real runs, so only a share of their traced bytes and launches counts. Their bytes move at
-the memory's bandwidth, and the host needs some microseconds for each launch.
+Five numbers (`REACHED`) define the shares of the data sheet's rates. `benchmarks/rates.py` fits them to published runs
+and tests them on other runs (table in docs/plan.md). Matrix products reach a share of the peak rate, which is smaller
+for faster GPUs. Other operators are partly fused in real runs, so only a share of their traced bytes and launches
+counts. Bytes move at the memory's bandwidth, and the host needs some microseconds for each launch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Reached(StepRates):
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with 100 TFLOP/s.
-        falling: for another peak rate, the share is `products` times (100 TFLOP/s / peak rate) to this power.
+        falling: exponent of (100 TFLOP/s / peak rate), the factor of the share `products` on other GPUs.
         ceiling: the largest share. GPUs whose 16-bit products are at most twice as fast as float32 products (GeForce,
-            A10G) have it, because they accumulate in float32 at half their rate.
+            A10G) reach this share, because such GPUs accumulate in float32 at half their rate.
     """
 
     products: float
@@ -114,8 +114,8 @@ def draw_rate(device: torch.device) -> float:
 def page_rate(device: torch.device) -> float | None:
     """Return the bytes of cleared pages that the system provides to a CPU in a second; None for other devices.
 
-    The first write to a new block takes longer than the second because of these pages. Other devices have no such cost,
-    as their allocators keep freed blocks.
+    The first write to a new block takes longer than the second, because the system must provide pages. Allocators of
+    other devices keep freed blocks, and so avoid this cost.
     """
     if device.type != "cpu":
         return None

@@ -63,8 +63,8 @@ class Workload:
         longest: tokens of the data set's longest row; None if tokens were not counted.
         cut: share of the data set's rows that are longer than the plan's length; None if tokens were not counted.
         padding: share of padding among a step's tokens; None if tokens were not counted.
-        packed_seconds: seconds that all epochs would take with `--packing`. None if this is unknown, if rows are already
-            packed, or if the method has no `--packing`.
+        packed_seconds: seconds that all epochs would take with `--packing`; None if the time is unknown, if rows are
+            already packed, or if the method has no `--packing`.
         packs: minimum number of packed rows in an epoch; None if rows are not packed.
     """
 
@@ -104,8 +104,8 @@ class Row:
             one row, unless the user set `rows`.
         longest_is_all: true if longer rows may fit but were not tried, or if the model has no more positions.
         work: the training on the data set; None without a data set.
-        damage: KL divergence of next-token distributions from those of the unquantized model, in nats. It is an estimate
-            for mixed storage, and None if it is unknown.
+        damage: KL divergence of next-token distributions from those of the unquantized model, in nats; None if unknown.
+            For mixed storage, the damage is an estimate.
         base_memory: maximum bytes of a base model with mixed storage; None if there is no limit.
         policy: the precision policy.
         command: the training command of the row.
@@ -173,7 +173,7 @@ class Row:
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """Value of `--gradient_checkpointing`. None if every n-th layer is recomputed, as this needs a second argument."""
+        """Value of `--gradient_checkpointing`, or None for every n-th layer, which needs a second argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
@@ -189,8 +189,8 @@ class Device:
         notes: warnings about dtypes on this device, such as slow emulation.
         chosen: the row that the goal picks; None if nothing fits.
         rows: rows of all settings, including rows that do not fit.
-        enough: smallest number of these devices on which the step with the least memory fits if it is sharded. None if
-            this was not searched or if no tried number is enough.
+        enough: smallest number of these devices on which the step with the least memory fits if it is sharded. `enough`
+            is None if no number was tried, or if no tried number is enough.
     """
 
     name: str

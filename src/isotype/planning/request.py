@@ -187,10 +187,9 @@ def request_of(
 def command_of(
     request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
 ) -> Command:
-    """Return the training command of a row.
+    """Return the training command of a row, with `--device` only if the device is in this machine.
 
-    It has `--device` only if the device is in this machine. `checkpointing` are arguments of the model's
-    `gradient_checkpointing_enable`, or None if no layer is recomputed.
+    `checkpointing` are arguments of the model's `gradient_checkpointing_enable`, or None if no layer is recomputed.
     """
     command = request.command.but(device=None)
     path = Path(str(command["model_name_or_path"]))
@@ -216,7 +215,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the arguments that set the rows of a step. They are not fewer than requested, even if the data has fewer."""
+    """Return the arguments that set the rows of a step, not fewer than requested even if the data has fewer rows."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:

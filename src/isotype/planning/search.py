@@ -99,7 +99,7 @@ FARTHEST = 32768
 """Unless the goal is `longest`, no longer row than this is traced, because that takes seconds."""
 
 _FITTINGS = 8
-"""Maximum number of mixtures that are tried for one row. Each of them uses less memory than the one before."""
+"""Maximum number of mixtures that are tried for one row, each with less memory than the one before."""
 
 _NEAR = 32
 """The search for the longest row ends if its upper bound exceeds its lower bound by at most 1 / 32."""
@@ -155,12 +155,12 @@ class Search:
         return self._steps_by_key.setdefault(steps.key, steps)
 
     def _tries_some_layers(self, steps: Steps) -> bool:
-        """Return True if rows that recompute only some layers are tried. With several storages this takes too long."""
+        """Return True to try rows that recompute only some layers, which would take too long for several storages."""
         every = steps.arguments is not None and self.request.step.auto
         return every and not steps.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer, if a micro-batch fits with it but not without any recomputation."""
+        """Yield a row that recomputes every n-th layer, if a micro-batch fits so but not without recomputation."""
         rows = self.request.rows or 1
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -180,7 +180,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step, without weights. It recomputes every layer if the request does."""
+        """Return the model of a step, without weights, and with every layer recomputed if the request says so."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -209,7 +209,7 @@ class Search:
                 yield step
 
     def _refuse(self, storage: str, refusal: IsotypeError) -> None:
-        """Note why a storage cannot be trained. If it is the plan's only storage, on the only device, raise the error."""
+        """Note why a storage cannot be trained. If the plan has only this storage and only one device, raise the error."""
         if len(self._storages()) == 1 and len(self.request.devices) == 1:
             raise refusal
         titles = ", ".join(profile.title for profile in self.profiles)
@@ -239,7 +239,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """For each nf4 row that fits, yield a row with mixed storage. It uses memory that the nf4 row leaves free."""
+        """For each nf4 row that fits, yield a row with mixed storage, which uses memory that the nf4 row leaves free."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -250,8 +250,7 @@ class Search:
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
         """Return a row with the most precise mixed storage that fits with an nf4 row's micro-batches; None if none fits.
 
-        The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, a smaller one is
-        tried.
+        The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, the next is smaller.
         """
         damages = self.request.layers
         assert damages is not None
@@ -292,7 +291,7 @@ class Search:
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
     def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the row with the largest micro-batch that fits on a device. If none fits, it has the smallest."""
+        """Return the row with the largest micro-batch that fits on a device, or with the smallest one if none fits."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, fits = self._micro_batch(steps, size)

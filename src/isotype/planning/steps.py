@@ -95,7 +95,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
 
 
 _SECANTS, _ATTEMPTS = 5, 14
-"""Maximum number of secant steps before the search bisects, and of all its measurements."""
+"""Maximum number of secant steps before the search bisects, and maximum number of measurements."""
 
 
 def largest(
@@ -109,9 +109,9 @@ def largest(
 ) -> int | None:
     """Return the largest number from `low` to `high` for which `measure` returns at most `room` bytes, or None.
 
-    At each moment of a step, memory is linear in the rows and polynomial in their length. So the step's peak is convex:
-    beyond two measured points, it is never below the line through them (the secant). The search ends if the secant
-    exceeds `room` at the next number. It ends earlier if `enough(low, high)` is True.
+    At each moment of a step, memory is linear in the rows and polynomial in their length. Therefore the step's peak is
+    convex: beyond two measured points, the peak is never below the line through both (the secant). The search ends if
+    the secant exceeds `room` at the next number, or earlier if `enough(low, high)` is True.
     """
     measured: dict[int, int] = {}
 

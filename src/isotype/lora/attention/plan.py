@@ -27,8 +27,8 @@ class Block:
 
     Attributes:
         masked: the part of `keys` that needs a mask: some queries do not attend to it, or the mask adds a bias there.
-        tile: the mask of the keys in `masked`, times log2(e), as float32 `[1 or heads, rows, masked]`. A kernel adds it
-            to the scores times log2(e).
+        tile: the mask of the keys in `masked`, times log2(e), as float32 `[1 or heads, rows, masked]`. A kernel adds the
+            tile to scores that are also times log2(e).
     """
 
     rows: Span
@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of the batch with the same blocks. A query that is in no block gets zeros as its result."""
+    """Rows of the batch with the same blocks. The result for a query that is in no block is zero."""
 
     batch: Span
     blocks: tuple[Block, ...]
@@ -51,7 +51,7 @@ class Plan:
 
     Attributes:
         closed_finitely: True if the mask hides all keys from some query by finite numbers instead of -inf. In torch's
-            kernels such a query attends to all keys about equally. Blocks cannot represent this.
+            kernels such a query attends to all keys about equally. Blocks cannot do so.
     """
 
     batch: int
@@ -176,7 +176,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A cached plan of a mask. It is valid as long as the mask has the same memory, and the same version or values."""
+    """A cached plan of a mask, valid as long as the mask has the same memory, and the same version or values."""
 
     plan: Plan
     view: tuple[object, ...]
@@ -193,13 +193,13 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """Return the plan of a mask. The plan is cached for all layers that share the mask.
+    """Return the plan of a mask, from a cache that all layers with this mask share.
 
     A block reads all keys from the first to the last key to which any of its queries attends.
 
     Args:
-        mask: `[1 or batch, 1 or heads, queries, keys]`. A bool mask is True where the query attends to the key. A mask
-            of numbers is added to the scores; it hides a key if the number is at most half of the dtype's lowest number.
+        mask: `[1 or batch, 1 or heads, queries, keys]`. A bool mask is True where the query attends to the key. Numbers
+            are added to the scores; a number that is at most half of the dtype's lowest number hides its key.
         rows: number of queries in a block, see `block_rows`.
     """
     owner = base_of(mask)
@@ -215,7 +215,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask's first row if its batch dimension is expanded. Otherwise return the whole mask."""
+    """Return the mask's first row if the batch dimension is expanded, else the whole mask."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 

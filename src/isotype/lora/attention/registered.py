@@ -53,7 +53,7 @@ _SHORT = 32
 """Calls with at most this many queries take microseconds with any kernel."""
 
 _SPARSE = 0.4
-"""torch's kernel computes all scores. It is considered only if the plan needs at least this share of them."""
+"""torch's kernel computes all scores. That kernel is not tried if the plan needs a smaller share of the scores."""
 
 
 @dataclass
@@ -66,10 +66,10 @@ class AttentionReport:
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
         slow: why attention stores all scores in memory on this device; None if it does not store them.
         choices: maps each class of shapes to the chosen kernel and the measured times.
-        left: for each reason to use torch's kernel instead, the number of calls that did.
+        left: for each reason to use torch's kernel, the number of calls with this reason.
         unkept: why the choices could not be stored on disk; None if they could.
         sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
-        padded: why a batch keeps its padding on this GPU; None if it may be removed.
+        padded: why a batch keeps its padding on this GPU; None if padding may be removed.
         name: the name that isotype's function has in transformers; "" if no function is used.
     """
 
@@ -130,7 +130,7 @@ def use_fast_attention(
     On other devices the model keeps `sdpa`, which calls FlashAttention or cuDNN there. If FlashAttention supports the
     compute dtype, its variable-length kernel computes rows that were concatenated to remove their padding. On an NVIDIA
     GPU without a fused kernel for grouped heads, keys and values are repeated for torch's kernel. If the user chose
-    other attention (`eager`, `flex_attention`), the model keeps it. Results differ only by rounding.
+    `eager` or `flex_attention`, the model keeps this choice. Results differ only by rounding.
 
     Args:
         model: a transformers model, or a model that contains one (a PEFT model); changed in place.
@@ -170,7 +170,7 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
 
 
 def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
-    """Repeat keys and values if a fused kernel for `dtype` then works. If none works, report why attention is slow."""
+    """Repeat keys and values if this enables a fused kernel for `dtype`, or else report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
         return AttentionReport(False, slow, slow=slow)
@@ -215,13 +215,13 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch. Return None if the model's attention does not use their lengths."""
+    """Return the sequences of a packed batch, or None if the model's attention does not use the sequences' lengths."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which the model's attention needs no padding. Only isotype's attention has any."""
+    """Return the sides of a row on which the model's attention needs no padding; none if it is not isotype's attention."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 
@@ -352,7 +352,7 @@ def lengths_attention_forward(
 
     Arguments and results are those of `attention_forward`. If the kernel does not support a call, `sdpa` computes it
     with a mask that is made from the sequences. Raises NotImplementedError if the layer's window differs from the mask's
-    window. This occurs in layers with chunked attention.
+    window, as in layers with chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

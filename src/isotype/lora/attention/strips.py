@@ -22,7 +22,7 @@ from isotype.lora.loops.loading import loops_of
 
 _HEADERS = (Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
 compiled_strips = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), *_HEADERS))
-"""Returns the compiled loops. Compiling them takes some seconds, once per machine."""
+"""Returns the compiled loops. The first call on a machine compiles for some seconds."""
 _MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
 _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 """The struct `Call` of strips.cpp: sizes, the scale, the blocks' address, the matrices and three more addresses."""
@@ -144,7 +144,7 @@ def _run(
     blocks: list[int],
     scale: float,
 ) -> None:
-    """Call the compiled loops. They get addresses, so the caller must keep all tensors alive."""
+    """Call the compiled loops with the tensors' addresses. The caller must keep the tensors alive."""
     strips, q, k, v = compiled_strips(), matrices["q"], matrices["k"], matrices["v"]
     structs = array("q")
     for start in range(0, len(blocks), 9):

@@ -1,4 +1,4 @@
-"""Torch operators that call the Triton kernels of gated products, RMSNorms and rotations. They also take fake tensors.
+"""Torch operators, also for fake tensors, that call the Triton kernels of gated products, RMSNorms and rotations.
 
 `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """

@@ -18,7 +18,7 @@ class Products:
     scales: bool
 
     def write(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
-        """Write factor · left @ right into the float32 `out`. Both operands have 16 bits."""
+        """Write factor · left @ right, a product of 16-bit matrices, into the float32 `out`."""
         if self.scales and factor != 1:
             torch.addmm(out, left, right, out_dtype=out.dtype, beta=0, alpha=factor, out=out)
             return

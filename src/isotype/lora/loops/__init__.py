@@ -1,1 +1,1 @@
-"""C++ loops for CPU operations for which torch has no operator, or needs several. They need a C++ compiler."""
+"""C++ loops for CPU operations for which torch has no operator or needs several; compiled if there is a compiler."""

@@ -28,7 +28,7 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call the loop `name` for a dtype. It gets ints as int64, floats as C floats, and tensors as addresses."""
+        """Call the loop `name` for a dtype, and pass ints as int64, Python floats as C floats, and tensors as addresses."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
             types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
@@ -39,7 +39,7 @@ class Loops:
 
 @cache
 def loops_of(source: Path, *headers: Path) -> Loops:
-    """Return the loops of a C++ source. Compiling them takes seconds, once per machine."""
+    """Return the loops of a C++ source. The first call on a machine compiles for some seconds."""
     try:
         return Loops(None, load_compiled(source, compiler_options(), headers))
     except NotCompiledError as error:

@@ -27,7 +27,7 @@ from isotype.lora.loops.loading import loops_of
 
 _FILES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "products.h", "vectors.h"))
 compiled_products = cache(partial(loops_of, *_FILES))
-"""Returns the compiled loops. Compiling them takes some seconds, once per machine."""
+"""Returns the compiled loops. The first call on a machine compiles for some seconds."""
 
 FEWEST = 64
 """The compiled loops need at least this many rows. With fewer rows, packing the weight for each product costs too much."""
@@ -48,8 +48,8 @@ class Sum(NamedTuple):
     Attributes:
         out: `[rows, columns]`, in the dtype of the matrices or float32.
         terms: left `[rows, depth]` and right `[depth, columns]` of each product. There is at least one product, and
-            small products come first (see `write_sums`). Without a bias, this may be an iterator that creates a
-            product's matrices only when it is read.
+            small products come first (see `write_sums`). Without a bias, `terms` may be an iterator that creates a
+            product's matrices on demand.
         bias: `[columns]`, or None.
     """
 
@@ -75,11 +75,10 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     """Compute sums of products of matrices of one dtype on one device, without derivatives.
 
     Args:
-        sums: the sums to compute; no sum reads another sum's result. An iterator may create each sum only when it is
-            read.
+        sums: the sums to compute; no sum reads another sum's result. An iterator may create the sums on demand.
         compiled: if True, the compiled loops compute the sums, provided that they support all of them (see `is_used`).
-            Torch's operators instead round the sum after each product, except for float32 sums on a GPU that has such
-            products (`isotype.lora.kernels`). So small terms come first, and a bias, which may be large, comes last.
+            Torch's operators round the sum after each product, except for float32 sums on a GPU that has such products
+            (`isotype.lora.kernels`). Because of this rounding, small terms come first, and a (large) bias comes last.
 
     Raises:
         RuntimeError: torch's error for matrices that do not match.
@@ -129,7 +128,7 @@ def _by_torch(item: Sum, terms: _Terms) -> None:
 
 
 def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> bool:
-    """Compute all sums by the compiled loops and return True. If the loops do not support one of them, return False."""
+    """Compute all sums by the compiled loops and return True. If the loops do not support some sum, return False."""
     if not sums:
         return False
     dtype = sums[0][1][0][0].dtype

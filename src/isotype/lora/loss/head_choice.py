@@ -31,7 +31,7 @@ _FEWEST, _MOST = 256, 2048
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A class of calls that have about the same time per token, and so share one measurement.
+    """Properties of a call. All calls with the same properties share one measurement.
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
@@ -104,7 +104,7 @@ class HeadChoice:
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Return a timer that reads events of a GPU's stream. Time on the CPU counts only if the GPU waits for it."""
+    """Return a timer that reads events of a GPU's stream. CPU time counts only if the GPU waits for the CPU."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -214,7 +214,7 @@ def _theirs(
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model. If its weight is quantized or sharded, return the full dense weight.
+    """Return the head of a causal language model, with a dense weight even if the model's is quantized or sharded.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.

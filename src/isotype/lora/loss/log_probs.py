@@ -6,12 +6,12 @@ softcap):
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
-A token's log-probability depends only on its own hidden state. So the forward already computes this gradient while it
-has the logits, and the backward multiplies each row by the incoming gradient. If the entropy is differentiated or the
-head is trained, it recomputes the logits. A chunk covers the whole vocabulary, so each product is rounded once.
+A token's log-probability depends only on its own hidden state. The forward already computes the hidden states' gradient,
+and the backward multiplies each row by the incoming gradient. If the entropy is differentiated or the head is trained,
+the backward recomputes the logits. A chunk has the whole vocabulary, so each product is rounded once.
 
-The target's logit is also computed in float32. Its rounding error (0.06 for a logit of 20 in bfloat16) would be an error
-of the log-probability.
+The target's logit is also computed in float32, because a rounding error of this logit (0.06 for 20 in bfloat16) would be
+an error of the log-probability.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def log_probs(
 
 
 def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
-    """Return all results from complete logits `[N, V]`. It is for models whose head does more than a projection."""
+    """Return all results from complete logits `[N, V]`, for models whose head does more than a projection."""
     z = logits.float() / temperature
     logsumexp, target = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]
     logp = z - logsumexp[:, None]

@@ -49,8 +49,8 @@ def softmax(
 ) -> torch.Tensor | None:
     """Write a block's results into `outputs`. If `ahead`, also overwrite the logits with their gradients.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The result is -1 at the target and p_j / (1 - p_t) elsewhere,
-    so it stays accurate if p_t is near 1. The caller multiplies by the returned factors to undo the division.
+    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The quotient is -1 at the target and p_j / (1 - p_t) elsewhere,
+    so it stays accurate if p_t is near 1. Multiplying by the returned factors undoes this division.
 
     Args:
         exact: float32 logits of the targets, `[n]`.

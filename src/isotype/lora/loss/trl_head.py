@@ -1,9 +1,9 @@
 """Replaces TRL's fused language-model head by isotype's, if `own_is_better` returns True.
 
 `add_fused_lm_head` of TRL 1.16 replaces a model's forward. With `fused_lm_head=True` the new forward returns
-log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call it for every batch. Without Triton, isotype's loss
-is five times as fast as TRL's (`benchmarks/loss.py`). isotype's forward also returns a `FusedCausalLMOutput`. It passes
-calls without `fused_lm_head=True` on to TRL's forward.
+log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton,
+isotype's loss is five times as fast as TRL's (`benchmarks/loss.py`). isotype's forward also returns a
+`FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to TRL's forward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
 """Attribute of isotype's forward that contains the `_HeadRequest`."""
 HEAD_CHOICE = "_isotype_head_choice"
-"""Attribute of a trainer: one line about the choice of the head. It is missing if nothing was measured."""
+"""Attribute of a trainer with one line about the choice of the head; missing if nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class _HeadRequest:
         temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
         gradients: names of results that the trainer may differentiate.
         autocast: returns the context in which the head runs: autocast, if accelerate has wrapped the model's forward in
-            it.
-        result: class of the forward's result. A trainer gets TRL's class. A check avoids it, because importing TRL takes
+            autocast.
+        result: class of the forward's result: TRL's for a trainer, but not for a check, because importing TRL takes
             seconds.
         faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
@@ -98,7 +98,7 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether a model's attention needs no full mask. Concatenated rows are then as fast as separate rows."""
+    """Return whether a model's attention needs no full mask, so that concatenated rows are as fast as separate rows."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
@@ -113,8 +113,8 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 def take_packed_rows(trainer: Any) -> bool:
     """Let a trainer's models accept rows with several documents, along with positions and a padding mask.
 
-    transformers uses positions to separate documents only if there is no mask. So the models use the mask only for a
-    router's loss and to count tokens. Returns False without any change if another forward computes the loss.
+    transformers uses positions to separate documents only if there is no mask. Here the mask is only for a router's loss
+    and to count tokens. Returns False without any change if another forward computes the loss.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -138,7 +138,7 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_head(model: Any) -> None:
-    """Give a causal language model the same forward as an SFT trainer would. A check then needs no trainer."""
+    """Give a causal language model the forward that an SFT trainer would give it, for a check without a trainer."""
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
@@ -155,8 +155,8 @@ def use_trl_head(trainer: Any) -> None:
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
     """Return True if isotype's head should compute the log-probabilities, False if TRL's head should.
 
-    On CUDA and XPU with Triton, this is `faster`, a measured result (`isotype.lora.loss.head_choice`). TRL's head has no
-    label smoothing and cannot read a quantized weight. It is wrong if the model's own head is not just a projection.
+    On CUDA and XPU with Triton, return `faster`, a measured result (`isotype.lora.loss.head_choice`). TRL's head has no
+    label smoothing and reads no quantized weight. TRL's results are wrong if a model's own head is no mere projection.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available

@@ -7,10 +7,10 @@ Each token t goes to experts e with routing weights w. Each product has adapters
     out_t = Σ_e w_te y_te
 
 Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no delta of a weight is ever
-computed. Only experts that have tokens are read, a few at a time.
+computed. Only experts that have tokens are read, a few experts at a time.
 
-The forward saves x, h and the small products with A. The backward recomputes g(h) and the dropout masks. It does not
-need y for the gradient of w: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' is V plus the adapters.
+The forward saves x, h and the small products with A. The backward recomputes g(h) and the dropout masks. The gradient of
+w needs no y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' is V plus the adapters.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def experts_output(
             expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
         factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout. The
-            adapters of `up` come first, then those of `down`.
+            adapters of `up` come before the adapters of `down`.
     """
     saves = torch.is_grad_enabled()
     # Gradient checkpointing restores the state of the CPU's generator, which is read without waiting for the device.
@@ -121,7 +121,7 @@ def experts_output(
 class _Group:
     """The experts `first` to `stop - 1`. Of all rows, sorted by expert, they have the rows `begin` to `end - 1`.
 
-    `offsets` says where each expert's rows end, counted from `begin`, in int32. It is None if there is only one expert.
+    `offsets` says where each expert's rows end, counted from `begin`, in int32; None if there is only one expert.
     """
 
     first: int
@@ -184,7 +184,7 @@ _ALIGNED = 8
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's grouped product accepts these operands. It needs aligned sizes, and has no float64."""
+    """Return whether torch's grouped product accepts these operands: all sizes are aligned, and no operand is float64."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -249,7 +249,7 @@ class _Low:
     ) -> None:
         """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B.
 
-        If `weighted` (the rows' routing weights) is given, the gradients of A and B are multiplied by it.
+        If the routing weights of the rows, `weighted`, are given, the gradients of A and B include them as a factor.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)

@@ -2,7 +2,7 @@
 
 PEFT (0.21) wraps an experts module in a `ParamWrapper` for each adapted weight, one around another, and computes the
 delta of every expert (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers, and
-multiplies activations by them.
+multiplies activations by these adapters.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Layout:
         up: name of the weight of the first product.
         inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
         normed: True if a norm is applied to the outputs before the routing weights.
-        routed: True if the module gets the experts and routing weights of each token. If False, its input contains all
-            tokens of the first expert, then as many tokens of the second expert, and so on.
+        routed: True if the module gets the experts and routing weights of each token. Otherwise the module's input has
+            all tokens of the first expert, then as many tokens of the second expert, and so on.
     """
 
     up: str
@@ -67,7 +67,7 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def _wraps(cls: Any) -> bool:
-    """Return whether a class is PEFT's `ParamWrapper` or a subclass. This compares names, to avoid importing PEFT."""
+    """Return whether a class is named like PEFT's `ParamWrapper` or its subclass, without importing PEFT."""
     return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
 
 
@@ -95,7 +95,7 @@ def base_of(outer: Any) -> Any:
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) for all experts of a model. If experts have adapters, the module is their outermost wrapper."""
+    """Yield (name, module) for all experts modules of a model, or for the outermost wrapper if experts have adapters."""
     inner: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inner:
@@ -232,7 +232,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Return whether a weight has another parametrization than its quantization. PEFT adds one during its own call."""
+    """Return whether a weight has another parametrization than its quantization, as during a call of PEFT's forward."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(
         not isinstance(parametrization, QuantizedStack) for parts in lists for parametrization in parts

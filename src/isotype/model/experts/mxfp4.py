@@ -15,7 +15,7 @@ E2M1 = torch.cat([_E2M1, -_E2M1])
 """The value of each code, float32 `[16]`."""
 
 _PIECE = 1 << 19
-"""Number of values that a CPU dequantizes at once. They fit into the caches, and are enough for all threads."""
+"""Number of values that a CPU dequantizes at once: few enough for the caches, and enough for all threads."""
 _GPU_PIECE = 1 << 24
 
 

@@ -145,7 +145,7 @@ def quantize_parts(
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
     """Return a new parametrization with the settings of `blank` and these constants.
 
-    For int8 and mxfp4, `constants` are the scales. For nf4 and fp4 they are float32 `[experts, blocks]`. They are
+    For int8 and mxfp4, `constants` are the scales. For nf4 and fp4, `constants` are float32 `[experts, blocks]`, and are
     quantized if those of `blank` are.
     """
     held = {"scales": constants}

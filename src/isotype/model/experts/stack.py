@@ -4,7 +4,7 @@ A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does.
 `module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` returns the
 whole dense weight to any library. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
 
-The codes of an expert are a slice along the first dimension, and FSDP2 shards the codes along it. The formats are:
+The codes of an expert are a slice along the first dimension, along which FSDP2 shards the codes. The formats are:
 
 - 4 bits: uint8 `[experts, d1 * d2 / 2]`, equal to bitsandbytes' codes of the flat weight. No block may have values of
   two experts: if `d1 * d2` is no multiple of the block size, the weight stays dense (`isotype.core.formats.why_dense`).
@@ -13,9 +13,9 @@ The codes of an expert are a slice along the first dimension, and FSDP2 shards t
 - mxfp4: the same bytes as in the checkpoint, see `isotype.model.experts.mxfp4`.
 
 A state dict has 4-bit codes as `gate_up_proj` `[n, 1]`, with `.absmax`, `.quant_map` and
-`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. It has int8 codes as `gate_up_proj`, and their
-scales as `gate_up_proj.SCB`. The names for mxfp4 are `gate_up_proj_blocks` and `gate_up_proj_scales`, as in gpt-oss. A
-module with a quantized stack can be copied but not pickled.
+`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. The names for int8 are `gate_up_proj` for the
+codes and `gate_up_proj.SCB` for the scales. The names for mxfp4 are `gate_up_proj_blocks` and `gate_up_proj_scales`, as
+in gpt-oss. A module with a quantized stack can be copied but not pickled.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ NESTED = 256
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of one stacked weight. It contains the weight's constants and dequantizes its codes.
+    """The parametrization of one stacked weight, which contains the weight's constants and dequantizes codes.
 
-    The constants are buffers that move with the model but are never cast. In a state dict they have bitsandbytes' names.
+    The constants are buffers with bitsandbytes' names in a state dict. They move with the model, but are never cast.
 
     Attributes:
         shape: `[experts, d1, d2]` of the dense weight.
-        dtype: dtype of dequantized values. It may be changed.
+        dtype: dtype of dequantized values, which other code may set.
         nested: True if the constants of a 4-bit weight are themselves quantized to 8 bits.
         transposed: True if d1 is the input dimension, False if d2 is.
     """
@@ -101,7 +101,7 @@ class QuantizedStack(UncastBuffers):
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
-        """Return bitsandbytes' `QuantState` of the flat 4-bit weight. It shares memory with the constants."""
+        """Return bitsandbytes' `QuantState` of the flat 4-bit weight, with the constants in the same memory."""
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
@@ -146,7 +146,7 @@ class QuantizedStack(UncastBuffers):
 
 
 def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
-    """Return the constants for a `QuantizedStack`. They share memory with `state`, the `QuantState` of the whole stack."""
+    """Return the constants for a `QuantizedStack`, which share memory with `state`, the `QuantState` of the whole stack."""
     constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
     if state.nested:
         constants |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
@@ -256,7 +256,7 @@ def _save_and_load(module: nn.Module, name: str) -> None:
 
 
 def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
-    """Remove a stack from its module, and return (its codes, its parametrization). A dense meta weight replaces it."""
+    """Replace a stack by a dense weight on the meta device, and return (the stack's codes, its parametrization)."""
     stack, codes = quantized_stack(module, name), codes_of(module, name)
     assert stack is not None
     if isinstance(module, Swapped):
@@ -354,8 +354,8 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 def seen_dense(model: nn.Module) -> Iterator[None]:
     """In the `with` block, let a model have dense parameters without memory in place of its quantized stacks.
 
-    For parametrized weights, PEFT (0.21) would nest its wrappers in another order (`_inject_parameters`). The names of
-    the tensors in an adapter's file depend on this order.
+    For parametrized weights, PEFT (0.21) would nest its wrappers in another order (`_inject_parameters`), which would
+    change the names of tensors in an adapter's file.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
