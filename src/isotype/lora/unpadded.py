@@ -266,7 +266,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why an earlier document in its row would change a document's results; "" if it would not."""
+    """Return why a document's results would change with an earlier document in its row; "" if they would not."""
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)

@@ -46,7 +46,7 @@ class Workspace:
     def borrow(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, keep: bool = True
     ) -> Iterator[torch.Tensor]:
-        """Yield an uninitialized tensor. If `keep` is True, its buffer later returns to the pool for the next product."""
+        """Yield an uninitialized tensor. If `keep` is True, the tensor's buffer later returns to the pool."""
         key = (device, _stream(device), dtype)
         size = prod(shape)
         buffer = self._take(key, size)
@@ -174,7 +174,7 @@ class DenseWeights:
         return out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state. With enough GPU memory, its constants are kept in float32."""
+        """Return a 4-bit layer's quantization state. With enough GPU memory, the state's constants are in float32."""
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
             return state

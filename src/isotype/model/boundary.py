@@ -151,7 +151,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Make an 8-bit layer's weight an `Int8Params` again: FSDP2 gathers the codes into a plain parameter."""
+    """Return the 8-bit layer with an `Int8Params` as its weight again: FSDP2 gathers codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

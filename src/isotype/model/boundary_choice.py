@@ -30,7 +30,7 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""Cache of `returns_float32`, as a model has about a hundred norms that are alike."""
+"""Cache of `returns_float32`, because a model has a hundred norms with the same key."""
 
 
 def range_boundaries(

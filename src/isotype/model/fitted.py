@@ -21,7 +21,7 @@ from isotype.model.quantize import quantize_4bit, state_4bit
 _STARTS = (1.0, 0.85, 0.7)
 """Constants to start from, as fractions of the block's largest magnitude."""
 _PIECE = 1 << 18
-"""Number of elements that are processed at once. In float32 they stay in the caches."""
+"""Number of elements that are processed at once, few enough for the caches in float32."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
 _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round to nearest
@@ -78,8 +78,8 @@ def nearest_values(
 ) -> torch.Tensor:
     """Return the values of a float32 weight after rounding to 4 bits, without computing codes.
 
-    If `moments` is None, constants are the blocks' largest magnitudes. A value within 1/32767 of the midpoint between
-    two 4-bit values may be rounded to another one than in bitsandbytes.
+    If `moments` is None, constants are the blocks' largest magnitudes. Near the midpoint between two 4-bit values
+    (within 1/32767), bitsandbytes may round to the other value.
 
     Args:
         weight: a weight `[rows, columns]`, or some of its whole blocks.

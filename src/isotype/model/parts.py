@@ -85,7 +85,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) of each tower of a transformers model. A text model has none, and neither has a tower itself."""
+    """Yield (part, module) of each tower of a transformers model, none for a text model or for a tower itself."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -98,7 +98,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the outermost module around a parameter whose parameters are all in `drawn`, or ""."""
+    """Of the modules around a parameter, return the name of the outermost with all parameters in `drawn`, or ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)

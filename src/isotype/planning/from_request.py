@@ -401,7 +401,7 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
         what, expected = f"auto in {processes()} processes", "the same numbers in every process"
-        raise UsageError.of("no plan inside of a training with several processes", what, expected, fix)
+        raise UsageError.of("a training with several processes cannot plan", what, expected, fix)
     auto = command.planned
     rows = None if BATCH in auto else command.given(BATCH)
     request = replace(request_of(command, (command["device"],), rows=rows), quantize=STORAGE in auto)

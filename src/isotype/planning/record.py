@@ -91,7 +91,7 @@ class Row:
         compute: dtype of products.
         checkpointing: layers recomputed in the backward pass: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
-        rows: rows of a micro-batch on one device. If `fits` is false, the smallest number that was tried.
+        rows: rows of a micro-batch on one device. If `fits` is false, `rows` is the smallest number that was tried.
         length: tokens of a row.
         accumulation: micro-batches of a step.
         fits: true if the step takes at most `room`.
@@ -100,8 +100,8 @@ class Row:
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         time: estimated time; None if the device's rates are unknown.
-        longest: tokens of the longest row that fits; 0 if no row fits, None if it was not searched. Micro-batches have
-            one row, unless the user set `rows`.
+        longest: tokens of the longest row that fits; 0 if no row fits, None if it was not searched. This is for
+            micro-batches of one row, unless the user set `rows`.
         longest_is_all: true if longer rows may fit but were not tried, or if the model has no more positions.
         work: the training on the data set; None without a data set.
         damage: KL divergence of next-token distributions from those of the unquantized model, in nats; None if unknown.
@@ -300,7 +300,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of a row's storage: the most precise storage has the lowest. The rank is not a measured damage."""
+    """Return a rank of a row's storage, lowest for the most precise storage. The rank is not a measured damage."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

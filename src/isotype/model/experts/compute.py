@@ -413,7 +413,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of a group's g(h) and routing weights. `d_y` is the gradient of its weighted outputs."""
+    """Return the gradients of a group's g(h) and routing weights. `d_y` is the gradient of the group's weighted outputs."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):

@@ -92,7 +92,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the stack's float constants. If a value was not finite before quantization, they are not finite either."""
+        """Return the stack's float constants. NaN or infinity in the weight makes one of the constants not finite."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -227,7 +227,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 
 
 def adopt_stacks(model: nn.Module) -> list[str]:
-    """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks. Return the names of their weights.
+    """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks. Return the names of the weights.
 
     Codes and constants stay in the same memory. If an expert does not fill whole blocks, its weight is not replaced.
     """
@@ -296,7 +296,7 @@ def saved_stack(
 
     Args:
         codes: the entry of the state dict that has the weight's name.
-        constants: the other entries whose names begin with the weight's name.
+        constants: all other entries whose names begin with the weight's name.
         module, name: the module that has the weight, and the weight's name in this module.
     """
     shape, codes = shape_of(module, name), codes.to(device)
@@ -314,7 +314,7 @@ def saved_stack(
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """In a new state dict, give a stack's codes and constants the names that bitsandbytes uses."""
+    """In a new state dict, rename a stack's codes and constants to the names that checkpoint files have."""
     path = f"{prefix}parametrizations.{name}."
     codes = state.pop(f"{path}original", None)
     for constant in [key for key in state if key.startswith(f"{path}0.")]:
