@@ -75,7 +75,7 @@ def test_a_product_that_rounds_is_not_taken(dtype: torch.dtype, monkeypatch: pyt
     monkeypatch.setattr(torch, "addmm", rounds)
     kernel = kernels.chosen.__wrapped__(*asked)
     assert kernel.functions is MM
-    assert kernel.reasons[0].startswith("addmm: results in float32 differ from float64's by ")
+    assert kernel.reasons[0].startswith("addmm: results in float32 differ from float64 results by ")
 
 
 def test_a_torch_without_it_says_so() -> None:
