@@ -192,7 +192,7 @@ class FusionReport:
             lines.append(f"gated: {mlps}; the backward recomputes their products")
         if self.experts:
             layers = plural(len(self.experts), "layer")
-            lines.append(f"experts: one function in each of {layers}, which applies adapters to activations")
+            lines.append(f"experts: in each of {layers}, one function also applies the adapters")
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')}, each computed by one function")
         if self.rotary:
