@@ -48,6 +48,30 @@ def test_float32_is_no_slower_where_the_compute_dtype_is_emulated(monkeypatch: p
     assert found(RULE, traced(model(), forward, phases=("forward",))) == []
 
 
+class Routed(Wide):
+    """A router that multiplies in float32, and an inverse, whose backward multiplies in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = (x.float() @ self.weight.float()).sigmoid()
+        return x * scores.topk(2).values.sum(-1, keepdim=True).to(x.dtype)
+
+
+class Inverse(Wide):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.float().inverse().to(x.dtype)
+
+
+def test_a_router_in_float32_is_meant() -> None:
+    steps = nn.Sequential(nn.Linear(64, 64), Routed()).to(BF16)
+    assert found(RULE, on(traced(steps, forward, phases=("forward",)), "a100")) == []
+
+
+def test_a_wide_gradient_is_the_cast_s() -> None:
+    steps = nn.Sequential(Inverse(), nn.Linear(64, 64)).to(BF16)
+    (finding,) = found(RULE, on(traced(steps, forward, phases=("forward", "backward")), "a100"))
+    assert finding.cause.startswith("a cast to float32 at test_ist201.py:")
+
+
 def test_head_and_norm_in_float32_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("cpu-amx", monkeypatch)
     broken = cast(llama(), FP32, ("model.norm", "lm_head"))

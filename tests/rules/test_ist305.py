@@ -84,3 +84,10 @@ def test_a_state_from_before_a_cast() -> None:
     (finding,) = find(trace([weight("a.weight", BF16, trainable=True)], [step], optimizer="AdamW"))
     assert finding.cause == "the optimizer's exp_avg of a.weight is float32"
     assert [fix.actions[0].kind for fix in finding.fixes] == ["advice"]
+
+
+def test_an_operator_without_a_kernel_runs_in_float32() -> None:
+    step = refused("aten.linalg_qr.default", "optimizer", operand(BF16, "parameter", "w"))
+    (finding,) = find(trace([adapter(BF16)], [step], optimizer="Mine"))
+    assert finding.message == "aten.linalg_qr.default has no kernel for bfloat16"
+    assert finding.fixes[0].text == "cast the operands at model.py:1 to float32, and the result back"

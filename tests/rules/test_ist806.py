@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from isotype.records.trace import Call, Trace
@@ -40,6 +42,17 @@ def test_a_float32_softmax_behind_a_rounded_product_comes_too_late() -> None:
     ]
     assert narrow.actions[-1].kind == "output"
     assert by_hand.actions[0].target == "moe.py:7"
+
+
+def test_a_float32_weight_that_is_cast_before_the_product() -> None:
+    step = routed(BF16, FP32)
+    product = step.calls[0]
+    weight_of = product.operands[1].origin
+    by_cast = operand(BF16, "cast", "to", (64, 8))
+    by_cast = replace(by_cast, origin=replace(by_cast.origin, before=replace(weight_of, dtype=FP32)))
+    product = replace(product, operands=(product.operands[0], by_cast))
+    step = replace(step, calls=(product, *step.calls[1:]))
+    assert [finding.code for finding in find(step)] == ["IST806"]
 
 
 def test_float32_scores_that_are_rounded_before_the_choice() -> None:

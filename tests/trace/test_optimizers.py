@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,18 @@ def test_an_optimizer_gives_its_class_and_defaults() -> None:
         0.5,
     )
     assert asked.state == {}
+
+
+class _Scaled(torch.optim.SGD):
+    def __init__(self, params: Any, *, scale: float, wide: bool = False) -> None:
+        super().__init__(params, lr=0.5)
+        self.scale, self.wide, self.flat = scale, wide, list(self.param_groups[0]["params"])
+
+
+def test_an_optimizer_of_ones_own_keeps_its_settings_and_gets_other_parameters() -> None:
+    trained = parameters()
+    made = make_optimizer(_Scaled([nn.Parameter(torch.ones(1))], scale=2.0, wide=True), trained, None)
+    assert (made.scale, made.wide, made.flat) == (2.0, True, trained)
 
 
 def test_a_callable_and_a_class() -> None:

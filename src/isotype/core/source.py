@@ -49,6 +49,16 @@ def asking_frame() -> FrameType | None:
     return frame
 
 
+def is_called_by(package: str) -> bool:
+    """Return whether a library, between the operator and `asking_frame`, is `package`."""
+    frame: FrameType | None = frame_above(2)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__", "").startswith(package):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def asking_line() -> tuple[str, int] | None:
     """Return (file, line) of `asking_frame`; None if there is no frame."""
     frame = asking_frame()

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import FLOATS, UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
@@ -51,12 +51,7 @@ CLAIMS = (
 )
 
 
-def _in_float32(finding: Finding) -> Fix:
-    how = f"call it in float32 at {short(finding.source)} and cast the result back"
-    return advice(finding.source, how, ".float()")
-
-
-_without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on this device", _in_float32)
+_without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on this device")
 
 
 def find(trace: Trace) -> Iterator[Finding]:

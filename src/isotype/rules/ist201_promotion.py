@@ -21,7 +21,7 @@ dtype and its result back to float32.
 
 **What is not reported.**
 
-- matmuls that autocast runs in float32 on purpose, and matmuls of adapters;
+- matmuls that autocast runs in float32 on purpose, matmuls of adapters, and products of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
 - casts in the code of a published transformers model, whose authors chose that arithmetic (routers, state-space scans), and TRL's fused head;
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
@@ -45,6 +45,7 @@ from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, 
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group
+from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import TRANSFORMERS, actions, and_others, cause_text, evidence, safety_of_cast
 
@@ -84,9 +85,10 @@ def _groups(trace: Trace) -> list[list[_Wide]]:
     exempt = {weight.module for weight in trace.weights if weight.adapter or weight.quantization is not None}
     exempt |= {call.module for call in trace.calls if base_name(call.module) in trace.by_ranges}
     broken = {call.module for call in trace.breaches()}
+    routers = {(product.module, product.source) for product, _, _ in router_products(trace)}
     for call in trace.calls:
-        if call.module in broken:
-            continue  # judged there; its backward's dtype follows from the conversion
+        if (call.module, call.source) in routers or call.module in broken:
+            continue  # the rules of routers and of broken contracts judge them
         wide = _wide(trace, call, exempt)
         if wide is None:
             continue
@@ -117,8 +119,11 @@ def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
         cause.kind == "cast" and TRANSFORMERS in cause.source for cause in roots
     ):
         return None
-    # The input explains more than the weight.
-    flowing = next((i for i, operand in enumerate(wide) if operand.origin.kind != "parameter"), 0)
+    # The input explains more than the weight, and a narrow tensor does not explain a wide gradient.
+    order = sorted(
+        range(len(wide)), key=lambda i: (roots[i].dtype != dtype, wide[i].origin.kind == "parameter")
+    )
+    flowing = order[0]
     return _Wide(call, wide[flowing], (roots[flowing], *roots))
 
 

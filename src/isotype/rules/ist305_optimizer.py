@@ -76,7 +76,8 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
     return Finding(
         "IST305",
         "error",
-        f"{first.op} is given {' and '.join(dtypes)}",
+        f"{first.op} "
+        + (f"is given {' and '.join(dtypes)}" if len(dtypes) > 1 else f"has no kernel for {dtypes[0]}"),
         op=first.op,
         phase="optimizer",
         source=first.source,
@@ -134,6 +135,9 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
         if "fused" in optimizer:
             yield setting("use an optimizer that is not fused", "optimizer", "adamw")
     elif call.source:  # torch's own code has no line to change
-        dtype = dtype_name(call.operands[0].dtype)
-        text = f"cast the operands at {short(call.source)} to {dtype}, the dtype of the updated tensor"
-        yield fix(text, "line", (call.source,), dtype)
+        alone = len({operand.dtype for operand in call.floats}) == 1
+        dtype = "float32" if alone else dtype_name(call.operands[0].dtype)
+        why = "and the result back" if alone else "the dtype of the updated tensor"
+        yield fix(
+            f"cast the operands at {short(call.source)} to {dtype}, {why}", "line", (call.source,), dtype
+        )

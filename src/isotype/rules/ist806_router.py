@@ -25,59 +25,25 @@ with the model's reference code.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix, finding_at
 from isotype.records.trace import HALVES, Call, Operand, Trace, Weight
+from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.words import actions, advice, evidence
 
 TITLE = "Experts chosen from 16-bit scores"
 
-_CHOICES = (
-    "aten.topk.default",
-    "aten.sort.default",
-    "aten.sort.stable",
-    "aten.max.dim",
-    "aten.argmax.default",
-)
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten.matmul.default")
-
 
 def find(trace: Trace) -> Iterator[Finding]:
-    routers: dict[str, tuple[Call, Operand]] = {}
-    products: list[tuple[Call, Operand]] = []
-    for call in trace.calls:
-        if call.phase != "forward" or call.recomputed or not call.operands or not call.results:
-            continue
-        if call.op in _PRODUCTS:
-            products += [(call, operand) for operand in call.operands if _is_weight(trace.owners, operand)]
-        elif call.op in _CHOICES and call.operands[0].dtype.is_floating_point:
-            scores = _scores_of(call, products)
-            if scores is not None and {scores[0].results[0][0], call.operands[0].dtype} & set(HALVES):
-                routers.setdefault(starred(scores[1].origin.name), scores)
-    for product, weight in routers.values():
+    rounded: dict[str, tuple[Call, Operand]] = {}
+    for product, weight, chosen in router_products(trace):
+        if {product.results[0][0], chosen} & set(HALVES):
+            rounded.setdefault(starred(weight.origin.name), (product, weight))
+    for product, weight in rounded.values():
         yield _finding(trace, trace.owners[weight.origin.name], product, weight)
-
-
-def _is_weight(owners: Mapping[str, Weight], operand: Operand) -> bool:
-    owner = owners.get(operand.origin.name)
-    whole = owner is not None and math.prod(owner.shape) == math.prod(operand.shape)
-    return whole and len(operand.shape) == 2
-
-
-def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """Return (product, its weight) for the last product near `choice` that has one number per token and expert."""
-    wanted = choice.operands[0].shape
-    inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")
-    for product, weight in reversed(products):
-        near = product.module == choice.module or product.module.startswith(inside)
-        shape = product.results[0][1]
-        if near and wanted and shape[-1:] == wanted[-1:] and math.prod(shape) == math.prod(wanted):
-            return product, weight
-    return None
 
 
 def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Finding:

@@ -26,7 +26,7 @@ from isotype.compat.torch import (
     tree_leaves,
 )
 from isotype.core.operators import leaves, numbers_in, operator_name
-from isotype.core.source import asking_line, shown
+from isotype.core.source import asking_line, is_called_by, shown
 from isotype.model.fold import repeats_of
 from isotype.model.walk import listening, plain_tensors
 from isotype.records.memory import MemoryKind, Phase
@@ -79,6 +79,7 @@ class _Frame:
     repeats: int
     entered: int
     returns: Origin | None = None
+    module: nn.Module | None = None
 
 
 class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
@@ -96,6 +97,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # The origin of the function's dtype argument if the code reads the dtype from another tensor.
         self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
+        # Dtype in which FSDP2 has gathered the last parameter; None if it has gathered none.
+        self.gathered: torch.dtype | None = None
         # Float dtypes of the step's inputs.
         self.inputs: set[torch.dtype] = set()
         # Module name -> the arguments of `Ledger.count` for the module's own parameters and buffers.
@@ -144,9 +147,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                     self._register(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
 
     def _entering(self, name: str, repeats: int, casts_back: bool) -> Callable[..., None]:
-        def enter(_: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
             first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            self.enter(name, repeats, self.origin(first) if casts_back and first is not None else None)
+            returns = self.origin(first) if casts_back and first is not None else None
+            self.enter(name, repeats, returns, module)
 
         return listening(enter)
 
@@ -170,9 +174,11 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
         return checkpointed
 
-    def enter(self, name: str, repeats: int = 1, returns: Origin | None = None) -> None:
+    def enter(
+        self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
+    ) -> None:
         """Enter the forward of a module. A cast in this module to the dtype of `returns` gets the origin `returns`."""
-        self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns))
+        self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
     def _leaving(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -226,6 +232,13 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _unknown(self, tensor: torch.Tensor) -> Origin:
         """Return the origin of a tensor that no operator of the step has returned."""
         source = shown(asking_line())
+        frame = self._frames[-1] if self._frames else None
+        # FSDP2 gives a module another parameter for its forward: the gathered one, in the policy's dtype.
+        if frame is not None and frame.module is not None and isinstance(tensor, nn.Parameter):
+            for name, parameter in frame.module.named_parameters(recurse=False):
+                if parameter is tensor:
+                    self.gathered = tensor.dtype
+                    return Origin("parameter", tensor.dtype, f"{frame.name}.{name}".lstrip("."))
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self.function or "a tensor", self._like(tensor.dtype)
             return Origin("constant", tensor.dtype, function, self.module, source, like=like)
@@ -349,6 +362,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             before = operands[0].origin if operands else None
             if before is not None and before.kind == "gradient":
                 before = before.before  # a gradient is cast in every layer: keep only the last cast
+            if self.gathered is not None and is_called_by("torch.distributed.fsdp"):
+                option = "param_dtype" if dtype == self.gathered else "output_dtype"
+                return Origin("operator", dtype, f"FSDP's {option}", "", source, before)
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
             return Origin(kind, dtype, function, module, source, before, like)

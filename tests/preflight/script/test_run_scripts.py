@@ -123,6 +123,26 @@ def test_an_error_before_the_first_step_that_the_script_gets_over_is_none(runs: 
     assert "isotype: step 1 watched: " in err
 
 
+def test_a_cast_that_fsdp_makes_is_named(runs: Runs) -> None:
+    script = """
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from isotype.compat.fake_processes import fake_process_group
+
+with fake_process_group(1) as mesh:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = Net().float()
+    fully_shard(model.embed, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    train(model)
+"""
+    status, _, err = runs(script)
+    assert status == 1
+    assert "error[IST101]: float32 instead of bfloat16" in err
+    assert re.search(r"cause  FSDP's output_dtype returns float32 at train.py:\d+", err)
+    assert "updates" not in err  # the masters are float32, although FSDP2 has gathered them in bfloat16
+
+
 # ----------------------------------------------------------------------------------------------- caught by the script
 
 

@@ -21,6 +21,7 @@ from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, plural
 from isotype.core.source import condition_at
 from isotype.model.loss import find_loss, loss_of
+from isotype.model.shard import is_gathered
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.preflight.script.ahead import (
@@ -335,6 +336,10 @@ class Diagnosis:
         place = call.phase, call.module, call.source
         failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
         trace = self.watch.trace(setup, failure)
+        recorder = self.watch.recorder
+        if recorder is not None and recorder.gathered is not None:
+            weights = (w if w.buffer else replace(w, dtype=recorder.gathered) for w in trace.weights)
+            trace = replace(trace, weights=tuple(weights))
         # Without the failure, whose finding would only repeat the traceback.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
@@ -354,7 +359,12 @@ class Diagnosis:
 
     def _traced_again(self, trains: bool = False) -> Report | None:
         """Trace the step again on fake tensors, and return the report with tried fixes; None if that fails."""
-        if self.watch.model is None or self._request is None:
+        # A trace on fake tensors leaves out the casts of FSDP2, and a crash leaves FSDP2's gathered parameters behind.
+        if (
+            self.watch.model is None
+            or self._request is None
+            or any(map(is_gathered, self.watch.model.modules()))
+        ):
             return None
         request = self._request(self.watch.model)
         # The request may be for an evaluation before the training; if a backward raised, a training step is traced.

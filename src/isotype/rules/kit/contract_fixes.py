@@ -9,7 +9,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, grouped, listed, short, starred
 from isotype.records.finding import Fix, Safety
-from isotype.records.trace import FLOATS, Call, Operand, Trace, Weight
+from isotype.records.trace import FLOATS, HALVES, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
 from isotype.rules.kit.words import fix
@@ -46,10 +46,17 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.refused != "dtype":
         yield fix(f"run the step under autocast to {expected}", "setting", ("autocast",), expected)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    if 0 < len(called) <= 3:
+    if called and (len(called) <= 3 or group.refused == "dtype"):
         into = _written_into(group)
         what = f"the operands to {expected}" if into is None else f"what is written to {into}"
-        yield fix(f"cast {what} at {listed(map(short, called))}", "line", called, into or expected)
+        back = group.refused == "dtype" and group.mismatched.dtype in HALVES
+        back = back and not any(name in group.calls[0].op for name in _OTHER_RESULTS)
+        after = ", and the result back" if back else ""
+        yield fix(f"cast {what} at {listed(map(short, called), 3)}{after}", "line", called, into or expected)
+
+
+_OTHER_RESULTS = ("fft", "numpy")
+"""Parts of the names of functions that return complex numbers or arrays: a cast to 16 bits would lose their kind."""
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from isotype.compat.torch import FakeTensor, tree_map, unset_fake_temporarily
 from isotype.core.operators import leaves, schema_of
-from isotype.records.trace import FLOATS, Breach
+from isotype.records.trace import FLOATS, HALVES, Breach
 
 # Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
 # not fit into the tensor's dtype (`Scalar::to`, c10/core/Scalar.h).
@@ -83,6 +84,14 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
         return aten._to_copy.default(result, dtype=dtype)
+
+
+def as_given(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed: torch.dtype) -> Any:
+    """Return what an operator computed in float32, because its 16-bit dtype has no kernel, in this dtype."""
+    floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
+    if computed != torch.float32 or len(floats) != 1 or not floats.issubset(HALVES):
+        return result
+    return map_leaves(partial(cast_result, floats.pop()), result)
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:

@@ -32,7 +32,7 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import FLOATS, HALVES
-from isotype.trace.fake.arguments import map_leaves
+from isotype.trace.fake.arguments import as_given, map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.taken import DTYPE
 
@@ -132,7 +132,8 @@ class Functions(TorchFunctionMode):
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
                     raise
-                return func(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
+                result = func(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
+                return as_given(result, given_tensors(args, kwargs), target)
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         lists = self._lists

@@ -43,6 +43,7 @@ from isotype.core.operators import (
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.arguments import (
+    as_given,
     as_measured,
     cast_result,
     converted,
@@ -286,7 +287,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
         message = message or by_shapes(name, args, verdict.message)
         breach = None if fixed else Breach(message, verdict.assumed, target)
-        return self._run_converted(func, args, kwargs, target), breach
+        result = self._run_converted(func, args, kwargs, target)
+        return as_given(result, tensors, target), breach
 
     def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Run an operator that refuses an integer operand, as if this operand had the dtype of the float operands."""

@@ -410,6 +410,10 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+"""Types of an optimizer's attributes that its copy gets, too; other attributes may belong to its parameters."""
+
+
 def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
     """Return an optimizer of `parameters`, or a note (a string) if its step cannot be traced on fake tensors.
 
@@ -424,8 +428,13 @@ def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_ra
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             return f"the step of optimizer {kind.__name__} is not traced: it computes the loss by itself"
+        plain = {name: value for name, value in vars(request).items() if isinstance(value, _PLAIN)}
         names = inspect.signature(kind.__init__).parameters
-        return kind(parameters, **{name: value for name, value in request.defaults.items() if name in names})
+        copy = kind(
+            parameters, **{name: v for name, v in (plain | request.defaults).items() if name in names}
+        )
+        vars(copy).update(plain)
+        return copy
     if callable(request):
         return request(parameters)
     make = OPTIMIZERS.get(request)

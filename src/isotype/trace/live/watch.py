@@ -224,7 +224,7 @@ class Watch:
                 self._pause()
                 return
             self._register(module, args, kwargs)
-        self.recorder.enter(self._names.get(module, type(module).__name__))
+        self.recorder.enter(self._names.get(module, type(module).__name__), module=module)
 
     def _leaves(self) -> None:
         recorder, records = self.recorder, self.state in ("watching", "evaluating")
