@@ -56,7 +56,7 @@ def _like(member: Any, original: Any) -> Callable[..., Any]:
 
 
 def swap(module: nn.Module, cls: Any) -> None:
-    """Set the class of `module` to `cls`: a class from `swapped_class`, or the original class."""
+    """Set the class of `module` to `cls`, which is a result of `swapped_class` or the original class."""
     module.__class__ = cls
     for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks store the bound method that they call
         method = module.__dict__.get(name)

@@ -88,7 +88,7 @@ def stack_of(mode: Any) -> ModeStack:
 
 
 def stays_at_the_bottom(mode: Any) -> bool:
-    """Return whether `mode` is the default device's or one of torch's own, which must stay at the bottom of their stack."""
+    """Return whether `mode` must stay at the bottom of its stack, like the default device's mode and torch's internal modes."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return mode is default or getattr(mode, "_mode_key", None) is not None
 
@@ -335,7 +335,7 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 class UncastBuffers(nn.Module):
-    """A module whose buffers keep their dtypes when the module is cast; they still move between devices."""
+    """A module whose buffers keep their dtypes when the module is cast. The buffers still move between devices."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def moved(buffer: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def device_type(kind: str) -> str:
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Let autocast for the simulated device cast CPU tensors, by default to that device's autocast dtype.
+    """Let autocast for the simulated device cast CPU tensors. The default dtype is that of autocast for this device.
 
     If `profile` is given, torch's functions that describe the device return the properties of the profile.
     """

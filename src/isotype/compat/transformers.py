@@ -24,9 +24,9 @@ from isotype.compat.standard import frame_above
 # -------------------------------------------------------------------------------------------------------- models
 
 DTYPE_PLAN: Final = "_get_dtype_plan"
-"""The method of a model class that returns the parameters whose dtype differs from the model's dtype."""
+"""A model class's method: it returns the parameters whose dtype differs from the model's dtype."""
 LOAD: Final = "_load_pretrained_model"
-"""The method of a model class that loads weights from files into a model."""
+"""A model class's method: it loads weights from files into a model."""
 
 
 def pinned(model: Any) -> Any:
@@ -155,14 +155,14 @@ def mark_as_sharded(model: Any) -> None:
 Names = Callable[[Any], set[str]]
 """A function that takes a model and returns names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""Arguments: model, weights in memory, files, settings, transformers' reader; result: that of `_load_pretrained_model`."""
+"""A function (model, weights in memory, files, settings, transformers' reader); it returns what transformers' reader returns."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
     """Return a subclass of `cls` for loading one model; `own_class_again` gives the loaded model its class again.
 
-    The subclass has the name and the module of `cls`, and keeps the parameters of `_keep_in_fp32_modules` in float32. In a
-    bfloat16 model, transformers would cast these parameters to bfloat16; a cast back would not restore their digits.
+    The subclass has the name and the module of `cls`, and keeps all parameters in float32 that `cls` marks for float32. In
+    bfloat16 models, transformers casts `_keep_in_fp32_modules` to bfloat16; a cast back would not restore their digits.
 
     Args:
         float32: function that returns the names of more parameters to keep in float32; there are none by default.
@@ -287,7 +287,7 @@ class TrainerSteps:
 
 
 def train_on_first_gpu(training: Any) -> None:
-    """Let a process that no launcher started train only on the first visible GPU.
+    """Let the training use only the first visible GPU if no launcher started this process.
 
     Without a launcher, `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer uses `nn.DataParallel`.
     TRL's trainers reject several GPUs (`args.n_gpu > 1` in trl/trainer/sft_trainer.py), but only after loading the weights.

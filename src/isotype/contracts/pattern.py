@@ -1,4 +1,4 @@
-"""A pattern is a short string for the operand dtypes of a call, and a key of the contract tables.
+"""Patterns: the keys of the contract tables. A pattern is a short string for the operand dtypes of a call.
 
 A pattern has one letter for each operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64, and
 `i` for any integer or bool. Adjacent letters `i` become one, so that the number of index tensors does not matter.

@@ -2,7 +2,7 @@
 
 If there is no compiler, or `ISOTYPE_COMPILE=0` is set, torch's operators compute the same results.
 
-isotype loads only libraries that this user compiled, because this process runs their code. The folder and the file must
+isotype loads a library only if this user compiled it, because its code runs in this process. The folder and the file must
 belong to this user and must not be writable by others. The checksum in a library's file name is verified before the
 file is mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
 """

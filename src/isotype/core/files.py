@@ -109,7 +109,7 @@ def publish_file(built: Path, final: Path) -> None:
 def publish_files(built: Path, final: Path) -> None:
     """Move every file below `built` to the same name below the directory `final`.
 
-    Several files cannot be renamed atomically; after an interrupt `recover(final)` moves the remaining files.
+    Moving several files is not atomic: after an interrupt, `recover(final)` moves the remaining files.
     """
     ready = final / _PUBLISHING
     if ready.exists():

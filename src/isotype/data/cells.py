@@ -18,7 +18,7 @@ REFILL = "fill in the column, or remove the example"
 
 
 def describe(value: object) -> str:
-    """Name the kind of a JSON value in plain words: "an empty list"."""
+    """Return the kind of a JSON value in plain words, such as "an empty list"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -180,7 +180,7 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
 
 
 def as_messages(row: Row) -> Row:
-    """Turn the texts in `TURN_COLUMNS` into messages: prompts become the user's, answers the assistant's."""
+    """Convert the texts in `TURN_COLUMNS` to messages: the user writes prompts, and the assistant writes answers."""
     roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
     return {
         name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value

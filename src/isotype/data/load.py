@@ -4,7 +4,7 @@
 not used for a name that exists as a path or can only be a path. No code of a data set is executed.
 
 In a directory, a file belongs to the split (train, validation, test or a synonym) that its name or its folder's name
-contains. If some files name a split in this way, every other file becomes a split with the file's name.
+contains. If some file names contain a split, every other file becomes a split with the file's name.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Convert a row to conversations, or return the problem with it. `pictured`: the row's picture columns have pictures.
+    """Convert a row to conversations, or return the problem with it. `pictured` is True if its picture columns have any.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. If two conversations form a pair, their common
     beginning becomes the prompt.

@@ -42,7 +42,7 @@ class ColumnMap:
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
         """Return the row with the trainer's column names; other columns stay.
 
-        Return a problem instead if a column is missing, or if the new name of a column is that of another column.
+        Return a problem instead if a column is missing, or if another column already has the new name of a column.
         """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
@@ -66,7 +66,7 @@ class ColumnMap:
 
 
 def column_map(value: object, origin: str) -> ColumnMap | None:
-    """Parse an entry's `columns` in a mixture: a preset, pairs as text, or a dict {trainer's column: column or columns}."""
+    """Parse `columns` of a mixture's entry: a preset, pairs as text, or a dict from trainer's columns to the data's columns."""
     if isinstance(value, str):
         return parse_columns(value, origin)
     pairs = {
@@ -104,7 +104,7 @@ class Reading:
 
     Attributes:
         columns: the columns of the data set that become the trainer's columns, or None if none are mapped.
-        chat: True if plain text becomes messages: prompts the user's, and answers the assistant's.
+        chat: True if plain text becomes messages, with prompts written by the user and answers by the assistant.
         joined: True if prompt and completion become one conversation, `messages`; of the other columns, only `CHAT_COLUMNS` stay.
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.

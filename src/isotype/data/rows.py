@@ -80,7 +80,7 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
 
 
 def _other_kind(raw: bytes) -> Problem | None:
-    """Return a problem if a file begins like one of a binary or compressed format, else None."""
+    """Return a problem if the first bytes of a file show a binary or compressed format, else None."""
     if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return _not_utf8(0, raw[0], "UTF-32")
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
