@@ -36,6 +36,11 @@ def test_clipping_after_the_unscale_or_without_one() -> None:
     assert found(RULE, trace(calls=(BACKWARD, NORM, SCALED))) == []
 
 
+def test_a_clamp_of_a_gradient_that_backward_computes() -> None:
+    for op in ("aten.clamp_min.default", "aten.clamp.default", "aten._foreach_clamp_min.Scalar"):
+        assert found(RULE, trace(calls=(BACKWARD, of_gradient(op), UNSCALED), scaler=True)) == []
+
+
 def test_a_product_of_a_gradient_in_a_backward_of_the_user() -> None:
     assert found(RULE, trace(calls=(of_gradient("aten.mul_.Tensor"), NORM, UNSCALED), scaler=True)) == []
     other = call("aten.mul_.Tensor", operand(torch.float32), phase="backward")

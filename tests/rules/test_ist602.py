@@ -44,6 +44,14 @@ def test_float16_where_bfloat16_is_fast() -> None:
     assert found("ist601_bfloat16", on(traced(llama(BF16), batch()), "cpu-amx")) == []
 
 
+def test_a_step_under_float16_whose_matmuls_run_in_float32() -> None:
+    """isotype computes adapters of a float16 base in float32 on such a CPU."""
+    trace = on(traced(llama(FP32), batch()), "cpu-avx512", autocast=FP16, compute=FP16)
+    assert found(RULE, trace) == []
+    (finding,) = found(RULE, replace(trace, calls=()))
+    assert finding.message == "float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16"
+
+
 def test_few_float16_flops_take_much_of_the_time() -> None:
     """One layer of float16 among float32 ones, 0.4 % of the FLOPs: an eighth of the time where it is 36 times slower."""
 

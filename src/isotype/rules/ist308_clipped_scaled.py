@@ -28,6 +28,7 @@ transformers, accelerate and Lightning unscale before they clip.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from isotype.core.names import short
@@ -37,7 +38,7 @@ from isotype.rules.kit.words import advice
 
 TITLE = "Gradients that are clipped before they are unscaled"
 
-_CLIPS = ("aten._foreach_mul_.", "aten._foreach_clamp_", "aten.mul_.", "aten.clamp_")
+_CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """In-place operators of `clip_grad_norm_` and `clip_grad_value_`."""
 
 
@@ -49,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     clips = [
         call
         for at, call in enumerate(backward)
-        if call.op.startswith(_CLIPS) and (at > measured or "clamp" in call.op)
+        if _CLIPS.match(call.op) and (at > measured or "clamp" in call.op)
     ]
     if not clips:
         return

@@ -24,7 +24,7 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
     # A step without a traced matmul is judged by its intended dtype.
-    meant = not calls and trace.setup.compute == dtype
+    meant = not any(trace.flops.values()) and trace.setup.compute == dtype
     targets = _targets(trace, dtype, other)
     if (support == "native" and not targets) or not (meant or _time_share(trace, dtype) >= _LEAST_SHARE):
         return
