@@ -34,7 +34,7 @@ SCHEMA = Draft202012Validator(
 
 
 def planned(config: Path, memory: str, device: str = "rtx4090", **more: object) -> Plan:
-    return isotype.plan(config, device=device, max_memory=memory, length=256, lora_r=4, **more)
+    return isotype.plan(config, device=device, max_memory=memory, lora_r=4, **{"length": 256, **more})
 
 
 # A plan foresees the memory that a check foresees
@@ -144,6 +144,8 @@ def test_the_longest_row_is_looked_for_in_steps_of_64_tokens(config: Path, formu
     row = planned(config, "8MiB", quantization="nf4", goal="longest").chosen
     assert row is not None
     assert (row.length, row.longest_is_all) == (512, True)
+    notes = planned(config, "8MiB", quantization="nf4", length=4096).notes
+    assert "rows of 512 tokens instead of 4096: the model has no more positions" in notes
 
 
 def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) -> None:

@@ -36,6 +36,18 @@ def test_what_a_data_set_takes() -> None:
     assert work.packed_seconds == pytest.approx(2 * 4000 * 6.0 / 600)
 
 
+def test_max_steps_ends_before_or_after_the_epochs() -> None:
+    request, _ = parse_request(["m", "--device", "t4", "--rows", "2", "--max_steps", "34"])
+    step = replace(request.step, data_rows=100, lengths=Lengths((10, 20, 30, 200), 100))
+    some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
+    for packed, steps in ((False, 17), (True, 7)):
+        work = work_of(
+            replace(request, step=replace(step, packed=packed)), some, lambda rows, tokens: rows * tokens
+        )
+        assert work is not None
+        assert (work.epochs, work.steps) == (34 / steps, 34)
+
+
 def test_packed_rows_are_counted_as_rows_and_packs() -> None:
     request, _ = parse_request(["m", "--device", "t4", "--rows", "2"])
     step = replace(request.step, data_rows=100, lengths=Lengths((10, 20, 30, 200), 100), packed=True)

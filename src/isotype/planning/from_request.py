@@ -41,7 +41,7 @@ from isotype.precision.devices.room import Room, room_of
 from isotype.report.html import write_report
 from isotype.train.command.command import AUTO, PLANNED, Command, with_storage
 from isotype.train.launched import processes
-from isotype.train.preflight.step import row_length
+from isotype.train.preflight.step import row_length, shorter_note
 
 SCHEMA_VERSION = 1
 
@@ -182,7 +182,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
         request.goal,
         tuple(devices),
         tuple(refused),
-        (*notes, *_left_out(request)),
+        (*notes, *_shortened(request, length), *_left_out(request)),
     )
 
 
@@ -245,6 +245,11 @@ def _length(request: PlanRequest, config: Any) -> int:
     if request.length is None and step.lengths is not None and step.longest is not None:
         wanted = step.lengths.longest + step.completion + 1  # a trainer may add a token at the end
     return row_length(replace(step, length=wanted), config)
+
+
+def _shortened(request: PlanRequest, length: int) -> tuple[str, ...]:
+    wanted = request.length or 0
+    return (shorter_note(wanted, length),) if wanted > length else ()
 
 
 def _rows_per_device(request: PlanRequest, length: int) -> int:

@@ -69,6 +69,7 @@ class PlanRequest:
     step_rows: int | None = 8
     step_tokens: int | None = None
     epochs: float = 3.0
+    max_steps: int | None = None
     quantize: bool = True
     longest: bool = True
     damages: Mapping[str, float] = field(default_factory=dict)
@@ -181,6 +182,7 @@ def request_of(
         step_rows=None if tokens else of_step,
         step_tokens=tokens,
         epochs=command["num_train_epochs"],
+        max_steps=command["max_steps"] if command["max_steps"] > 0 else None,
     )
 
 

@@ -55,14 +55,13 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
         return None
     rows_of_step = row.rows * row.accumulation * row.devices
 
-    def steps_for(rows: int) -> int:
-        return math.ceil(-(-rows // rows_of_step) * request.epochs)
+    def work_for(rows: int) -> Workload:
+        of_epoch = -(-rows // rows_of_step)
+        steps = request.max_steps or math.ceil(of_epoch * request.epochs)
+        epochs = steps / of_epoch if request.max_steps else request.epochs
+        return Workload(rows, epochs, steps, None if row.time is None else steps * row.time.seconds)
 
-    def time_of(steps: int) -> float | None:
-        return None if row.time is None else steps * row.time.seconds
-
-    steps = steps_for(step.data_rows)
-    work = Workload(step.data_rows, request.epochs, steps, time_of(steps))
+    work = work_for(step.data_rows)
     if step.lengths is None:
         return work
     lengths = step.lengths.tokens
@@ -72,18 +71,26 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     work = replace(work, tokens=tokens, longest=max(lengths), cut=cut)
     if step.packed:
         packs = -(-tokens // row.length)
-        steps = steps_for(packs)
         padding = 1 - tokens / (packs * row.length)
-        return replace(work, steps=steps, seconds=time_of(steps), padding=padding, packs=packs)
+        packed = work_for(packs)
+        return replace(
+            work,
+            epochs=packed.epochs,
+            steps=packed.steps,
+            seconds=packed.seconds,
+            padding=padding,
+            packs=packs,
+        )
     mean = longest_of_batches(some, row.rows)
     micro_batch = seconds(row.rows, max(1, round(mean)))
     per_token = None if row.time is None else row.time.seconds / row.tokens
-    full = per_token if "packing" in request.command.specs else None
+    # With a given number of steps, packed rows take no less time.
+    full = per_token if "packing" in request.command.specs and not request.max_steps else None
     return replace(
         work,
-        seconds=None if micro_batch is None else steps * row.accumulation * micro_batch,
+        seconds=None if micro_batch is None else work.steps * row.accumulation * micro_batch,
         padding=1 - sum(some) / len(some) / mean,
-        packed_seconds=None if full is None else tokens * request.epochs * full,
+        packed_seconds=None if full is None else tokens * work.epochs * full,
     )
 
 

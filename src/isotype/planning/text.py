@@ -266,7 +266,7 @@ def _unlike_asked(plan: Record, row: Row) -> str:
 
 
 def _work(row: Row, work: Workload) -> str:
-    epochs = f"{work.epochs:g} {'epoch' if work.epochs == 1 else 'epochs'}"
+    epochs = f"{work.epochs:.3g} {'epoch' if work.epochs == 1 else 'epochs'}"
     packs = "" if work.packs is None else f" in about {plural(work.packs, 'pack')}"
     text = f"{plural(work.rows, 'row')}{packs}, {epochs}: {plural(work.steps, 'step')}"
     if work.tokens is None:

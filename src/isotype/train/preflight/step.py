@@ -289,6 +289,10 @@ def row_length(plan: StepPlan, config: Any) -> int:
     return wanted if positions is None else min(wanted, positions)
 
 
+def shorter_note(wanted: int, length: int) -> str:
+    return f"rows of {length} tokens instead of {wanted}: the model has no more positions"
+
+
 def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
     prompt = length - plan.completion if plan.completion else plan.prompt
     return step_inputs(
@@ -334,7 +338,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
 def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
     notes = [*batch_notes(model.config, plan.pictures), *getattr(model, "adapter_notes", ())]
     if plan.length is not None and plan.length > length:
-        notes.append(f"rows of {length} tokens instead of {plan.length}: the model has no more positions")
+        notes.append(shorter_note(plan.length, length))
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are kept")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
