@@ -135,6 +135,10 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
         ("sft --model_name_or_path", ["--model_name_or_path: expected one argument"]),
         ("check", ["no model expected", "isotype check MODEL"]),
         ("check chat --fail-on eror", ["did you mean error?"]),
+        (
+            "check sft --model_name_or_path chat --lr_scheduler_type cosine_with_min_lr",
+            ["--lr_scheduler_type cosine_with_min_lr: One of min_lr", "kwargs of num_cycles, min_lr"],
+        ),
         ("check chat --learning_rat 3", ["did you mean --learning_rate?"]),
         ("check chat --fail error", ["--fail expected a known name"]),
         (

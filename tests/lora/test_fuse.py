@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isotype
 from isotype.core.dtypes import parse_dtype as dtype_of
+from isotype.core.errors import UsageError
 from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import BoundarySettings, set_boundary
@@ -595,6 +596,24 @@ def test_layers_without_weights_that_stay_as_they_are_are_run_past(
     wanted = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **lora}
     blank = weightless_model(config, policy, lora=wanted).train()
     assert fuse(blank, device="cpu").unseen == ""
+
+
+@pytest.mark.parametrize(
+    ("lora", "problem"),
+    [
+        ({"target_modules": ["gate_proj"]}, "gate_proj without also targeting up_proj"),
+        (
+            {"target_parameters": ["experts.gate_up"]},
+            "--lora_target_parameters experts.gate_up\n    expected  the name of a parameter: ",
+        ),
+    ],
+)
+def test_targets_that_a_mixture_of_experts_does_not_have(lora: dict[str, Any], problem: str) -> None:
+    """PEFT raises a ValueError for the first; it ignores the second."""
+    config = tiny_model("qwen3-moe").config
+    policy = isotype.resolve_precision(config, dtype="float32", device="cpu")
+    with pytest.raises(UsageError, match=problem):
+        weightless_model(config, policy, lora={"r": 4, **lora})
 
 
 def test_cached_norms_of_dora_are_pefts() -> None:

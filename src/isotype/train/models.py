@@ -187,22 +187,32 @@ def check_module_names(model: Any, config: Any) -> None:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
-    convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
+    with _adapter_arguments():
+        convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
+    parameters = [name for name, _ in model.named_parameters()]
+    ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     problems = []
-    for flag, wanted in (
-        ("lora_target_modules", converted.target_modules),
-        ("lora_modules_to_save", converted.modules_to_save),
+    for flag, wanted, names, kind, shown in (
+        ("lora_target_modules", converted.target_modules, modules, "module", last),
+        ("lora_modules_to_save", converted.modules_to_save, modules, "module", last),
+        (
+            "lora_target_parameters",
+            getattr(converted, "target_parameters", None),
+            parameters,
+            "parameter",
+            ends,
+        ),
     ):
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
-            if any(module == name or module.endswith(f".{name}") for module in modules):
+            if any(f".{each}".endswith(f".{name}") for each in names):
                 continue
-            close = difflib.get_close_matches(name, last, n=3, cutoff=0.4)
+            close = difflib.get_close_matches(name, shown, n=3, cutoff=0.4)
             fix = f"did you mean {' or '.join(close)}?" if close else "give one of these"
-            problems.append(Problem(f"--{flag} {name}", f"the name of a module: {', '.join(last)}", fix))
+            problems.append(Problem(f"--{flag} {name}", f"the name of a {kind}: {', '.join(shown)}", fix))
     if problems:
-        raise UsageError("no such modules in the model", problems)
+        raise UsageError("no such modules or parameters in the model", problems)
     _check_rank(model, converted)
 
 

@@ -65,6 +65,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *name_problems(read),
         *_stream_without_steps(settings),
         *_checkpointing(settings),
+        *_schedule(settings),
         *_model_arguments(settings),
         *_task(settings),
         *_targets(settings),
@@ -178,29 +179,39 @@ def _packages(settings: Settings) -> Iterator[Problem]:
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
-    """Build the optimizer and its schedule for one parameter, and yield a problem if this fails."""
-    from transformers import Trainer, get_scheduler
+    """Build the optimizer for one parameter, and yield a problem if this fails."""
+    from transformers import Trainer
 
     training = settings.training
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    name = getattr(training.optim, "value", training.optim)
-    setting = f"--optim {name}"
-    fix = "leave --optim and --optim_args out, or give the --optim_args that the message requires"
     try:
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
-        optimizer = kind([parameter], **arguments)
-        setting = (
-            f"--lr_scheduler_type {getattr(training.lr_scheduler_type, 'value', training.lr_scheduler_type)}"
-        )
-        if training.lr_scheduler_kwargs:
-            setting += f" --lr_scheduler_kwargs {json.dumps(training.lr_scheduler_kwargs)}"
-        fix = _schedule_cure(training.lr_scheduler_type)
-        get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, dict(training.lr_scheduler_kwargs or {}))
-    except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError) as error:
-        message = one_line(error)
-        yield Problem(
-            f"{setting}: {message}", "arguments from which the optimizer and its schedule can be built", fix
-        )
+        kind([torch.nn.Parameter(torch.zeros(1))], **arguments)
+    except _BUILD_ERRORS as error:
+        fix = "leave --optim and --optim_args out, or give the --optim_args that the message requires"
+        yield _unbuilt(f"--optim {getattr(training.optim, 'value', training.optim)}", error, fix)
+
+
+def _schedule(settings: Settings) -> Iterator[Problem]:
+    """Build the schedule of the learning rate for one parameter, and yield a problem if this fails."""
+    from transformers import get_scheduler
+
+    training = settings.training
+    kind, arguments = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    setting = f"--lr_scheduler_type {getattr(kind, 'value', kind)}"
+    setting += f" --lr_scheduler_kwargs {json.dumps(arguments)}" if arguments else ""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    try:
+        get_scheduler(kind, optimizer, 1, 10, dict(arguments or {}))
+    except _BUILD_ERRORS as error:
+        yield _unbuilt(setting, error, _schedule_cure(kind))
+
+
+_BUILD_ERRORS = (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError)
+
+
+def _unbuilt(setting: str, error: Exception, fix: str) -> Problem:
+    expected = "arguments from which the optimizer and its schedule can be built"
+    return Problem(f"{setting}: {one_line(error)}", expected, fix)
 
 
 def _schedule_cure(kind: Any) -> str:
