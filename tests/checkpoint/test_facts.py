@@ -507,7 +507,7 @@ def test_an_empty_directory(tmp_path: Path) -> None:
             "unknown model",
             "{0}: model_type 'zzzzzz'",
             f"a model_type that transformers {version} has",
-            "its code comes with the checkpoint and is not run here: load it yourself and give the nn.Module",
+            "isotype runs no code of a checkpoint: load the model yourself, and give the nn.Module",
         ),
         (
             '{"model_type": "llama", "torch_dtype": "bfloat17"}',
@@ -611,7 +611,7 @@ def test_a_gguf_file_of_an_unknown_architecture(tmp_path: Path) -> None:
     facts = facts_of(write_gguf(tmp_path / "m.gguf", "plamo9", "F16"))
     assert facts.architecture is None
     assert facts.notes == (
-        "transformers has no model named 'plamo9': parameters kept in float32 are not known",
+        "transformers has no model named 'plamo9': isotype does not know which parameters must stay in float32",
     )
 
 
@@ -703,7 +703,7 @@ def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPat
         "no readable safetensors on the hub\n"
         "  - hub id owner/name: 'owner/name' is not a safetensors repo.\n"
         "    expected  weights in safetensors\n"
-        "    fix       give a revision or a conversion of the model in safetensors; pickled weights are not read"
+        "    fix       give a revision of the model that has safetensors, or convert the model; pickled weights are not read"
     )
 
 

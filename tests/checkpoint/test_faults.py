@@ -294,8 +294,8 @@ def test_an_index_and_its_shards_disagree(tmp_path):
     index.write_text(json.dumps(content))
     text = said(tmp_path)
     assert "1.safetensors lacks ghost.weight\n" in text
-    assert "2.safetensors holds, against the index, model.norm.weight\n" in text
-    assert text.count("take index and shards from the same save of the model") == 2
+    assert "2.safetensors also has model.norm.weight\n" in text
+    assert text.count("take the index and the shards from the same save of the model") == 2
 
 
 def test_an_index_without_metadata_says_what_to_add(tmp_path):
@@ -303,4 +303,4 @@ def test_an_index_without_metadata_says_what_to_add(tmp_path):
     content = json.loads(index.read_text())
     del content["metadata"]
     index.write_text(json.dumps(content))
-    assert 'fix       add "metadata": {} to it' in said(index)
+    assert 'fix       add "metadata": {} to the index' in said(index)

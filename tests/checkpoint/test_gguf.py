@@ -212,7 +212,7 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, tail: bytes) -> None:
         (b"GGUF\x01\0\0\0" + bytes(40), "GGUF version 1\n    expected  version 2 or 3\n"),
         (
             b"GGUF\x03\0\0\0" + b"\xff" * 16,
-            "the header continues after the last byte, 24\n    expected  a complete",
+            "the header is longer than the file (24 bytes)\n    expected  a complete",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_truncated_file_names_the_tensors(tmp_path: Path, tiny: Path) -> None:
     path.write_bytes(tiny.read_bytes()[:-1])
     assert refused(CheckpointError, read_gguf_header, path) == (
         f"cannot read {path}\n"
-        "  - 1 tensors end beyond the file, first 'blk.1.ffn_norm.weight'\n"
+        "  - 1 tensors end after the file's last byte, such as 'blk.1.ffn_norm.weight'\n"
         "    expected  a complete file\n"
         "    fix       the file is damaged: download, copy or save it again"
     )

@@ -147,7 +147,7 @@ def test_a_truncated_file_says_what_is_missing(tmp_path: Path) -> None:
     path = write(
         tmp_path / "x.safetensors", {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 8, 16)}, bytes(9)
     )
-    given_text = "9 bytes of data; 1 tensors end beyond them, first 'b'"
+    given_text = "9 bytes of data; 1 tensors end after the last byte, such as 'b'"
     assert message(path) == damaged(path, given_text, "16 bytes")
 
 
@@ -202,12 +202,12 @@ def test_all_problems_at_once_but_not_thousands(tmp_path: Path) -> None:
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
             "it is a Git LFS pointer: run git lfs pull",
         ),
-        (b"GGUF" + bytes(40), "it is a GGUF file: name it .gguf"),
+        (b"GGUF" + bytes(40), "it is a GGUF file: give it a name that ends in .gguf"),
         (
             b"<!DOCTYPE html><html></html>",
             "it is an HTML or XML page, not the file itself: download it again",
         ),
-        (b"PK\x03\x04" + b"abcdefgh", "it is a PyTorch file: name it .bin"),
+        (b"PK\x03\x04" + b"abcdefgh", "it is a PyTorch file: give it a name that ends in .bin"),
         (b"\xff" * 16, "it is not a safetensors file, or damaged: download or save it again"),
     ],
 )
@@ -253,11 +253,11 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
         f"cannot read {path}\n"
         "  - 1.safetensors lacks b\n"
         "    expected  what model.safetensors.index.json lists\n"
-        "    fix       take index and shards from the same save of the model\n"
-        "  - 1.safetensors holds, against the index, x\n"
+        "    fix       take the index and the shards from the same save of the model\n"
+        "  - 1.safetensors also has x\n"
         "    expected  what model.safetensors.index.json lists\n"
-        "    fix       take index and shards from the same save of the model\n"
-        "  - 2.safetensors: 3 bytes of data; 1 tensors end beyond them, first 'c'\n"
+        "    fix       take the index and the shards from the same save of the model\n"
+        "  - 2.safetensors: 3 bytes of data; 1 tensors end after the last byte, such as 'c'\n"
         "    expected  4 bytes\n"
         "    fix       the file is damaged: download, copy or save it again\n"
         "  - 3.safetensors is missing; model.safetensors.index.json expects d in it\n"

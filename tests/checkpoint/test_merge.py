@@ -318,7 +318,7 @@ def test_another_base_is_taken_as_it_is_stored(make: Make, tmp_path: Path) -> No
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 2e-7).all()
     assert (report.storage, report.base) == ("bfloat16", str(original))
     assert report.notes == (
-        "trained on nf4 weights and merged into others: the logits also differ by the rounding of nf4",
+        "the adapter was trained on nf4 weights and merged into others: the logits also differ because nf4 rounds the weights",
     )
     assert report.logits is not None
     assert report.logits.mean_kl > 0
@@ -346,7 +346,7 @@ def test_the_dtype_is_never_float16_unless_it_was_trained_from_float16(make: Mak
     report = merge_adapter(adapter, tmp_path / "merged")
     assert report.dtype == torch.bfloat16
     assert report.dtype_reason == (
-        "the base checkpoint's; trained in float16, which cannot hold every bfloat16 value"
+        "the dtype of the base checkpoint: the adapter was trained in float16, which cannot hold every bfloat16 value"
     )
     asked = merge_adapter(adapter, tmp_path / "asked", dtype="float16")
     assert (asked.dtype, asked.dtype_reason) == (torch.float16, "as requested")
@@ -358,7 +358,7 @@ def test_without_a_policy_the_base_is_as_it_is_stored(make: Make, tmp_path: Path
     (adapter / POLICY_FILE).unlink()
     report = merge_adapter(adapter, tmp_path / "merged")
     assert report.dtype == torch.bfloat16
-    assert report.dtype_reason == "the base checkpoint's; the adapter has no precision_policy.json"
+    assert report.dtype_reason == "the dtype of the base checkpoint, because the adapter has no precision_policy.json"
     assert report.notes[0].startswith(
         "the adapter has no precision_policy.json: the base was taken as it is stored, in "
     )
@@ -593,7 +593,7 @@ def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
         "the output directory already exists\n"
         f"  - --output {tmp_path}/file: a file\n"
         "    expected  a directory that does not exist yet, or an empty one\n"
-        "    fix       give another one, or remove it first"
+        "    fix       give another directory, or remove this one first"
     )
     with pytest.raises(UsageError, match=f"--output {base}: a directory with files in it"):
         merge_adapter(tmp_path, base)
@@ -693,7 +693,7 @@ def test_another_model_into_which_the_adapter_would_fit(base: Path, make: Make, 
     assert caught.value.headline == "the base is another model than the adapter was trained on"
     differ = [problem.given.removeprefix(f"--base {other}: ") for problem in caught.value.problems]
     assert differ == ["num_attention_heads 8", "num_key_value_heads 4", "head_dim 8", "vocab_size 80"]
-    assert caught.value.problems[-1].expected == f"64, as in {base}, which the adapter was trained on"
+    assert caught.value.problems[-1].expected == f"64, as in {base}, the base of the training"
     assert not (tmp_path / "merged").exists()
 
 
@@ -822,9 +822,9 @@ def test_a_dtype_that_cannot_hold_the_ranges_is_warned_of(
     adapter = save_trained(add_lora(load(base, policy), policy, r=2), tmp_path / "adapter")
     report = merge_adapter(adapter, tmp_path / "merged", dtype=dtype)
     expected = (
-        "the merged model is float16, but was trained with hidden states in float32 (values reach 104,000); "
-        "model.layers.*.mlp.down_proj scaled by powers of two (0): scale: computed in float16 throughout, it can "
-        "overflow; merge with --dtype bfloat16 or float32, or keep the adapter separate, with its policy"
+        "the merged model is float16 and may overflow, because the training used hidden states in float32 (values reach 104,000); "
+        "model.layers.*.mlp.down_proj scaled by powers of two (0): scale. Merge with --dtype bfloat16 or float32, "
+        "or keep the adapter separate, with its policy"
     )
     assert report.warnings == ((expected,) if known and dtype == "float16" else ())
 

@@ -260,7 +260,7 @@ def test_llama_quantize_writes_the_file_where_it_is_installed(
     monkeypatch.setenv("PATH", str(programs))
     program(programs, "shutil.copy(sys.argv[1], sys.argv[2]); assert sys.argv[3:] == ['Q4_K_M']")
     report = merge_adapter(adapter, tmp_path / "model.gguf", stored="q4_k_m")
-    assert report.notes[0] == "llama-quantize has mixed types for q4_k_m: 12 in f32"
+    assert report.notes[0] == "llama-quantize stores the tensors of a q4_k_m file in several types: 12 in f32"
     assert report.median_error < 1e-4  # the program has copied a float32 file
     program(programs, "print('no such type'); sys.exit(3)")
     with pytest.raises(SaveError, match="llama-quantize has failed") as caught:

@@ -32,7 +32,7 @@ def test_torchvision_is_named_where_a_processor_has_no_class_for_pillow(tmp_path
         "the tokenizer cannot be read\n"
         f"  - {tmp_path}: Qwen2VLVideoProcessor, which has no class for pillow, needs torchvision\n"
         "    expected  the package torchvision\n"
-        "    fix       pip install torchvision; for a CPU build of torch, from https://download.pytorch.org/whl/cpu (--index-url)"
+        "    fix       pip install torchvision; with a CPU build of torch, add --index-url https://download.pytorch.org/whl/cpu"
     )
 
 

@@ -423,8 +423,8 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     },
     "a plain name without a config": (fp8(("scale", ONE)), None, "codes without a scale; beside it scale [1]"),
     "two scales": (fp8(("weight_scale", ONE), ("weight_scale_inv", ONE)), BLOCKS, "weight_scale, weight_scale_inv: one scale is expected"),
-    "another shape": (fp8(("weight_scale", ROWS)), BLOCKS, "weight_scale of shape [3, 1] for a weight of shape [64, 96]; config.json has one scale by block 128x128 or row or tensor"),
-    "blocks of no config": (fp8(("weight_scale_inv", torch.ones(4, 4))), None, "weight_scale_inv of shape [4, 4] for a weight of shape [64, 96]; config.json has one scale by row or tensor"),
+    "another shape": (fp8(("weight_scale", ROWS)), BLOCKS, "weight_scale of shape [3, 1] for a weight of shape [64, 96]; by config.json, the weight has one scale per block 128x128 or row or tensor"),
+    "blocks of no config": (fp8(("weight_scale_inv", torch.ones(4, 4))), None, "weight_scale_inv of shape [4, 4] for a weight of shape [64, 96]; by config.json, the weight has one scale per row or tensor"),
     "a scale of int8": (fp8(("weight_scale", torch.ones(1, dtype=torch.int8))), BLOCKS, "weight_scale of I8, which is not a dtype of scales for numbers"),
     "zero points of FP8": (fp8(("weight_scale", ONE), ("weight_zero_point", ONE)), COMPRESSED, "weight_zero_point of shape [1] F32 for scales [1]"),
     "an order of columns": (fp8(("weight_scale", ONE), ("weight_g_idx", ONE)), COMPRESSED, "weight_g_idx, which is not used to read numbers"),
@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "a scale of a dense weight": (fp8(("weight_scale", ONE), dtype=torch.bfloat16), COMPRESSED, "stored in BF16, where config.json has numbers of 8 bits"),
     "int8 without a scale": (fp8(dtype=torch.int8), None, "int8 codes without a scale"),
     "int8 without a config": (fp8(("weight_scale", ONE), dtype=torch.int8), None, "stored in I8, where config.json has numbers of 8 bits"),
-    "no group": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:.*"]}, "no group covers it in the config_groups Linear"),
+    "no group": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:.*"]}, "no group covers this weight in the config_groups Linear"),
     "no regular expression": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:("]}, "target re:( is not a regular expression"),
     "order of activations": (fp8(("weight_scale", ONE)), group(num_bits=8, type="float", actorder="group", format="float-quantized"), "columns in the order of activations (actorder: group)"),
     "another type": (fp8(("weight_scale", ONE)), group(num_bits=8, type="int", format="int-quantized"), "stored in F8_E4M3, where config.json has integers of 8 bits"),
@@ -457,10 +457,10 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     },
     "awq of llm-awq": (in_awq(32, {}), AWQ | {"backend": "llm-awq"}, "quantized by awq of 4 bits in version llm-awq"),
     "awq without zero points": (in_awq(32, {}, ("qzeros",)), AWQ, "I32 with scales: a matrix of I32 with scales and qzeros is expected"),
-    "awq in other groups": (in_awq(32, {}), AWQ | {"group_size": 16}, "scales of shape [2, 64] F16 for words of shape [64, 8]; groups of 16 inputs have [4, 64]"),
+    "awq in other groups": (in_awq(32, {}), AWQ | {"group_size": 16}, "scales of shape [2, 64] F16 for words of shape [64, 8]; [4, 64]"),
     "awq in bits that are none": (in_awq(32, {}), AWQ | {"bits": "4"}, "awq of '4' bits in version gemm"),
     "awq with other tensors": (fp8(("weight_scale", ONE)), AWQ, "F8_E4M3 with weight_scale: a matrix of I32 with scales and qzeros is expected"),
-    "awq of activations": (lambda tensors: (in_awq(32, {})(tensors), tensors.update({"model.layers.0.mlp.act_fn.scales": ONE}))[1], AWQ, "act_fn.scales of shape [1] in model.safetensors, which LlamaForCausalLM has no place for"),
+    "awq of activations": (lambda tensors: (in_awq(32, {})(tensors), tensors.update({"model.layers.0.mlp.act_fn.scales": ONE}))[1], AWQ, "act_fn.scales of shape [1] in model.safetensors, which LlamaForCausalLM does not use"),
     "a scale before quantization": (fp8(("weight_scale", ONE), ("pre_quant_scale", ONE)), {"quant_method": "modelopt", "quant_algo": "FP8"}, "pre_quant_scale (2 tensors) of shape [1]"),
 }  # fmt: skip
 
@@ -521,7 +521,7 @@ def test_other_libraries_formats_are_refused_by_name(tmp_path: Path, method: str
 @pytest.mark.parametrize("config", ["fp8", ["fp8"], 8])
 def test_a_quantization_config_that_is_no_object(tmp_path: Path, config: Any) -> None:
     path = checkpoint(tmp_path, lambda tensors: None, config)
-    text = f"quantization_config is {config!r}\n    expected  an object, with a quant_method"
+    text = f"quantization_config is {config!r}\n    expected  an object that has a quant_method"
     assert text in refused(CheckpointError, open_checkpoint, path)
     assert main(["inspect", str(path)]) == main(["check", str(path)]) == 2
 

@@ -152,7 +152,7 @@ def test_where_no_memory_can_be_pinned_a_line_says_so(
     monkeypatch.setattr(torch, "empty", refusing)
     assert staging._buffer(64, pinned=True).numel() == 65
     assert caplog.messages == [
-        "weights are copied to the GPU out of pageable memory, more slowly: no more pages can be locked"
+        "weights are copied to the GPU more slowly, without pinned memory: no more pages can be locked"
     ]
 
 

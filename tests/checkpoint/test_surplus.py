@@ -67,7 +67,7 @@ def test_a_layer_more_than_its_config_is_refused_by_every_command(tmp_path: Path
 def test_an_unknown_tensor_is_refused(tmp_path: Path, name: str) -> None:
     path = checkpoint(tmp_path, added(name))
     text = refused(CheckpointError, open_checkpoint, path)
-    assert f"- {name} of shape [2] in model.safetensors, which LlamaForCausalLM has no place for" in text
+    assert f"- {name} of shape [2] in model.safetensors, which LlamaForCausalLM does not use" in text
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ def test_torch_files_without_their_index(tmp_path):
     assert refused(tmp_path) == (
         "it is unknown which files belong to the model\n"
         f"  - pytorch_model-00001-of-00002.bin in {tmp_path}\n"
-        "    expected  model.safetensors, pytorch_model.bin, or the index of shards of either\n"
-        "    fix       copy the index along with the shards, or give one file itself"
+        "    expected  model.safetensors or pytorch_model.bin, in one file or as shards with an index\n"
+        "    fix       copy the index along with the shards, or give the path of a single file"
     )
 
 

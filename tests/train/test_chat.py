@@ -433,7 +433,7 @@ def test_a_device_that_is_elsewhere(base: Path) -> None:
     with pytest.raises(UsageError) as caught:
         talk(base, "w1", device="h100")
     assert caught.value.problems[0].given == "device h100"
-    assert caught.value.problems[0].expected == "a device that is here"
+    assert caught.value.problems[0].expected == "a device of this machine"
 
 
 def test_sigterm_ends_a_chat_that_ctrl_c_would_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,14 @@ _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
 
 
 class PlainWeights(Weights):
-    """`Weights` whose values are read and not recorded."""
+    """`Weights` that only reads values and records nothing."""
 
     def materialized(self, weight: Weight) -> torch.Tensor:
         with torch.no_grad():
             return weight.read().detach().to(self.device, self.dtype)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unique rows of `weight` at `indices`, and the indices into these rows."""
+        """Return the distinct rows that `indices` selects, and the position of each index's row among them."""
         with torch.no_grad():
             stored = weight.read().detach()
             wanted, inverse = torch.unique(indices, return_inverse=True)
@@ -67,10 +67,11 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """Sums of one layer: by format, the `damage` in nats and the squared `error` of the weight.
+    """The measurement of one linear layer.
 
-    `squares` `[columns]` is the sum of the squared inputs of `tokens` tokens, with each token weighted by the squared
-    norm of its output gradient. These are the column sums of the Fisher information.
+    `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]`
+    is Σ |g|² x² over `tokens` tokens, with a token's input x and its output gradient g. It is the diagonal of the
+    Fisher information, summed over the weight's rows.
     """
 
     rows: int = 0
@@ -82,19 +83,19 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """Moments of the input channels as a policy stores them, in text; "" before the first call of `Layers.add`."""
+        """The moments of the input channels, in a policy's text form; "" before the first call of `Layers.add`."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
 @dataclass
 class Layers:
-    """Measurement of the damage of quantization in linear layers; the recorder for `isotype.ranges.twin.twin_of`.
+    """A recorder for `isotype.ranges.twin.twin_of` that measures the damage of quantization in linear layers.
 
-    Let f be ln p(y | x), with y sampled from the model. To second order, the divergence of the model with weights W + D
-    is ½ E[<D, df/dW>²] (the Fisher information). The backward starts from `_of_signs`, which has the same second
-    moments as the gradient of f. For each token, the estimate uses only the diagonal: ½ Σ (g² xᵀ²) D², with the layer's
-    input x and the gradient g of its output. Errors of different weights are nearly independent, and the square of a
-    sum over tokens would need hundreds of samples.
+    Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the divergence from the model is
+    ½ E[<D, df/dW>²] to second order (the Fisher information). The backward starts from the gradient that `_of_signs`
+    returns, which has the same second moments as the gradient of f. The estimate adds ½ Σ (g² xᵀ²) D² for each token,
+    with the layer's input x and the gradient g of its output. It omits products of two weights, whose errors are nearly
+    independent, and products of two tokens, which would need hundreds of samples.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -107,7 +108,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return a context for the run of a block; this recorder needs none."""
+        """Return an empty context: this recorder needs no preparation before a block runs."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
@@ -181,8 +182,8 @@ def rounded(
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, moments of the input channels; formats with fitted constants raise ValueError if it is None.
-        exact: True for bitsandbytes' values; False for the values of `fitted.nearest_values`, in half the time.
+        moments: `[columns]`, second moments of the input channels; ValueError if a fitted format has None.
+        exact: if True, round as bitsandbytes does; if False, by `fitted.nearest_values`, which takes half the time.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -208,7 +209,7 @@ def pieces(rows: int, columns: int) -> Iterator[slice]:
 
 _SEED = 0
 _CHUNK = 64
-"""Rows of logits per computation of the divergence."""
+"""Number of rows of logits for which the divergence is computed at a time."""
 
 
 def measure_quality(
@@ -234,7 +235,7 @@ def measure_quality(
         data: inputs of the model as a dict of tensors or a list of such dicts; by default, short texts that isotype
             contains. Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
         tokens: number of tokens of the default texts.
-        exact: formats to measure with all layers in the format, in one forward per format.
+        exact: formats in which the whole model is also measured; each takes one more forward.
         device: default: the model's device, or the CPU for a checkpoint.
         progress: show a bar on a terminal if the measurement takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
@@ -286,7 +287,7 @@ class Session:
     """The forwards and backwards of one measurement; `passes` is their number, for the progress bar.
 
     Attributes:
-        reference: float32 log probabilities `[tokens, vocabulary]` of each batch, which `backward` sets.
+        reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; `backward` sets them.
     """
 
     def __init__(
@@ -320,7 +321,7 @@ class Session:
         return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:
-        """Return the divergence from `reference` of the model with all layers in this format, in nats per token."""
+        """Return how far the model diverges from `reference` with all its layers in this format, in nats per token."""
         self.layers.form = form
         try:
             pairs = list(zip(self.reference, self.distributions(), strict=True))
@@ -366,10 +367,10 @@ def _of_signs(
 ) -> torch.Tensor:
     """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution p.
 
-    For r = √p and independent signs ε of ±1, u = r ε - p (r · ε): with E[ε εᵀ] = 1, E[u uᵀ] = (diag r - p rᵀ)(diag r -
-    r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the same second moments, but varies more:
-    for a trained model it is mostly near 0 and rarely large. Martens, Sutskever and Swersky estimate curvature from
-    random signs in one backward (https://arxiv.org/abs/1206.6464).
+    The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. Because E[ε εᵀ] = 1,
+    E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the
+    same second moments, but a larger variance: it is near 0 for most samples and large for a few. Martens, Sutskever
+    and Swersky estimate curvature from random signs in one backward (https://arxiv.org/abs/1206.6464).
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
@@ -388,8 +389,8 @@ def _of_signs(
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """Return Σ p (ln p - ln q) over all rows; the arguments are ln p and ln q.
 
-    The function computes Σ p (d + exp(-d) - 1) with d = ln p - ln q, which is equal because p and q sum to one. Each
-    term is of second order in d, whereas Σ p d would contain the float32 rounding errors of Σ p and Σ q.
+    With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1). This is the same sum, because p and q each sum to
+    one. Each term is of second order in d, whereas Σ p d would contain the float32 rounding errors of Σ p and Σ q.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

@@ -34,7 +34,7 @@ class Block:
 
     Attributes:
         sources: name of a deferred weight in the model -> the tensors in the files that the weight is made from.
-        owners: name of a deferred weight -> its module, which PEFT may have wrapped since.
+        owners: name of a deferred weight -> the module that holds it; PEFT may wrap this module later.
         dense: weights that replace quantized weights of the block.
     """
 
@@ -67,7 +67,7 @@ class DeferredBlocks:
         self._used: Block | None = None
 
     def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
-        """Defer the matrices in the blocks of a model on the meta device; return the map of all other weights."""
+        """Defer the matrices in the blocks of a meta-device model; return the map of the weights to read now."""
         self._model, self._source = model, source
         self._placement = replace(placement, modules=dict(model.named_modules()))
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
@@ -112,7 +112,7 @@ class DeferredBlocks:
         }
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """Return a tensor that `stored_otherwise` names, with the values and the dtype of the files."""
+        """Read a tensor that `stored_otherwise` names; return it in the dtype of the file."""
         return read_source(self._model, self._plain[name], MappedFiles(), torch.float32, None)[name]
 
     def _deferrable(self, model: Any, placement: Placement) -> Iterator[str]:
@@ -127,7 +127,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense layers in `dtype`; layers in a block are filled when the block is read."""
+        """Replace quantized layers by dense layers in `dtype`; `read` fills the layers of a block."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(weight: DenseWeight) -> bool:
@@ -224,7 +224,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Give a weight the dtype and kind of quantization state of the blank parameter that it replaces."""
+    """Give a weight that was just read the dtype and the kind of quantization state that its blank parameter had."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

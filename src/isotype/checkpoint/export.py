@@ -92,7 +92,7 @@ _NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
 def check_exportable(config: Any) -> Architecture:
-    """Return the rules for writing a model of this config; raise UsageError if GGUF cannot represent a part."""
+    """Return the rules for writing a model of this config; raise UsageError if GGUF cannot represent it."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
@@ -109,7 +109,7 @@ def check_exportable(config: Any) -> Architecture:
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
     if not getattr(text, "norm_topk_prob", True):
-        expected = "true: llama.cpp always scales the scores of a token's experts to the sum 1"
+        expected = "true: llama.cpp always scales the scores of a token's experts so that their sum is 1"
         raise _refused("norm_topk_prob false", expected)
     return architecture
 
@@ -150,12 +150,12 @@ def write_tensors(
 ) -> list[str]:
     """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
 
-    Matrices are stored in `kind`, with three exceptions, as in llama.cpp's converter. Vectors (norms, biases) and
-    routers are float32. Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row
-    length is not a multiple of 32 are float16. A head that shares the embedding's weight is not written.
+    As in llama.cpp's converter, most matrices are stored in `kind`. Vectors (norms, biases) and routers are float32.
+    Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row length is not a
+    multiple of 32 are float16. A head that shares the embedding's weight is not written.
 
     Args:
-        shapes: all parameters by name, in the order of `values`; they may be on the meta device.
+        shapes: name -> parameter, in the order of `values`; the parameters may be on the meta device.
         kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
         name: the model's name in the file's metadata.
 
@@ -221,7 +221,7 @@ def _gguf_names(names: Iterable[str], architecture: Architecture, config: Any) -
     unnamed = [name for name, keys in names_in_file.items() if None in keys]
     if unnamed:
         what = f"parameters that have no name in GGUF: {listed(unnamed)}"
-        raise _refused(what, f"the parameters of a plain {architecture.name}")
+        raise _refused(what, f"only parameters that llama.cpp knows for {architecture.name}")
     return names_in_file
 
 
@@ -258,7 +258,7 @@ def _rotary_parameters(config: Any) -> Mapping[str, Any]:
 
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
-    """Return the divisors of the rotary frequencies of a Llama 3.1 model, or None for another rope type."""
+    """Return the numbers by which Llama 3.1 divides its rotary frequencies, or None for another rope type."""
     rope = _rotary_parameters(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -313,7 +313,7 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
     )
     what = f"--gguf {kind}, and no {PROGRAM} on the PATH"
     expected = f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that is written without it (--gguf q8_0, q4_0)"
-    fix = f"put it on the PATH; or on a machine that has it: {' && '.join(map(shlex.join, commands))}"
+    fix = f"put {PROGRAM} on the PATH; or run, on a machine that has it: {' && '.join(map(shlex.join, commands))}"
     raise UsageError.of(f"only llama.cpp writes {kind}", what, expected, fix)
 
 
@@ -328,7 +328,7 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
         raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-    return [f"{PROGRAM} has mixed types for {kind}: {types}"]
+    return [f"{PROGRAM} stores the tensors of a {kind} file in several types: {types}"]
 
 
 # llama.cpp's names of pre-tokenizers by their regular expression (llama-vocab.cpp).
@@ -338,7 +338,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
 
 
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
-    """Write a tokenizer's vocabulary, merges, kinds and special tokens with `gguf.GGUFWriter`.
+    """Write a tokenizer's vocabulary, merges, token types and special tokens with `gguf.GGUFWriter`.
 
     Embedding rows without a token are named `[PADn]` and marked as unused. Raises UsageError if the tokenizer is not BPE,
     or llama.cpp has no name for its pre-tokenizer.
@@ -434,4 +434,4 @@ def _name_of_split(content: Mapping[str, Any]) -> str:
         if name is not None:
             return name
     what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}: llama.cpp has no name for this split"
-    raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2 or SmolLM, or SentencePiece's", _NO_TOKENIZER)
+    raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2, SmolLM or SentencePiece", _NO_TOKENIZER)

@@ -72,7 +72,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
 
 
 def _layers_quantization(model: nn.Module, skip: tuple[str, ...]) -> QuantizationFacts | None:
-    """Return the quantization of most bitsandbytes layers with `skip_modules=skip`, or None without such layers."""
+    """Return the most common quantization of the model's bitsandbytes layers, or None if it has no such layers."""
     counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
@@ -98,7 +98,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters, except those with a part of the name that begins with one of `adapters`."""
+    """Yield the stored parameters; leave out names in which a part between dots starts with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue
@@ -217,7 +217,7 @@ def _with_stored_experts(quantization: QuantizationFacts, stored: Iterable[_Stor
 def _weigh(
     stored: Iterable[_Stored], named_dtype: torch.dtype | None
 ) -> tuple[Mapping[torch.dtype | str, int], torch.dtype | None]:
-    """Return (dtype or format -> number of elements, dtype that the weights were trained in)."""
+    """Return the number of elements by dtype or format, and the dtype in which the weights were trained."""
     counts: Counter[torch.dtype | str] = Counter()
     for tensor in stored:
         if isinstance(tensor.dtype, str) or (tensor.dtype is not None and tensor.dtype.is_floating_point):
@@ -245,7 +245,7 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
     if model_type in CONFIG_MAPPING:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if cls is None:
-        model_type, unknown = architecture, "parameters kept in float32 are not known"
+        model_type, unknown = architecture, "isotype does not know which parameters must stay in float32"
         notes.append(f"transformers has no model named {architecture!r}: {unknown}")
     return ModelFacts(
         source=str(headers.path),

@@ -96,13 +96,13 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
-    Peak memory is the filled model and the largest tensor; of stacked experts that are quantized, only one expert. A
+    Peak memory is the filled model plus the largest tensor. Stacked experts that are quantized are read one by one. A
     tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two additional
     buffers in pinned memory.
 
     Args:
         model: a model on the meta device whose quantized layers are bitsandbytes layers.
-        staging: bytes of a read buffer; None: `BUFFER` for weights on a GPU, and no buffers for weights on the CPU.
+        staging: bytes of a read buffer; by default, `BUFFER` for weights on a GPU, and no buffers on the CPU.
 
     Returns:
         The names of the filled tensors, and name -> problem for each parameter that is not finite.
@@ -137,7 +137,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with the buffer that contains its tensors, or with the mapped files if no buffer does."""
+    """Yield each source with a reader of its tensors: the buffer that contains all of them, else the mapped files."""
     # A weight that is saved quantized may use the tensor's memory without a copy: a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -325,10 +325,10 @@ def read_source(
 
 
 def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
-    """Return the part of a source from which rows `start` to `stop` of the tensor `name` can be made.
+    """Return the part of a source that is enough to make rows `start` to `stop` of the tensor `name`.
 
-    The part has one source tensor of each pattern per row, or these rows of all source tensors. None: neither is
-    enough.
+    If each pattern has one source tensor per row, the part contains the tensors of these rows. Otherwise it contains
+    these rows of every source tensor. Returns None if neither is enough.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()

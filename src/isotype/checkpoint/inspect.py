@@ -44,7 +44,7 @@ class Group:
         values: number of weights, after unpacking if the format is packed.
         bytes: bytes of the tensors and their quantization constants in the files.
         mismatched: tensors that are stored in another dtype or format than `dtype`.
-        unlike: the checkpoint's main dtype if this group has another float dtype; else None.
+        unlike: the most common float dtype of the checkpoint, if this group has another float dtype; else None.
     """
 
     name: str
@@ -126,7 +126,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     named = _named_dtype(config)
     notes = []
     if named is not None and main is not None and named != main:
-        notes.append(f"config.json names {named}, most unquantized weights are {main}")
+        notes.append(f"config.json names {named}, but most unquantized weights are {main}")
     return Inspection(
         path=str(path),
         format=headers.format,
@@ -211,10 +211,10 @@ def _natural_order(name: str) -> list[tuple[int, int, str]]:
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """Tensors of one name (with `*` for layer and expert numbers) that are stored and converted alike.
+    """Tensors that share a name (with `*` for layer and expert numbers) and are stored and converted in the same way.
 
     `stored`, `storage`, `how` and `pinned` are equal for all these tensors. `shapes` are the shapes in the model, most
-    frequent first; `sources` and `bytes` are the number and the bytes of the tensors in the files.
+    frequent first; `sources` is the number of tensors in the files, and `bytes` is their size.
     """
 
     name: str
@@ -246,7 +246,7 @@ class PlanInspection:
 
 
 def inspect_plan(path: str | Path, *, revision: str | None = None, **request: Any) -> PlanInspection:
-    """Plan the load of a checkpoint from its headers and config alone.
+    """Plan how a checkpoint is loaded; only its headers and config are read.
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.

@@ -1,4 +1,4 @@
-"""Load a checkpoint with every weight in the policy's storage.
+"""Load a checkpoint and store each weight in the dtype or format that the policy gives.
 
 transformers' `from_pretrained` builds the model, and isotype streams the weights from the files.
 """
@@ -144,9 +144,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load; it streams the files of `headers`, else those that transformers finds.
+    """Return a subclass of `cls` for one load, which reads the files of `headers` (or those that transformers finds).
 
-    `broken` receives name -> problem for parameters that are not finite; `lacking` receives names that are in no file.
+    `broken` receives name -> problem for parameters that are not finite, and `lacking` the names that are in no file.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -178,8 +178,8 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
     what, mixed, fix = "quantized checkpoint", "saved quantized", "load it without these arguments"
     if policy.layers:
         what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
-    request = f"{source}, {mixed}, with a device map to disk, mismatched sizes or weights in memory"
-    expected = "weights that isotype reads from files, to store each in its layer's format"
+    request = f"{source}, {mixed}, and a device map to disk, mismatched sizes or weights in memory"
+    expected = "arguments with which isotype itself reads each weight from a file"
     return PrecisionError.of(f"a {what} cannot be loaded with these arguments", request, expected, fix)
 
 
@@ -217,7 +217,7 @@ def stream(
     policy: PrecisionPolicy,
     deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
-    """Fill a model, which is on the meta device and has bitsandbytes' quantized layers, from a checkpoint's files.
+    """Fill a model from a checkpoint's files; the model is on the meta device and has bitsandbytes' quantized layers.
 
     Returns transformers' `LoadStateDictInfo`, and name -> problem for each parameter that is not finite. Raises
     CheckpointError if a file is damaged, or tensors are missing, duplicate or of another shape than the model's.
@@ -261,7 +261,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy, turn: Turn | 
 
 
 def _save_stacks_whole(model: Any) -> None:
-    """Remove the conversions that would split the codes of a quantized stack into experts when the model is saved."""
+    """Remove the conversions that would split a quantized stack's codes into experts when the model is saved."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

@@ -51,7 +51,7 @@ def load(
     device_map: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Load the model at `path` under `policy`, in evaluation mode; for an adapter's folder, the adapter on its base.
+    """Load the model at `path` under `policy`, in evaluation mode. If `path` is an adapter, load it on its base model.
 
     Quantized, pinned and plain weights have the policy's dtypes. A checkpoint that is already quantized keeps its
     quantization states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
@@ -72,7 +72,7 @@ def load(
 
     Raises:
         CheckpointError: `path` is not a checkpoint, its format is unsupported, its shapes contradict its config, or
-            values are not finite; or an adapter's base does not exist or does not fit.
+            values are not finite. For an adapter, also if its base does not exist or does not fit.
         PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
     """
     revision = kwargs.pop("revision", None)
@@ -95,7 +95,7 @@ def load_for_inference(
     device: str = "auto",
     revision: str | None = None,
 ) -> tuple[Any, Any, PrecisionPolicy]:
-    """Load a model, or an adapter on its base, to be called without autocast; return (model, tokenizer, policy).
+    """Load a model, or an adapter on its base, for calls without autocast; return (model, tokenizer, policy).
 
     The tokenizer is None if neither the adapter nor the base has one.
 
@@ -114,7 +114,7 @@ def load_for_inference(
     profile = device_profile(device)
     if not profile.present:
         headline, what = f"{profile.title} is not in this machine", f"device {device}"
-        raise UsageError.of(headline, what, "a device that is here", "leave the device out")
+        raise UsageError.of(headline, what, "a device of this machine", "leave the device out")
     adapter = read_adapter(path) if is_adapter(path) else None
     tokenizer, base = None, path
     if adapter is None:
@@ -137,10 +137,10 @@ class StateDictAdapter(Protocol):
     """
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return name -> tensor of the module, made from the checkpoint's tensors, which may be on the meta device."""
+        """Convert the checkpoint's tensors, which may be on the meta device, into the module's tensors by name."""
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return name -> tensor of the checkpoint, made from the module's tensors."""
+        """Convert the module's tensors back into the checkpoint's tensors by name."""
 
 
 def load_module(
@@ -156,23 +156,23 @@ def load_module(
     If the policy is quantized, linear layers are replaced by bitsandbytes layers.
 
     Args:
-        model: any module. Parameters, and buffers that the checkpoint has, may be on the meta device.
+        model: any module. Parameters may be on the meta device, and so may buffers whose values the checkpoint has.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
         adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
 
     Raises:
-        CheckpointError: a tensor is missing, duplicate, not finite, or has another shape than in the module; or no file
-            has the values of a buffer on the meta device.
+        CheckpointError: a tensor is missing, duplicate, not finite or wrongly shaped, or no file has the values of a
+            buffer that is on the meta device.
     """
     headers = read_headers(path)
     matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
     matched.require_complete()
     blank = [name for name in matched.buffers if model.get_buffer(name).is_meta]
     if blank:
-        what = f"{type(model).__name__} with {listed(blank, 6)} on the meta device"
+        what = f"{type(model).__name__} with {listed(blank, 6)} on the meta device and in no file"
         fix = "build the module with accelerate.init_empty_weights(include_buffers=False), or on the CPU"
-        raise CheckpointError.of("buffers without values", what, "values: no file has these buffers", fix)
+        raise CheckpointError.of("buffers without values", what, "buffers with values", fix)
     if policy.quantized:
         _quantize(model, policy)
     kinds = ("linear4bit", "linear8bit")
@@ -199,7 +199,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Return headers of the tensors that `adapter` makes from a checkpoint's tensors on the meta device."""
+    """Let `adapter` convert meta tensors of the checkpoint's shapes; return headers of the results."""
     adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))
     tensors = tuple(
         TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)

@@ -38,11 +38,11 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """The load of one tensor of the model.
+    """The plan for loading one tensor of the model.
 
     Attributes:
-        sources: tensors in the files that the model's tensor is made from, and their quantization constants.
-        stored, storage: dtype name or quantization format in the files and in the loaded model.
+        sources: the tensors in the files from which this tensor is made, with their quantization constants.
+        stored, storage: dtype name or quantization format, in the files (`stored`) and in the loaded model (`storage`).
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
     """
@@ -66,7 +66,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The load of each tensor of a model; `match` names the tensors that are missing or surplus in the checkpoint."""
+    """The plan for loading a model's tensors; `match` names tensors that are missing or surplus in the checkpoint."""
 
     tensors: tuple[PlannedTensor, ...]
     match: Match = field(repr=False)
@@ -109,7 +109,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return name -> dtype name or format under the policy, for each float tensor of a dense model."""
+    """Return, for each float tensor of a dense model, the dtype name or format in which the policy stores it."""
     quantized = quantized_weights(model, policy) if policy.quantized else ()
     stacks = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
     placement = placement_of(model, policy, quantized, lambda _: "cpu", stacks, policy.pinned)
@@ -137,7 +137,7 @@ def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> froz
 
 
 def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
-    """Return the modules that transformers leaves dense: `dense` if not empty, else the choice of the model's class."""
+    """Return the modules that transformers leaves dense: those in `dense`, or by default those of the model's class."""
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):

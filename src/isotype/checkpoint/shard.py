@@ -50,8 +50,8 @@ def load_sharded(
     """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
 
     The model is built without weights, then gets its adapters, is sharded, and is filled. Each process reads, quantizes
-    and keeps only its rows of every tensor. Quantized weights are bitwise those of `isotype.load`. All processes must
-    call this function.
+    and keeps only its rows of every tensor. Quantized weights are bitwise equal to those of `isotype.load`. All processes
+    must call this function.
 
     Args:
         path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
@@ -82,8 +82,8 @@ def load_sharded(
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
         expected = "float weights: each process reads only its rows"
-        fix = "give the checkpoint in a float dtype that it was made from: each process quantizes its rows while it reads them"
-        raise PrecisionError.of("a quantized checkpoint cannot be loaded sharded", what, expected, fix)
+        fix = "give the original checkpoint in a float dtype: each process quantizes its rows while it reads them"
+        raise PrecisionError.of("a quantized checkpoint cannot be sharded", what, expected, fix)
     forget_quantization(config)  # the weights are dequantized while they are read
     with random_states_kept():  # some towers draw random buffers and embeddings when they are built
         model = skeleton(config, policy, buffers=True, **settings)
@@ -113,7 +113,7 @@ def load_sharded(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Reader of this process's rows of the `stored` weights."""
+    """Reads this process's rows of the `stored` weights."""
 
     stored: StoredWeights
     policy: PrecisionPolicy
@@ -125,7 +125,7 @@ class _Rows:
         return self._read(name, *self._bounds(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's int8 rows; set the scales of all processes' rows in the layer."""
+        """Return the int8 codes of this process's rows; store the scales of every process's rows in the layer."""
         rows = parameter.shape[0]
         start, stop = self._bounds(rows)
         scales = torch.zeros(rows, device=self.device)
@@ -137,7 +137,7 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's codes `[count, 1]` in the storage dtype; set all processes' constants in the layer."""
+        """Return this process's codes, `[count, 1]` as stored; store the constants of all processes in the layer."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
@@ -165,7 +165,7 @@ class _Rows:
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
-        """Return the codes of this process's experts; set the constants of all processes' experts in `holder`."""
+        """Return the codes of this process's experts; store the constants of every process's experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
         # Experts whose values exceed the compute dtype's range are quantized from the dtype that they compute in.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype

@@ -18,7 +18,7 @@ from isotype.core.formats import MXFP4
 
 
 class StoredWeights:
-    """The tensors of a checkpoint by the names of `model`.
+    """Reads a checkpoint's tensors by their names in `model`.
 
     The conversions of transformers (`transformers.core_model_loading`) rename, split, stack and transpose one tensor at
     a time. Quantized tensors are dequantized.
@@ -45,14 +45,14 @@ class StoredWeights:
                 self.shapes[name] = torch.Size(shape)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the model's tensor `name`, memory-mapped in the stored dtype or dequantized to float32."""
+        """Return the model's tensor `name`: memory-mapped in its stored dtype, or in float32 if it was quantized."""
         return self._read(self._sources[name])[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        All rows are read, unless these rows are whole source tensors (of experts) or the same rows of all source
-        tensors.
+        It reads only what these rows need if each row is a tensor in the files (as for experts), or if they are the
+        same rows of each tensor in the files. Otherwise it reads the whole tensor.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)
@@ -74,10 +74,10 @@ class StoredWeights:
         return rows if part else rows[where].clone()
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales of experts `start` to `stop`; raise CheckpointError if their format is not mxfp4."""
+        """Return the mxfp4 codes and scales of experts `start` to `stop`; raise CheckpointError for another format."""
         tensor, _ = self._sources[name].tensors[0]
         if tensor.form != MXFP4 or tensor.problem is not None:
-            fix = "load it with quantization nf4 or int8, or with none"
+            fix = "load the model with quantization nf4 or int8, or without quantization"
             what = f"{name}, stored in {tensor.form}"
             raise CheckpointError.of("experts that are not in mxfp4", what, "blocks of mxfp4", fix)
         files = MappedFiles()

@@ -67,7 +67,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
         cls = read_json(file).get("tokenizer_class") if key == "auto_map.AutoTokenizer" else None
         if cls is not None and not hasattr(transformers, str(cls)):
             warnings.warn(
-                f"{file}: {key} names {reference}, code of the checkpoint that is not run; transformers' {kind} reads its files",
+                f"{file}: {key} names {reference}, code that isotype does not run; transformers' {kind} reads the files",
                 stacklevel=2,
             )
     return tokenizer
@@ -79,7 +79,7 @@ def _missing_package(message: str) -> Problem | None:
         return Problem(what, "the package pillow", "pip install 'isotype[vision]'")
     if re.search(r"[Tt]orchvision", message):
         kind = re.search(r"\w+Processor", message)
-        fix = "pip install torchvision; for a CPU build of torch, from https://download.pytorch.org/whl/cpu (--index-url)"
+        fix = "pip install torchvision; with a CPU build of torch, add --index-url https://download.pytorch.org/whl/cpu"
         name = kind.group() if kind else "its processor"
         what = f"{name}, which has no class for pillow, needs torchvision"
         return Problem(what, "the package torchvision", fix)
@@ -107,14 +107,14 @@ def _check_files(directory: Path) -> None:
                 problems.append(Problem(what, "a name and a template", _AGAIN))
             elif not _FILE_NAME.fullmatch(name):
                 what = f"{path}: chat_template has the name {name!r}"
-                expected = "letters, digits, '-', '_' and '.': the template is saved under it"
+                expected = "letters, digits, '-', '_' and '.', because the name becomes a file name"
                 problems.append(Problem(what, expected, _AGAIN))
     if problems:
         raise CheckpointError(_HEADLINE, problems)
 
 
 def _error_of_auto_tokenizer(source: Path) -> str:
-    """Return the error of `AutoTokenizer` for these files, which `AutoProcessor` hides; "" if there is none."""
+    """Return the error that `AutoTokenizer` raises for these files ("" for none), because `AutoProcessor` hides it."""
     from transformers import AutoTokenizer
 
     try:
@@ -137,10 +137,10 @@ _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "gran
 
 
 def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) -> Path:
-    """Return a directory with the tokenizer and the config of a GGUF file's model, written by `save_pretrained`.
+    """Return a directory to which `save_pretrained` has written the tokenizer and the config of a GGUF file.
 
-    The directory is created atomically in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`);
-    its name contains a hash of the file's size and of its first and last MiB.
+    The directory is created atomically in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`).
+    Its name contains a hash of the file's size and of its first and last MiB.
     """
     path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"
@@ -185,7 +185,7 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
 
 def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """Set what transformers leaves out of a GGUF file's tokenizer: splitting of digits, chat template, maximum length."""
+    """Add to a GGUF file's tokenizer what transformers omits: splitting of digits, chat template, maximum length."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     split = metadata.get("tokenizer.ggml.pre")

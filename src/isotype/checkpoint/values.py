@@ -79,7 +79,7 @@ def _scaled(
     zeros: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (codes - zeros) x factors; `block` rows and columns share a factor; `table` decodes uint8 codes."""
+    """Return (codes - zeros) x factors; a `block` of rows and columns has one factor; `table` decodes uint8 codes."""
     *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
     (height, width), count = block, math.prod(outer)
     grid = (-1, -(-rows // height), -(-columns // width))
@@ -125,10 +125,10 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 def _unpacked(
     words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
 ) -> torch.Tensor:
-    """Unpack codes from int32 words and subtract half of the codes' range; return int8 of `shape`.
+    """Unpack codes from int32 words, and subtract half of the codes' range; return int8 of `shape`.
 
-    A code may continue in the next word. `order`: positions of neighbouring columns in a word; its length divides the
-    last size of `shape`.
+    A code may continue in the next word. `order` lists the positions of neighbouring columns in a word; its length must
+    divide the last size of `shape`.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
@@ -167,7 +167,7 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
 
 
 def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
-    """Return transformers' `TensorProcessor` conversion of a GGUF file's tensors, or None for other files."""
+    """Return a function that converts GGUF tensors by transformers' `TensorProcessor`; None for other files."""
     if headers.format != "gguf":
         return None
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -195,10 +195,10 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """A dense weight of `module`, called `name` in the model, in place of a quantized weight.
+    """A dense weight that replaces a quantized weight: its `name` in the model and the `module` that holds it.
 
-    `values` dequantizes the replaced weight. `layer` is the bitsandbytes layer that `module` replaces; None for stacked
-    experts.
+    `values` dequantizes the quantized weight. `layer` is the bitsandbytes layer that `module` replaces; None for
+    stacked experts.
     """
 
     name: str
@@ -216,7 +216,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return dense values on the CPU: of the module's current codes, or of `codes` if the module has none."""
+    """Dequantize a stack on the CPU: the module's current codes, or `codes` if the module has none."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)
@@ -236,7 +236,7 @@ def dequantize(
         model: a transformers model, changed in place if it is quantized.
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: function that returns True for a dense weight that the caller will read later.
+        later: function of a dense weight; it returns True if the caller will read this weight later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
@@ -273,7 +273,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `dense_weight` in the layout of files and dense layers, which is `[in, out]` for Conv1D."""
+    """Return `dense_weight`, but `[in, out]` for Conv1D, as files and dense layers store it."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 

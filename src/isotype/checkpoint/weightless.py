@@ -1,7 +1,7 @@
 """Build the model that `isotype.load` returns, with every tensor on the meta device.
 
 transformers' initialisation context and quantizer choose classes and layers. bitsandbytes' operators compute the shapes
-of packed weights and quantization states. So names, shapes and dtypes are those of the installed versions.
+of packed weights and quantization states. So names, shapes and dtypes are those that the installed versions produce.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return `model_class`, or the config's class for an auto class or None; raise CheckpointError without a class."""
+    """Return `model_class`, or the config's class if it is an auto class or None; CheckpointError if there is none."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -35,7 +35,7 @@ def concrete_class(config: Any, model_class: type | None = None) -> Any:
         return cls
     what = f"model_type {config.model_type!r} with architectures {config.architectures}"
     expected = f"a class of {getattr(model_class, '__name__', 'transformers')}"
-    fix = "a checkpoint of an architecture for which transformers has such a class, or model_class= in Python"
+    fix = "give a checkpoint for which transformers has such a class, or model_class= in Python"
     raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
@@ -86,7 +86,7 @@ def store(model: Any, policy: PrecisionPolicy) -> Any:
     """Convert a model from `skeleton` to the policy's storage, in place, and enforce the policy.
 
     4-bit weights become `[packed bytes, 1]` with a quantization state. int8 weights become `[out, in]` with row scales.
-    Stacked experts become codes as in `isotype.model.experts.stack`.
+    Stacked experts become codes (see `isotype.model.experts.stack`).
     """
     quantization = quantization_of(model.config)
     if quantization is not None and quantization.dequantized:
@@ -135,7 +135,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return the `BitsAndBytesConfig` of `policy`; None for a dense policy, or if `saved` is the files' format."""
+    """Return the `BitsAndBytesConfig` for `policy`; None if it is dense, or if the files are quantized (to `saved`)."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

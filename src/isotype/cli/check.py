@@ -57,7 +57,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return {description: command} of the command to run next, a training or a plan; empty if there is none."""
+    """Return the command to run next (a training or a plan) as {description: command}; empty if there is none."""
     if command is None:
         return {}
     if options.bare:

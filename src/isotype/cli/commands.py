@@ -43,12 +43,12 @@ def inspect_parser() -> Parser:
     add(
         "--dtype",
         default="auto",
-        help="with --plan: compute dtype; auto: the checkpoint's dtype, if the device runs it",
+        help="with --plan: compute dtype; auto: the checkpoint's dtype, if the device supports it",
     )
     add(
         "--quantization",
         choices=(*ASKED, MIXED),
-        help="with --plan: storage of the frozen weights; mixed: a format for each layer, by what isotype quality measured",
+        help="with --plan: storage of the frozen weights; mixed: a format for each layer, chosen from the results of isotype quality",
     )
     add("--base_memory", help="with --plan --quantization mixed: maximum memory of the weights, such as 6GiB")
     add(
@@ -68,7 +68,7 @@ def inspect_parser() -> Parser:
 
 
 def inspect(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype inspect`; raise an error after the table is printed if the checkpoint cannot be loaded."""
+    """Print the table of `isotype inspect`; then raise an error if the checkpoint cannot be loaded."""
     options = inspect_parser().parse_args(list(argv))
     if options.program is not None:
         return _inspect_for(options, console)
@@ -145,7 +145,7 @@ def quality_parser() -> Parser:
     add = parser.add_argument
     add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
     add(
-        "--data", help="a data set to measure on, written as for --dataset_name; default: isotype's own texts"
+        "--data", help="a data set to measure on, in the form of --dataset_name; default: isotype's own texts"
     )
     add("--tokens", type=int, default=256, help="number of tokens to measure on (default 256)")
     add(
@@ -153,7 +153,7 @@ def quality_parser() -> Parser:
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats for which one forward also measures all layers stored together; for other formats, the sum over the layers is printed (default nf4)",
+        help="formats for which one more forward measures all layers together (default nf4); for other formats, the results of the layers are added",
     )
     add("--device", help="device to compute on (default cpu)")
     add("--revision", help="branch, tag or commit of a hub id")
@@ -207,7 +207,7 @@ def explain(argv: Sequence[str], console: Console) -> int:
 
 
 def find_rule(code: str) -> Rule:
-    """Return the rule of a code in any spelling (`IST101`, `ist101`, `101`), or raise UsageError with similar codes."""
+    """Return the rule with this code (`IST101`, `ist101` or `101`), or raise UsageError with similar codes."""
     from isotype.rules import all_rules
 
     rules = {rule.code: rule for rule in all_rules()}
@@ -292,7 +292,7 @@ def merge_parser() -> Parser:
     stored.add_argument(
         "--gguf",
         choices=GGUF_TYPES,
-        help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types after it need llama.cpp's llama-quantize",
+        help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types listed after q6_k need llama.cpp's llama-quantize",
     )
     parser.add_argument(
         "--model_revision",

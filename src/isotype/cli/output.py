@@ -21,7 +21,7 @@ from isotype.report.text import wrapped
 
 
 def console_of_failure() -> Console:
-    """Return a console of standard error for fatal errors, which prints only in the first process that fails."""
+    """Return a console on standard error for fatal errors; only the first process that fails prints on it."""
     return TerminalConsole(stderr=True, quiet=not first_to_fail())
 
 
@@ -31,13 +31,13 @@ def print_error(console: Console, text: str) -> None:
 
 
 def speak_up() -> None:
-    """Print isotype's log messages, such as the modules whose dtypes were restored."""
+    """Print isotype's log messages, for example about modules whose dtypes isotype restored."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
 
 
 def quiet_libraries() -> None:
-    """Hide logs of libraries, and their warnings unless PYTHONWARNINGS is set."""
+    """Hide the log messages of libraries; also hide their warnings unless PYTHONWARNINGS is set."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """Under PYTHONWARNINGS=error, print warnings: Python would raise them as exceptions inside of libraries."""
+    """Print warnings even under PYTHONWARNINGS=error, with which Python would raise them inside of libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 
@@ -91,7 +91,7 @@ def _problems() -> Iterator[Problem]:
 
 @cache
 def first_to_fail() -> bool:
-    """Return True if this rank is the first to report a failure; the others fail soon after, and only one message is printed.
+    """Return True if this rank is the first to report a failure: the other ranks fail soon after, and print no message.
 
     The ranks agree through the store of torchrun or accelerate, which outlives the ranks. Without a store, return True.
     If the first rank reports twice (how to save memory, then the error), the result is True both times.

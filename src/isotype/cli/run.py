@@ -29,8 +29,8 @@ from isotype.preflight.script.session import Session, show
 CRASHED = 1
 
 _DESCRIPTION = """\
-Run a training script unchanged and watch its first step: failures and costs are reported before the step, a crash is
-explained under its traceback. The script's output and exit status do not change; isotype writes to standard error."""
+Run a training script unchanged and watch its first step: report failures and costs before the step, and explain a crash
+under its traceback. The script's output and exit status do not change; isotype writes to standard error."""
 
 _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script(target: str) -> str:
-    """Return the path of an installed Python command (`torchrun`); return any other target unchanged."""
+    """Return the path of the script if the target is an installed Python command (`torchrun`), else the target."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 

@@ -90,7 +90,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _planned(command: Command, console: Console) -> Command:
-    """Return the command; values that `isotype plan` chooses for this machine replace each `auto`."""
+    """Replace each `auto` in the command by the value that `isotype plan` chooses for this machine."""
     if not command.planned:
         return command
     from isotype.planning.from_request import resolve_auto, words_of

@@ -1,4 +1,4 @@
-"""accelerate (1.13 to 1.15): the attributes that it sets on models and optimizers. This file does not import accelerate."""
+"""accelerate (1.13 to 1.15): attributes that accelerate sets on models and optimizers. This file does not import it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from typing import Any, Final
 
 HOOK: Final = "_hf_hook"
-"""Attribute of a module that holds accelerate's hook, which moves the module's weights to the device."""
+"""Name of the module attribute with accelerate's hook, which moves weights or inputs to a device."""
 FORWARD_BEFORE: Final = "_old_forward"
-"""Attribute of a module that holds the forward that accelerate's hook calls."""
+"""Name of the module attribute with the original forward, which accelerate's hook calls."""
 
 
 def mark_as_skipped(optimizer: Any) -> None:
@@ -22,11 +22,11 @@ def is_prepared(model: Any) -> bool:
 
 
 def mixed_precision() -> str:
-    """Return accelerate's mixed precision in this process: `fp16`, `bf16`, `no` or "None"; "" if accelerate is not imported."""
+    """Return accelerate's mixed precision: `fp16`, `bf16`, `no`, "None" if unset, "" if accelerate is not imported."""
     state = sys.modules.get("accelerate.state")
     return "" if state is None else str(state.AcceleratorState._shared_state.get("_mixed_precision"))
 
 
 def only_places(hook: Any) -> bool:
-    """Return whether a hook only moves inputs to the device on which the weights stay, as hooks of a device map do."""
+    """Return whether a hook, such as that of a device map, only moves inputs to the device of the weights."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

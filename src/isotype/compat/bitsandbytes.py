@@ -20,7 +20,7 @@ REPACK: Final = "_convert_weight_packed_for_cpu"
 
 
 def quantized_on(parameter: Any, device: str) -> Any:
-    """Return a dense `Params4bit` or `Int8Params` quantized on `device`; on the meta device it has no values."""
+    """Return a `Params4bit` or `Int8Params`, quantized on `device`; on the meta device, the result has no values."""
     from bitsandbytes import functional
 
     # bitsandbytes caches its map of 8-bit codes on the device that asks first. A map on the meta device has no values,
@@ -32,7 +32,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Return a context manager in which bitsandbytes does not repack 4-bit weights for this CPU, for traces of another device."""
+    """Return a context, for traces of other devices, in which bitsandbytes repacks no 4-bit weights for this CPU."""
     modules = sys.modules.get("bitsandbytes.nn.modules")
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
@@ -49,7 +49,7 @@ _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
 
 def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the dense weight as `bitsandbytes.functional.dequantize_4bit` does, but correct for all shapes."""
+    """Dequantize a weight with `bitsandbytes.functional.dequantize_4bit`, with correct results for all shapes."""
     from bitsandbytes import functional
 
     dequantize_by_blocks()
@@ -75,7 +75,7 @@ def multiplies(state: Any) -> bool:
 def product_4bit(
     x: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x Wᵀ + b by `bitsandbytes::gemm_4bit`, `[rows, out]` in x's dtype, without a derivative.
+    """Return x Wᵀ + b, `[rows, out]` in x's dtype, from `bitsandbytes::gemm_4bit`; no gradient flows through it.
 
     Args:
         x: `[rows, in]` in float32, bfloat16 or float16.
@@ -98,7 +98,7 @@ def product_4bit(
 
 
 def dequantize_by_blocks() -> None:
-    """Let bitsandbytes' CPU kernels dequantize in rows that are one block long; a second call has no effect."""
+    """Make bitsandbytes' CPU kernels treat each block as a row, for correct results; a second call has no effect."""
     from bitsandbytes.backends.cpu import ops
 
     if not isinstance(ops.lib, _ByBlocks):
@@ -106,7 +106,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """bitsandbytes' native library, whose 4-bit kernels are called with rows that are one block long."""
+    """bitsandbytes' native library, but its 4-bit CPU kernels get each block as a row."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -129,7 +129,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Give the fake codes of a quantized layer the class and the attributes of bitsandbytes' weights."""
+    """Turn a quantized layer's fake codes into a weight with bitsandbytes' class and attributes."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight

@@ -34,7 +34,7 @@ _MARKS = ("allow_in_graph", "assume_constant_result")
 
 
 class _Deferred(ModuleType):
-    """The package `torch._dynamo` before its code has run: access to anything but a submodule runs the code."""
+    """Replaces the package `torch._dynamo`: access to anything but a submodule runs the code of the package."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the code of the real package; then repeat the calls by which functions were marked for the compiler."""
+        """Execute the real package's code; then mark all functions for which this was requested before."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
@@ -119,7 +119,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def import_uncompiled(name: str) -> None:
-    """Import the package `name` if it is installed; what the package passes to `torch.compile` on import stays uncompiled.
+    """Import the package `name` if it is installed; `torch.compile` compiles nothing during the import.
 
     On import bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which imports the compiler.
     """
@@ -138,7 +138,7 @@ def _as_written(function: Any = None, **_: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Return a stand-in for `torch._dynamo.disable(function)`, which calls `function` itself until the compiler is loaded."""
+    """Replace `torch._dynamo.disable(function)`: until the compiler is loaded, the result calls `function` itself."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 
@@ -161,4 +161,4 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
 
 
 def _no_break(*_: Any, **__: Any) -> None:
-    """Stand in for `torch._dynamo.graph_break`, which does nothing outside of compiled code."""
+    """Do nothing, as `torch._dynamo.graph_break` does outside of compiled code."""

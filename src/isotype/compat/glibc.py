@@ -12,7 +12,7 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 LARGEST_KEPT = 32 << 20
-"""Bytes of glibc's largest mmap threshold (mallopt(3)): larger blocks are mapped and zeroed at every allocation."""
+"""glibc's largest mmap threshold in bytes (mallopt(3)): larger blocks are mapped and zeroed at every allocation."""
 
 
 @contextmanager
@@ -39,6 +39,6 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Let glibc return free memory to the system: tensors of some megabytes leave unused holes in its heap."""
+    """Make glibc return free memory to the system: freed tensors of some megabytes leave unused holes in its heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))

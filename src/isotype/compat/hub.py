@@ -1,4 +1,4 @@
-"""huggingface_hub: test in seconds if the Hugging Face hub is reachable; the library itself tries for half a minute."""
+"""huggingface_hub: find out in seconds if the hub is reachable; the library itself tries for half a minute."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from isotype.compat.replaced import replaced
 
 _SECONDS = 3.0
 _REMEMBERED = 60.0
-"""Seconds for which an unreachable hub is not tried again: one command reads from the hub in many places."""
+"""Seconds without another try after the hub was unreachable, because one command reads from the hub in many places."""
 _silences: dict[str, tuple[float, str]] = {}
-"""Endpoint of the hub -> (time of the last attempt, reason of its failure or "")."""
+"""URL of the hub -> (time of the last attempt, reason for its failure or "")."""
 
 
 def asking(source: object) -> AbstractContextManager[str]:
@@ -23,10 +23,10 @@ def asking(source: object) -> AbstractContextManager[str]:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[str]:
-    """Read only the local cache inside the `with` block if the hub is unreachable, as HF_HUB_OFFLINE does.
+    """If the hub is unreachable, set HF_HUB_OFFLINE inside the `with` block, so that only the local cache is read.
 
-    Yields why the hub is unreachable, or "" if it answers or the user has set offline mode. For a minute after a
-    failure, the hub is not tried again.
+    Yields the reason why the hub is unreachable; "" if it is reachable or the user has set offline mode. For a minute
+    after a failure, this function does not try the hub again.
     """
     from huggingface_hub import constants
 

@@ -1,4 +1,4 @@
-"""Callbacks on the import of a module, whichever thread or importer imports it."""
+"""Callbacks for the import of a module, whichever thread or importer performs the import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Let transformers refuse to run code of a checkpoint instead of prompting "run the custom code? [y/N]"."""
+    """Make transformers refuse to run a checkpoint's code; otherwise, it asks "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
     before: list[int] = []
 
@@ -44,9 +44,9 @@ def code_refused() -> Iterator[None]:
 
 
 class _Finder:
-    """Import finder that delegates to the other finders, and calls `act` after the first successful import of one module.
+    """Import finder that leaves the search to the other finders, and calls `act` after the first import of one module.
 
-    The finder stays in `sys.meta_path` until that import: `find_spec` imports nothing, and a failed import may be repeated.
+    The finder stays in `sys.meta_path` until the import succeeds, because an import may fail and be repeated.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class _Finder:
         loader.exec_module = exec_module
 
     def is_imported(self) -> bool:
-        """Return whether the module is completely imported, without importing a lazy module."""
+        """Return whether the module's import is complete; the check does not import a lazy module."""
         module = sys.modules.get(self._name)
         return type(module) is ModuleType and not is_being_imported(module)
 

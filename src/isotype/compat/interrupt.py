@@ -14,7 +14,7 @@ HANGUP: Final[int | None] = getattr(signal, "SIGHUP", None)
 
 
 class Terminated(KeyboardInterrupt):
-    """The exception by which SIGTERM and SIGHUP end a command, as KeyboardInterrupt ends it after Ctrl-C."""
+    """The exception that ends a command after SIGTERM or SIGHUP, as KeyboardInterrupt does after Ctrl-C."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:
@@ -32,11 +32,10 @@ def stop_signals() -> tuple[int, ...]:
 def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C, SIGTERM and SIGHUP end the `with` block even if a library catches their exception.
 
-    The exception can be raised at any line, and some code catches every exception: datasets 5.2.0 takes an interrupt for a
-    failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch takes an interrupt for a value
-    without a shape. An interrupt that was caught is raised at the end of the block, or in place of the error that it
-    has caused. This function has no effect outside of the main thread, and for signals that are ignored or have the
-    default action.
+    The exception can be raised at any line, and some code catches every exception: datasets 5.2.0 treats an interrupt
+    as a failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch treats it as a value without
+    a shape. If a library has caught an interrupt, this function raises it at the end of the block, or instead of an
+    error that follows. It has no effect in other threads, or on signals that are ignored or have the default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -34,7 +34,7 @@ BUILD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions that a model class raises if the config is not one of its own."""
+"""Exceptions that a model class may raise for a config that does not fit it."""
 
 
 def read_config(directory: Path) -> Any:
@@ -51,7 +51,7 @@ def read_config(directory: Path) -> Any:
         if not model_type:
             fix = "add the model_type, or give the directory that save_pretrained() wrote"
         elif "auto_map" in content:
-            fix = "its code comes with the checkpoint and is not run here: load it yourself and give the nn.Module"
+            fix = "isotype runs no code of a checkpoint: load the model yourself, and give the nn.Module"
         elif near:
             fix = f"did you mean {' or '.join(near)}? Or update transformers"
         else:
@@ -99,7 +99,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield a problem for each entry that is invalid, runs code in transformers, or replaces a method of `kind`."""
+    """Yield a problem for each entry that is invalid, makes transformers run code, or overrides a method of `kind`."""
     yield from entry_problems(content, _ENTRIES, path, _AGAIN)
     for value in content.values():
         if isinstance(value, dict):
@@ -130,7 +130,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    The model must be built, because transformers collects the pinned names of its submodels in `post_init`.
+    A built model is needed to know which parameters stay in float32: transformers collects their names in `post_init`.
     """
     cls = model_class(config)
     if cls is None:
@@ -198,7 +198,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return a config's class by `auto_class`, else the class that the config names, else the default; or None."""
+    """Return the model class for a config: from `auto_class`, or from its `architectures` and type; None if unknown."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -229,7 +229,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype of this name (None for None); raise CheckpointError about `what` if torch lacks it."""
+    """Return the torch dtype of this name (None for None); if torch lacks it, raise a CheckpointError about `what`."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

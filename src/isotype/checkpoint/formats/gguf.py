@@ -33,8 +33,8 @@ _STRING, _ARRAY = 8, 9
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensor headers of a GGUF file, sorted by name, and the scalars and strings of its metadata.
 
-    Arrays are skipped: gguf.GGUFReader takes seconds for the 10^5 strings of a vocabulary. Raises CheckpointError if
-    the file is missing, truncated or damaged, or has an unknown version or tensor type.
+    Arrays are skipped. gguf.GGUFReader reads them, and takes seconds for the 10^5 strings of a vocabulary. Raises
+    CheckpointError if the file is missing, truncated or damaged, or has an unknown version or tensor type.
     """
     if file_size(path) == 0:
         raise broken(path, "an empty file", "a GGUF file")
@@ -42,7 +42,7 @@ def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
         try:
             return _parse(data, path)
         except (struct.error, OverflowError) as error:  # OverflowError: an offset beyond any file's size
-            what = f"the header continues after the last byte, {len(data)}"
+            what = f"the header is longer than the file ({len(data)} bytes)"
             raise broken(path, what, "a complete file") from error
         except UnicodeDecodeError as error:
             raise broken(path, f"a name that is not UTF-8 ({error})", "UTF-8") from error
@@ -84,7 +84,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, offset, offset after the value) of each metadata entry; add values to `metadata`, but no arrays."""
+    """Yield key, begin and end of each metadata entry; add its value to `metadata` unless it is an array."""
     at = 24
     for _ in range(count):
         begin = at
@@ -99,7 +99,7 @@ def _entries(
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return the bytes of a small GGUF file with the tensor names of `path` and its metadata except the vocabulary."""
+    """Return a small GGUF file as bytes: the tensor names and the metadata of `path`, but not its vocabulary."""
     metadata: dict[str, object] = {}
     entries: list[bytes] = []
     vocabulary = 0
@@ -187,7 +187,7 @@ def _tensors(
             cut.append(name)
         tensors.append(TensorHeader(name, type_name, shape, nbytes, path, start + offset))
     if cut:
-        what = f"{len(cut)} tensors end beyond the file, first {cut[0]!r}"
+        what = f"{len(cut)} tensors end after the file's last byte, such as {cut[0]!r}"
         problems.append(Problem(what, "a complete file", DAMAGED))
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     for before, tensor in pairwise(tensors):

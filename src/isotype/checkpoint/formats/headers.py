@@ -1,7 +1,7 @@
 """Read names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
 
-Formats: safetensors (https://github.com/huggingface/safetensors#format) and `torch.save` files, in one file or in
-shards with an index, and GGUF.
+It can read safetensors files (https://github.com/huggingface/safetensors#format), `torch.save` files and GGUF files.
+Files of the first two formats may be shards with an index.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
     """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
 
-    `quant_method` is `cast` if the config names a float8 dtype and no quantization: all weights were cast to float8.
+    If the config has a float8 dtype but no quantization, `quant_method` is `cast`: all weights were cast to float8.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
@@ -90,7 +90,7 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
         if isinstance(options, dict):
             return options
         what = f"{file}: quantization_config is {options!r:.80}"
-        expected = "an object, with a quant_method"
+        expected = "an object that has a quant_method"
         raise CheckpointError.of("config.json cannot be read", what, expected, DAMAGED)
     file = directory / "hf_quant_config.json"
     options = read_json(file).get("quantization") if file.is_file() else None
@@ -125,7 +125,7 @@ def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
 
 
 def _file_of(path: Path) -> tuple[Path, Kind]:
-    """Return the file at `path` with the weights, or the index of their shards, and the kind of the weights."""
+    """Return (weights file or index of shards, kind of the weights) for a directory or a file."""
     if not path.is_dir():
         if path.name == "adapter_model.bin" and path.is_file():
             raise _refuse_pickle([path])
@@ -139,7 +139,7 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
-    """Return a directory's weights file or index of shards, and the kind of the weights; None if it has no weights."""
+    """Return (weights file or index of shards, kind of the weights) for a directory; None if it has no weights."""
     for name, kind in _LAYOUTS:
         if (directory / name).is_file():
             return directory / name, kind
@@ -180,8 +180,8 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
         return CheckpointError.of(
             "it is unknown which files belong to the model",
             what,
-            "model.safetensors, pytorch_model.bin, or the index of shards of either",
-            "copy the index along with the shards, or give one file itself",
+            "model.safetensors or pytorch_model.bin, in one file or as shards with an index",
+            "copy the index along with the shards, or give the path of a single file",
         )
     # The command reads only tensors: with weights_only, torch runs no code.
     fix = (
@@ -221,8 +221,8 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
             continue
         tensors += in_shard
         present = {header.name for header in in_shard}
-        fix = "take index and shards from the same save of the model"
-        for some, what in ((names - present, "lacks"), (present - names, "holds, against the index,")):
+        fix = "take the index and the shards from the same save of the model"
+        for some, what in ((names - present, "lacks"), (present - names, "also has")):
             if some:
                 difference = f"{shard} {what} {listed(sorted(some))}"
                 problems.append(Problem(difference, f"what {index.name} lists", fix))
@@ -232,7 +232,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for a file that exists, else False. Threads read the headers ahead, since a file server is slow."""
+    """Yield True for each file that exists, else False. Threads read the headers in advance: a file server is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():
@@ -265,7 +265,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
         raise damaged(index, [Problem(f"{name!r} twice", "each name once", DAMAGED) for name in twice])
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise broken(index, "no weight_map", "a weight_map: the shard of every tensor")
+        raise broken(index, "no weight_map", "a weight_map that gives the shard of every tensor")
     limit_tensors(index, len(weight_map))
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_file_name(shard) or not printable(name):
@@ -273,13 +273,13 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
             raise broken(index, shard_of, "the name of a file in the same directory")
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):
-        fix = 'add "metadata": {} to it: transformers does not load a checkpoint without it'
-        raise broken(index, "no metadata", "an object of that name, which may be empty", fix)
+        fix = 'add "metadata": {} to the index: transformers loads no checkpoint without this entry'
+        raise broken(index, "no metadata", "an object named metadata, which may be empty", fix)
     return weight_map, metadata
 
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Return True if a shard's name has no folder, because an index must not name files outside of its directory."""
+    """Return True for a plain file name: an index must not name a file outside of its own directory."""
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

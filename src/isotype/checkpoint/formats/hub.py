@@ -33,7 +33,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
-    """Turn an error of the hub or of its library into a CheckpointError with this text and the error's reason."""
+    """If the hub or its library fails in the `with` block, raise a CheckpointError with this text and the reason."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
@@ -97,7 +97,7 @@ def remote_headers(
             repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         what, expected = f"hub id {model_id}: {error}", "weights in safetensors"
-        fix = "give a revision or a conversion of the model in safetensors; pickled weights are not read"
+        fix = "give a revision of the model that has safetensors, or convert the model; pickled weights are not read"
         raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
         unread = f"the headers on the hub could not be read ({why or error})"

@@ -1,4 +1,4 @@
-"""Read the JSON files of checkpoints; find duplicate names and values of the wrong type."""
+"""Read the JSON files of checkpoints; find names that occur twice, and values of the wrong type."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
 
 
 class Entry(NamedTuple):
-    """The values that are valid for entries of a JSON object whose name matches `names`.
+    """A rule for values in a JSON object: it applies to each entry whose name matches `names`.
 
     Attributes:
         names: a regular expression for the full name of an entry.
-        kind: type annotation of the value; None for the annotation in the library's config class.
+        kind: type annotation of the value; if None, the library's config class gives the annotation.
         expected: the type in words; if "", the words are derived from `kind`.
         low, high: smallest and largest valid number in a value.
     """
@@ -69,7 +69,7 @@ def entry_problems(
     fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that the first matching `Entry` forbids; `kinds`: name -> type, if `kind` is None."""
+    """Yield a problem for each value that its first matching `Entry` forbids; for `kind=None`, `kinds` has the type."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)

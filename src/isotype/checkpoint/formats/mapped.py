@@ -36,7 +36,7 @@ class MappedFiles:
         self._storages: dict[Path, Any] = {}
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return a tensor (or rows of one) as `header` describes it; bytes `[header.bytes]` if torch lacks its dtype."""
+        """Return the tensor (or rows of one) that `header` describes; if torch lacks its dtype, return it as bytes."""
         if not header.begin:  # a tensor that is not contiguous in its torch file
             return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
@@ -112,7 +112,7 @@ class StagedTensors:
     at: dict[TensorHeader, int] = field(default_factory=dict)
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return a tensor in the buffer, or rows of one, like `MappedFiles.tensor`."""
+        """Return a tensor from the buffer (or rows of one) as `MappedFiles.tensor` does."""
         names = (header.file, header.name)
         whole = header if header in self.at else next(h for h in self.at if (h.file, h.name) == names)
         begin = self.at[whole] + header.begin - whole.begin
@@ -123,7 +123,7 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield each piece of work with its tensors in a buffer, or with None if the caller must read them.
+    """Yield each piece of work with its tensors in a buffer, or with None if the caller must read the tensors.
 
     The pieces keep their order. Tensors are valid until the generator resumes. The reading thread ends when the
     generator is closed, also after an interrupt.
@@ -158,7 +158,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield groups of neighbouring pieces that fit into one buffer; pieces without a buffer have None for headers."""
+    """Yield groups of neighbouring pieces that fit into one buffer; an unbuffered piece has None as headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for piece, headers in work:
@@ -229,5 +229,5 @@ def _buffer(size: int, pinned: bool) -> torch.Tensor:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             reason = first_line(error)
-            logger.warning("weights are copied to the GPU out of pageable memory, more slowly: %s", reason)
+            logger.warning("weights are copied to the GPU more slowly, without pinned memory: %s", reason)
     return torch.empty(size, dtype=torch.uint8)

@@ -33,14 +33,14 @@ _SIGNATURES = (
         b"\x80",
         "it is a Python pickle, which may run code when it is read: take the checkpoint in safetensors",
     ),
-    (b"GGUF", "it is a GGUF file: name it .gguf"),
-    (b"PK\x03\x04", "it is a PyTorch file: name it .bin"),
+    (b"GGUF", "it is a GGUF file: give it a name that ends in .gguf"),
+    (b"PK\x03\x04", "it is a PyTorch file: give it a name that ends in .bin"),
     (b"<", "it is an HTML or XML page, not the file itself: download it again"),
 )
 
 
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors in a safetensors file's header, in the order of their data, and the file's metadata."""
+    """Return the tensors that a safetensors file describes, in the order of their data, and the file's metadata."""
     header, data_bytes = _header_and_data_size(path)
     limit_tensors(path, len(header))
     metadata = header.pop("__metadata__", {})
@@ -67,7 +67,7 @@ def _header_and_data_size(path: Path) -> tuple[dict[str, Any], int]:
         if length > _MAX_HEADER or length < 2:
             kinds = [text for signature, text in _SIGNATURES if start.startswith(signature)]
             fix = kinds[0] if kinds else "it is not a safetensors file, or damaged: download or save it again"
-            expected = f"2 to {_MAX_HEADER}, for {MAX_TENSORS:,} tensors"
+            expected = f"2 to {_MAX_HEADER} bytes, enough for {MAX_TENSORS:,} tensors"
             raise broken(path, f"a header of {length} bytes", expected, fix)
         if 8 + length > size:
             what = f"the header ends at byte {8 + length}, the file at byte {size}"
@@ -109,7 +109,7 @@ def _tensor_or_problem(name: str, entry: object, path: Path, start: int) -> Tens
 
 @functools.lru_cache(maxsize=64)
 def _bits(dtype_name: str) -> int | None:
-    """Return the number of bits of one element, which is part of every safetensors dtype name: F32, F8_E4M3, F4, C64."""
+    """Return the bits of one element; every safetensors dtype name except BOOL contains them: F32, F8_E4M3, F4, C64."""
     if dtype_name == "BOOL":
         return 8
     match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)
@@ -126,7 +126,7 @@ def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]
-        place = f"{data_bytes} bytes of data; {len(cut)} tensors end beyond them, first {cut[0]!r}"
+        place = f"{data_bytes} bytes of data; {len(cut)} tensors end after the last byte, such as {cut[0]!r}"
         return [Problem(place, f"{last} bytes", DAMAGED)]
     problems = []
     previous, before = start, "the header"

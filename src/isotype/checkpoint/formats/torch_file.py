@@ -35,7 +35,7 @@ def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
 
 
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
-    """Return name -> tensor for a file. Tensors on the CPU are memory-mapped; tensors on the meta device have no values.
+    """Return a file's tensors by name. Tensors on the CPU are memory-mapped; tensors on the meta device have no values.
 
     Raises CheckpointError if the file is damaged or older than torch 1.6. No code is run: only tensors are unpickled.
     """
@@ -78,7 +78,7 @@ def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
             return Problem(f"the name {name!r}", "text", _WEIGHTS)
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             kind = f"{value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-            return Problem(f"{name!r}: a {kind}", "a dense tensor by its name", _WEIGHTS)
+            return Problem(f"{name!r}: a {kind}", "dense tensors with their names", _WEIGHTS)
     return content
 
 
@@ -114,6 +114,6 @@ def _what_failed(error: BaseException) -> Problem:
         )
     if isinstance(error, NotImplementedError):
         # torch from 2.14 on compares a sparse tensor's indices with its size, which a tensor without values lacks.
-        return Problem("a sparse tensor", "a dense tensor by its name", _WEIGHTS)
+        return Problem("a sparse tensor", "dense tensors with their names", _WEIGHTS)
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return Problem(f"not readable by torch ({first[:200]})", "what torch.save writes", DAMAGED)

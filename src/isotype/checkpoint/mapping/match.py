@@ -46,7 +46,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A model's tensor of shape `wanted`; the files give the shape `stored`, or their conversion ends in `failure`."""
+    """A tensor whose shape in the model is `wanted`, but `stored` in the files; or its conversion raised `failure`."""
 
     name: str
     wanted: tuple[int, ...]
@@ -61,12 +61,12 @@ class Match:
 
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
-        initialised: name of a tensor that the checkpoint lacks and transformers initialises -> the reason.
+        initialised: name of a tensor that transformers initialises because the checkpoint lacks it -> why it may do so.
         tied: name of a tensor that shares the values of another tensor -> the other tensor's name in the checkpoint.
-        surplus: tensors of the checkpoint that the model has no name for and does not ignore.
-        unused: the tensors of `surplus` that no class of the model uses.
+        surplus: tensors of the checkpoint that the model neither has nor ignores.
+        unused: the tensors of `surplus` that no other class for the model's config uses either.
         unread: tensors whose values cannot be computed, each with the reason.
-        buffers: buffers that the model computes and no file has.
+        buffers: buffers that no file has, because the model computes them.
     """
 
     model: str
@@ -196,8 +196,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config does not name the model's class, a tensor is returned only if the model has its module, or if it
-    belongs to an additional layer.
+    If the config names another class than the model's, only two kinds of tensors count as unused: those of modules that
+    the model has, and those of layers beyond the model's last.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -211,7 +211,7 @@ def _unused(
 
 
 def _extends(model: Any, name: str) -> bool:
-    """Return True if a tensor belongs to a module of the model, or to an additional element of its module lists."""
+    """Return True if a tensor belongs to a module of the model, or to a layer that one of its module lists lacks."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
@@ -282,8 +282,8 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
     for names in _grouped_by_pattern(others, lambda name: by_name[name].shape):
         first = by_name[names[0]]
         yield Problem(
-            f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} has no place for",
-            "only tensors that a class of this model uses: without the others it computes other values",
+            f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} does not use",
+            "only tensors that the model uses: without the others, its outputs are different",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 
@@ -321,7 +321,7 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
             what = f"{_named(names)} of shape {list(wrong.stored)}, {of}"
         near = _near(wrong.sources[0].name, dense_shape(wrong.sources[0]), match.surplus)
         if len(wrong.sources) > 1 and near is not None:
-            fix = f"{near.weight.file.name} has {near.weight.name}, which no tensor of the model is made of: rename it"
+            fix = f"{near.weight.file.name} has {near.weight.name}, which the model does not use: rename it"
         else:
             fix = _SAME_PLACE
         source = "its metadata" if match.gguf else "config.json"
@@ -334,7 +334,7 @@ def _doubled_problems(match: Match) -> Iterator[Problem]:
         yield Problem(
             f"{name} twice: {first.name} in {first.file.name} and {second.name} in {second.file.name}",
             "one tensor for each name of the model",
-            "remove the tensor that is not the model's, or save the model again",
+            "remove the tensor that does not belong to the model, or save the model again",
         )
 
 
@@ -351,7 +351,7 @@ def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape with the most similar name, or the only one of this shape, or None."""
+    """Of the surplus tensors with this shape, return the one with a similar name, or the only one; else None."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

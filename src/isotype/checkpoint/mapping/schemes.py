@@ -1,6 +1,6 @@
 """Decide from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-Tensors beside a weight are its quantization constants or scales of activations; any other makes it unreadable.
+isotype reads a weight only if it knows the use of each constant: dequantizing the weight, or scaling activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AWQ = "awq"
 MODELOPT = "modelopt"
 COMPRESSED = "compressed-tensors"
 CAST = "cast"
-"""Method of a model whose config names a float8 dtype and no quantization: the codes are the values."""
+"""Method of a model whose config has a float8 dtype but no quantization: the stored codes are the values themselves."""
 READABLE = frozenset({*METHODS, CAST, ""})
 """Methods whose weights can be read; "" for a model that is not quantized."""
 
@@ -72,14 +72,13 @@ class Scheme:
     """The dequantization of one weight: (code - zero point) x scale.
 
     Attributes:
-        kind: `numbers` are float8 codes, `integers` int8 codes, `words` integers packed in int32, `pairs` two E2M1
-            codes per byte, `blocks` the mxfp4 blocks of gpt-oss.
-        shape: shape of the dense weight; empty if the shape is only in a file on the hub.
-        block: (rows, columns) that share a scale.
-        second: one number that scales all scales, or None.
-        divides: True if the scales are divided by `second`, False if they are multiplied.
-        turned: True if the file stores the weight as [columns, rows] (AWQ), with words and zero points packed along the
-            rows.
+        kind: how codes are stored. `numbers`: float8. `integers`: int8. `words`: integers packed in int32. `pairs`: two
+            E2M1 codes per byte. `blocks`: the mxfp4 blocks of gpt-oss.
+        shape: shape of the dense weight; empty if only a file on the hub contains the shape.
+        block: numbers of rows and columns that share a scale.
+        second: one number that applies to all scales, or None.
+        divides: True if the scales are divided by `second`, False if they are multiplied by it.
+        turned: True if the file stores the weight as [columns, rows] (AWQ); words and zero points are packed along rows.
     """
 
     kind: Kind
@@ -97,7 +96,7 @@ class Scheme:
 class _Options:
     """The `kinds` of codes and the `layouts` of scales that config.json allows for one weight.
 
-    A layout has a name, and the rows and columns that share a scale (0 for all). `exponents`: scales may be powers of 2.
+    A layout is a name and the numbers of rows and columns that share a scale; 0 means all. `exponents` allows E8M0 scales.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -117,7 +116,7 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return the reason in config.json why no quantized weight can be read; "" if there is no such reason.
+    """Return why isotype can read no quantized weight, according to config.json; "" if config.json gives no reason.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -135,7 +134,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable. An unreadable group may apply to no layer."""
+    """Raise the first group's error if no group is readable. A single unreadable group may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -223,7 +222,7 @@ def _require_plain(weight: TensorHeader, method: str) -> None:
 def _require_complete(
     weight: TensorHeader, constants: Sequence[TensorHeader], form: str, quantization: Mapping[str, Any]
 ) -> None:
-    """Raise UnreadableError if config.json does not name a bitsandbytes format, or the format lacks a constant."""
+    """Raise UnreadableError if config.json does not name this bitsandbytes format, or a constant is missing."""
     bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
     _require(method_of(quantization) == "bitsandbytes", bare)
     configured = (
@@ -242,7 +241,7 @@ def _require_complete(
 
 
 def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
-    """Return the scheme of mxfp4 blocks: uint8 [..., rows, groups, 16] become dense [..., groups * 32, rows]."""
+    """Return the scheme of mxfp4 blocks: from uint8 [..., rows, groups, 16] to dense [..., groups * 32, rows]."""
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
@@ -253,7 +252,7 @@ def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
 def _turned(
     weight: TensorHeader, constants: Sequence[TensorHeader], quantization: Mapping[str, Any]
 ) -> Scheme:
-    """Return the scheme of AutoAWQ's words, int32 [inputs, outputs / 8]; a group of inputs shares its constants."""
+    """Return the scheme of AutoAWQ's weights, int32 [inputs, outputs / 8], with constants for each group of inputs."""
     _check_awq(quantization)
     size = _size(quantization.get("group_size", quantization.get("q_group_size", 128)), "group_size")
     parts = {part.name.rpartition(".")[2]: part for part in constants}
@@ -269,7 +268,7 @@ def _turned(
     ):
         what = f"{part.name} of shape {list(part.shape)} {part.dtype_name} for words of shape {list(weight.shape)}"
         fits = part.shape == shape and part.dtype_name in dtypes
-        _require(fits, f"{what}; groups of {size} inputs have {list(shape)} {_either(dtypes)}")
+        _require(fits, f"{what}; {list(shape)} {_either(dtypes)} is expected for groups of {size} inputs")
     return Scheme("words", (outputs, inputs), scale, (1, size), 4, zero, turned=True)
 
 
@@ -298,7 +297,7 @@ def _shape(
     dense = written_shape([written] if written else [])
     if dense is not None:
         fits = dense[:-1] == shape[:-1] and -(-dense[-1] * options.bits // 32) == shape[-1]
-        what = f"{list(shape)} words, where {list(dense)} integers of {options.bits} bits are declared"
+        what = f"{list(shape)} words, but weight_shape declares {list(dense)} integers of {options.bits} bits"
         _require(fits, what)
     return dense or ()
 
@@ -325,7 +324,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
 
 
 def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
-    """Return the rows and columns that share a scale, in the first layout that fits the shape of the scales."""
+    """Return how many rows and columns share a scale, by the first layout that fits the shape of the scales."""
     *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
     for layout, size in options.layouts:
         height, width = size[0] or rows or 1, size[1] or columns or 1
@@ -337,7 +336,7 @@ def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tu
             return height, width
     layouts = {name + (f" {size[0]}x{size[1]}" if all(size) else "") for name, size in options.layouts}
     what = f"{scale.name} of shape {list(scale.shape)} for a weight of shape {list(shape)}"
-    raise UnreadableError(f"{what}; config.json has one scale by {_either(layouts)}")
+    raise UnreadableError(f"{what}; by config.json, the weight has one scale per {_either(layouts)}")
 
 
 def _check_zero(
@@ -405,7 +404,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return the entry of `config_groups` for a module, by compressed-tensors' order: names, `re:` patterns, classes."""
+    """Return a module's entry in `config_groups`; as in compressed-tensors, names precede patterns and classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
@@ -422,7 +421,7 @@ def group_of(
             covering += [groups[target] for target in matching[:1]]
     what = "several groups cover" if covering else "no group covers"
     same = covering and all(group == covering[0] for group in covering)
-    _require(same, f"{what} it in the config_groups {', '.join(order)}")
+    _require(same, f"{what} this weight in the config_groups {', '.join(order)}")
     return covering[0]
 
 

@@ -120,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a constant's weight and the format that the constant implies; ("", "") for a tensor that is no constant."""
+    """Return the weight to which a constant belongs, and the format that it implies; ("", "") for other tensors."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -142,7 +142,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return the tensor with its `scheme` or `problem`; `target` is its name in the model, or "" if it has none."""
+    """Return the tensor with `scheme` or `problem` set; `target` is the tensor's name in the model ("" if none)."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
@@ -171,7 +171,7 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def blank_tensors(tensors: Iterable[StoredTensor]) -> dict[str, torch.Tensor]:
-    """Return name -> meta tensor of the dense shape, in the stored dtype of plain tensors, else in bfloat16."""
+    """Return meta tensors by name, in their dense shapes; quantized tensors get bfloat16, others keep their dtype."""
     import torch
 
     blank = {}

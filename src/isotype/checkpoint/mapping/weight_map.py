@@ -1,4 +1,4 @@
-"""Find, by names and shapes, the tensors in a checkpoint that each tensor of a model is made from."""
+"""For each tensor of a model, find the tensors in a checkpoint from which it is made, by their names and shapes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from isotype.checkpoint.mapping.stored import (
 )
 
 TURNED = "by transformers' `TensorProcessor` for GGUF files"
-"""Conversion of a GGUF file's tensors: the processor changes the order of a tensor's values, not their number."""
+"""Name of the conversion of a GGUF file's tensor: it may change the order of the values, but not their number."""
 CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""Exceptions of transformers' conversions for tensors of unexpected shapes or numbers."""
+"""Exceptions that transformers' conversions raise if the shapes or the number of tensors are unexpected."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Source:
     """Tensors of a checkpoint that one conversion turns into one or more tensors of the model.
 
     Attributes:
-        target: name in the model to which the names of all `tensors` are mapped; a key of `shapes`.
-        tensors: tensors in the checkpoint, each with the conversion's pattern that its name matches.
-        conversion: transformers' `WeightConverter`; None if the source is one tensor that is at most renamed; `TURNED`
-            for a tensor of a GGUF file.
+        target: the one name in the model to which transformers renames all `tensors`; a key of `shapes`.
+        tensors: tensors in the checkpoint, each with the name pattern of the conversion that matches the tensor's name.
+        conversion: transformers' `WeightConverter`, or `TURNED` for a tensor of a GGUF file. None if the source is one
+            tensor, which is used as stored or only renamed.
         shapes: name in the model -> shape after the conversion, or None if the headers do not determine this shape.
         failure: error that the conversion raised, or "".
     """
@@ -52,7 +52,7 @@ class WeightMap:
     Attributes:
         sources: name of a tensor of the model -> its source, which several tensors may share.
         surplus: tensors without a name in the model.
-        doubled: (name in the model, tensor) for each tensor whose name in the model already has a source.
+        doubled: (name in the model, tensor) for each tensor whose name in the model another tensor already has.
     """
 
     sources: Mapping[str, Source]
@@ -63,8 +63,8 @@ class WeightMap:
 def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     """Return the sources of a model's tensors in a checkpoint. The model is dense and may be on the meta device.
 
-    For models of transformers, the conversions in its `conversion_mapping` rename, split, stack and transpose tensors.
-    For any other module, names must be equal.
+    For a transformers model, the conversions in `transformers.conversion_mapping` rename, split, stack and transpose
+    tensors. For any other module, the names in the checkpoint and in the module must be equal.
     """
     stored = stored_tensors(headers.tensors, headers.quantization)
     gathered: dict[str, list[tuple[StoredTensor, str]]] = {}
@@ -97,7 +97,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
 def _renaming(
     model: Any, headers: CheckpointHeaders
 ) -> tuple[Callable[[str], tuple[str, str, Any]], Callable[[str], Any]]:
-    """Return a function: name in a file -> (name in the model or "", pattern, conversion), and a sort key of names."""
+    """Return a function that maps a name in a file to (model's name or "", pattern, conversion), and a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -138,9 +138,9 @@ def _renaming(
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return name in a GGUF file -> name in the model; both end in `.weight` or `.bias`.
 
-    The names in gguf's table lack the prefix of the base model or of a part of the model. So leading parts of a model's
-    name are removed until the table has the rest. If several names lead to one name in the file, the name with the
-    fewest removed parts is used. transformers' `get_gguf_hf_weights_map` would take seconds.
+    The names in gguf's table have no prefix for the base model (or for a part of it). So the function drops leading
+    parts of a name in the model until the table has the rest. If several names lead to one name in the file, the name
+    with the fewest removed parts is used. transformers' `get_gguf_hf_weights_map` would take seconds.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -184,7 +184,7 @@ def _shaped(model: nn.Module, source: Source) -> Source:
 
 
 def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return name -> tensor of the model, made by a source's conversion from `values` (source name -> dense values)."""
+    """Convert a source's dense `values` (by name in the files) into tensors of the model (by name in the model)."""
     if source.conversion is None:
         (value,) = values.values()
         return {source.target: value}

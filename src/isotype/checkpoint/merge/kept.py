@@ -1,11 +1,11 @@
-"""Compute how much of an adapter's learning a merged model keeps, in float32 and block by block.
+"""Measure how much of the learned change a merged model keeps; the models run in float32, block by block.
 
-With p the next-token distributions of the trained model (the adapter on the base of its training):
+Let p be the next-token distributions of the trained model, which is the adapter on the base that it was trained on:
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-The value is 1 if the merged model computes the same as the trained model, and 0 if it is as far from the trained model
-as the base is. On training rows, losses are compared as well: (base loss - merged loss) / (base loss - trained loss).
+The value is 1 if the outputs of the merged and the trained model are equal, and 0 if the merged model is as far from
+the trained model as the base is. On training rows, it also compares losses: (base - merged) / (base - trained).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return the rows (default: isotype's texts), cut to the model's context length and to about `tokens` tokens."""
+    """Return `rows` (or isotype's texts for None), cut to the model's context length and to about `tokens` tokens."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
@@ -65,7 +65,7 @@ class Learned:
 
     Attributes:
         step: the logits of every `step`-th token are stored.
-        pictured: inputs of the model, a picture and then a text; None if the model has no image input.
+        pictured: the model's inputs for a picture that a text follows; None if the model has no image input.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.
@@ -120,7 +120,7 @@ class Learned:
         return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source, pictured)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
-        """Return the largest difference from `self.logits`, the mean KL(trained || other) in nats, and the token count."""
+        """Return the largest difference from the trained model's logits, the mean KL in nats, and the token count."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
@@ -138,7 +138,7 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """Run the base without and with the adapter under the training's `policy` on about `tokens` tokens of `rows`."""
+    """Run the base, then the base with the adapter, on about `tokens` tokens of `rows`; `policy` is the training's."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     _in_float32(model, policy, deferred)
@@ -155,7 +155,7 @@ def learned(
 
 
 def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return `Learned.pictured`, with `logits_to_keep` so that the model returns only the text's logits."""
+    """Return `Learned.pictured`; its `logits_to_keep` makes the model return only the text's logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
     (batch,) = made_batches(model, tokenizer, LENGTH).batches
@@ -164,7 +164,7 @@ def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
-    """Return the base under `policy` with the unmerged adapter; the model computes in float32 and block by block."""
+    """Load the base under `policy` and add the adapter, unmerged; the model computes in float32, block by block."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
@@ -174,7 +174,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a written model, which then computes in float32 and block by block."""
+    """Load a merged model from its files, so that it computes in float32, block by block."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)
@@ -183,7 +183,7 @@ def merged_in_float32(path: Path, model_class: Any) -> Any:
 
 
 def _in_float32(model: Any, policy: PrecisionPolicy, deferred: DeferredBlocks) -> PrecisionPolicy:
-    """Let a model compute in float32 with its weights as stored under `policy`; return the new policy."""
+    """Make a model compute in float32 from the weights that `policy` stores; return the new policy."""
     dense = dense_policy(policy)
     deferred.dequantize(model, dense.plain)
     wide = replace(
@@ -201,7 +201,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A storage format to try: `isotype merge`'s arguments, the name, the bits per weight, and the base's policy."""
+    """A storage format to try: arguments for `isotype merge`, format name, bits per weight, and the base's policy."""
 
     arguments: str
     form: str
@@ -226,7 +226,7 @@ def cheapest(
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """In this context, each block of a model from `trained` is merged and rounded for its forward, then restored."""
+    """In this context, each block of a `trained` model is merged and rounded before its forward, and then restored."""
     saved: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(block: nn.Module, *_: Any) -> None:

@@ -37,10 +37,10 @@ class Rounding:
     """The dtypes in which the parameters of the merged model are stored.
 
     Attributes:
-        target: dtype of all parameters but those of `pinned` and `in_base`.
+        target: dtype of all parameters that neither `pinned` nor `in_base` names.
         pinned: patterns of the names of parameters that stay float32.
-        in_base: dtypes of parameters that keep the dtype of the base's files, by name.
-        written: the merged model, opened from its files to measure their error; None before they are written.
+        in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
+        written: the merged model, opened from its files so that their error can be measured; None until they exist.
         instead: command-line arguments that the error about an overflow of float16 recommends.
     """
 
@@ -53,7 +53,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return the rounding loss of a merged parameter: of the written model if there is one, else of `stored`."""
+        """Return a merged parameter's rounding loss, from the written model if there is one, else from `stored`."""
         if self.written is None:
             stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -71,7 +71,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round float tensors to their stored dtypes, those in `changed` by `unbiased`; raise PrecisionError on overflow."""
+        """Round tensors to their stored dtypes, with `unbiased` if in `changed`; raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
@@ -90,12 +90,12 @@ class Merging:
 
     Args:
         one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: the model that a merge with the same arguments wrote, to measure its files; else None.
+        written: None to merge, or the model that a merge with the same arguments wrote, to measure its files.
 
     Attributes:
         model: the base; the merged model has its class and config.
         notes: differences from the base, in sentences.
-        weights: rounding loss of each parameter that the adapter changes; complete when all `parts` were iterated.
+        weights: rounding loss of each parameter that the adapter changes; complete after the iteration over `parts`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Merging:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Name -> meta tensor with shape and dtype, for all merged parameters and buffers, in the order of `parts`."""
+        """A meta tensor for each parameter and buffer of the merged model, by name, in the order of `parts`."""
         shapes = {}
         for name in sorted(self._names, key=lambda name: name not in self._outside):
             value = self._names[name]
@@ -185,7 +185,7 @@ class Merging:
         return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
-        """Merge the layers of a block, or the layers outside of blocks if `block` is None; return name -> tensor."""
+        """Merge the layers of a block, or those outside of blocks if `block` is None; return the tensors by name."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
         elsewhere = tuple(f"{other.name}." for other in self._blocks) if block is None else ()
         for path, layer in tuner_layers(root):
@@ -226,7 +226,7 @@ class Merging:
 
 
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """Return the policy of the dequantized base; its masters are float32, so that the adapter is not rounded."""
+    """Return the policy of the dequantized base; adapters stay in float32, so that they are not rounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.compute
     return replace(
@@ -243,7 +243,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Subtract OLoRA's initial adapter from a quantized base, as OLoRA does; return the adapter to add to the base."""
+    """If the adapter began with OLoRA, subtract its initial values from a quantized base. Return the adapter to add."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -274,7 +274,7 @@ def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
-    """Return name -> meta tensor for a checkpoint of the model; a shared tensor has only one name."""
+    """Return a meta tensor by name for each tensor of the model's checkpoint; a shared tensor has only one name."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     state = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}
@@ -321,7 +321,7 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
 def _replaced(
     peft_model: Any, before_training: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return (values in the base, trained values) of the biases and `modules_to_save`, which were trained directly."""
+    """Return name -> (base values, trained values) of biases and `modules_to_save`, which were trained directly."""
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())
@@ -345,10 +345,10 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 
 
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values up or down at random such that the mean error is 0; values of `dtype` stay unchanged.
+    """Round float32 values to 16 bits, up or down at random, so that the mean error is 0; cast all other values.
 
-    Rounding to nearest would lose every update of a 16-bit weight below half a rounding step. Stochastic rounding keeps
-    such updates in the expected weights (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend
+    Rounding to nearest would lose every update of a 16-bit weight that is smaller than half a rounding step. Stochastic
+    rounding keeps such updates on average (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend
     only on the weight's name.
     """
     dropped = _DROPPED.get(dtype)
@@ -383,7 +383,7 @@ def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch
 
 
 def codes(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Return the codes of a float32 matrix in a format as a flat tensor with one element per 4-bit or 8-bit code."""
+    """Quantize a float32 matrix to a format; return its 4-bit or 8-bit codes in a flat tensor, one code per element."""
     if form == "int8":
         return quantize_int8(values)[0].flatten()
     if form in FOUR_BITS:
@@ -430,7 +430,7 @@ class WrittenModel:
 
     @torch.no_grad()
     def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:
-        """Return a parameter's stored dtype (None for codes) and float32 values; free the block that was read before."""
+        """Return a parameter's stored dtype (None for codes) and float32 values; free the previously read block."""
         self._deferred.use(self._blocks.get(name))
         if self._is_bnb_weight(name):
             return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)

@@ -65,26 +65,26 @@ def merge_adapter(
 
     The adapter is added to these weights:
 
-    - without `base`: the weights of its training, quantized as in training and dequantized;
+    - without `base`: the weights that the training used; if they were quantized, they are dequantized;
     - with `base`: the weights that the files of `base` store;
-    - if `stored` is the training's quantization format: the weights that the base's files store. With dequantized
-      weights, the sums would round to the base's codes, and small updates would be lost.
+    - if `stored` is the training's quantization format: the weights that the base's files store. If dequantized weights
+      were quantized again, small updates would be lost.
 
-    PEFT merges each layer in float32; the sum is rounded once, stochastically for 16 bits
+    PEFT merges each layer in float32. The sum is rounded once; rounding to 16 bits is stochastic
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
     and compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`). Then the folder
     is renamed to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
 
-    Memory holds the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of
-    the largest adapted weight. It holds the whole base if PEFT reads the base to add the adapter (such as DoRA).
+    Peak memory is the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of
+    the largest adapted weight. If PEFT reads the base to add the adapter (as for DoRA), it includes the whole base.
 
     Args:
         adapter: directory of the adapter.
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
         dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's
-            dtype. Tensors that the base's files store in another dtype than most tensors keep their dtype. Parameters
-            that the model's author pins stay float32.
+            dtype. With `"auto"`, a tensor keeps its dtype if the base's files store it in another dtype than most
+            tensors. Parameters that the model's author keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
             `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. If `output` is a GGUF file, None means 16 bits, as in
@@ -190,7 +190,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return the base to merge into, its facts, its policy, and the base's policy in training (None with `base`)."""
+    """Return the base to merge into, its facts and policy, and the policy of the training (None if `base` is given)."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
@@ -217,17 +217,17 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
         asked = parse_dtype(dtype)
         if asked not in COMPUTE_DTYPES:
             what, expected = f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16"
-            raise PrecisionError.of("unsupported dtype of a merge", what, expected, "give one of these")
+            raise PrecisionError.of("a merge cannot write this dtype", what, expected, "give one of these")
         return asked, "as requested"
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
     if adapter.policy is None:
         if stored is None:
             return torch.float32, "neither the adapter nor the base names the dtype of the training"
-        return stored, "the base checkpoint's; the adapter has no precision_policy.json"
+        return stored, "the dtype of the base checkpoint, because the adapter has no precision_policy.json"
     compute = adapter.policy.compute
     if compute == torch.float16 and stored not in (None, torch.float16):
         why = f"trained in float16, which cannot hold every {dtype_name(stored)} value"
-        return stored, f"the base checkpoint's; {why}"
+        return stored, f"the dtype of the base checkpoint: the adapter was {why}"
     return compute, "the compute dtype it was trained in"
 
 
@@ -256,7 +256,7 @@ def _learned(
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
     """Run the adapter on the base of its training; return (outputs or None, tokenizer, notes, policy of that base).
 
-    If `policy` is None, the adapter is merged into another base, and the base of its training may no longer exist.
+    `policy` is None if the adapter is merged into another base. Then the base of its training may no longer exist.
     """
     saved = tokenizer_of(adapter.directory)
     try:
@@ -275,10 +275,10 @@ def _learned(
 
 
 _CHEAP = 4e9
-"""Maximum bytes of a model for which other formats are always tried, not only if the written format keeps too little."""
+"""Bytes of a model. Below this size, other formats are always tried; above it, only if too little is kept."""
 
 LEAST = 0.5
-"""Fraction of the learning that a merge back into the training's format must keep; below it, nothing is written."""
+"""A merge back into the training's format writes nothing if it keeps less than this fraction of the learning."""
 
 
 def _formats_to_try(
@@ -301,7 +301,7 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if a merge changes no weight, or loses too much in the training's format (`back` is True)."""
+    """Raise CheckpointError if no weight changes, or if a merge `back` into the training's format loses too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"
@@ -327,24 +327,24 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     cautions = []
     if own_base and trained is not None and trained.quantized and not policy.quantized:
         cautions.append(
-            f"merged into the weights that the base's files store, and quantized once: the adapter's changes would be lost "
-            f"if the dequantized {trained.storage} weights of the training were quantized again"
+            "the adapter was merged into the weights that the base's files store: in the training's dequantized "
+            f"{trained.storage} weights, its changes would be lost when the result is quantized"
         )
     if compared and not own_base and trained is not None and trained.quantized:
         cautions.append(
-            f"trained on {trained.storage} weights and merged into others: the logits also differ by the rounding "
-            f"of {trained.storage}"
+            f"the adapter was trained on {trained.storage} weights and merged into others: the logits also differ "
+            f"because {trained.storage} rounds the weights"
         )
     if compared and own_base and policy.storage == "int8":
         cautions.append(
-            "int8 layers also round their inputs, in training and with a separate adapter; the merged model does not "
-            "round them, and the comparison leaves this out"
+            "int8 layers round their inputs in training and with a separate adapter, but not in the merged model; the "
+            "comparison does not round inputs"
         )
     quantized_on = trained.device if own_base and trained is not None and trained.quantized else policy.device
     if trained is not None and quantized_on.split(":")[0] != policy.device.split(":")[0]:
         cautions.append(
-            f"the base was quantized on {trained.device} in training and on {policy.device} here: a weight halfway "
-            "between two codes may have the other code now"
+            f"the base was quantized on {trained.device} in training, but on {policy.device} for the merge: a weight "
+            "halfway between two codes may get the other code"
         )
     if adapter.policy is None and own_base:
         as_stored = f"the base was taken as it is stored, in {policy.storage}"
@@ -365,8 +365,8 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
     if not wide:
         return ()
     return (
-        f"the merged model is float16, but was trained with {'; '.join(wide)}: computed in float16 throughout, it can "
-        f"overflow; merge with {wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter separate, with its policy",
+        f"the merged model is float16 and may overflow, because the training used {'; '.join(wide)}. Merge with "
+        f"{wider(stored, torch.bfloat16, torch.float32)}, or keep the adapter separate, with its policy",
     )
 
 
@@ -378,7 +378,7 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None = None) ->
     problems = [
         Problem(
             f"--base {base}: {name} {getattr(base_config, name, None)}",
-            f"{getattr(trained_config, name, None)}, as in {adapter.base}, which the adapter was trained on",
+            f"{getattr(trained_config, name, None)}, as in {adapter.base}, the base of the training",
             "give the same model in another precision, or leave --base out",
         )
         for name in _SAME

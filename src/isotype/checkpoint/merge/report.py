@@ -15,10 +15,10 @@ ENOUGH = 0.98
 """Fraction of the learning (`LogitsDifference.kept`) that a merged model should keep."""
 
 VANISHED_LIMIT = 0.99
-"""Fraction of changed entries with the base's codes above which a merge counts as without effect."""
+"""If more than this fraction of the changed entries have the base's codes, the merge has no effect."""
 
 _CHUNK = 1 << 18
-"""Entries compared at a time: they fit into the CPU's caches, and the weight is not copied as a whole."""
+"""Number of entries that are compared at a time: they fit into the CPU's caches."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class WeightLoss:
     Attributes:
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: number of these entries whose stored value or code is the same as without D; None if unknown.
+        vanished: number of these entries for which W and W + D are stored as the same value or code; None if unknown.
     """
 
     name: str
@@ -65,7 +65,7 @@ class LogitsDifference:
 
     @property
     def fall(self) -> float | None:
-        """Fraction of the loss's decrease in training that the merged model keeps; None if the loss did not decrease."""
+        """Fraction of the training's decrease in loss that the merged model keeps; None if there was no decrease."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses
@@ -98,7 +98,7 @@ class MergeReport:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
         dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
-        weights: rounding losses of all weights that the adapter changed; quantized and GGUF outputs are read back.
+        weights: rounding loss of each weight that the adapter changed; quantized and GGUF files are read back for it.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
@@ -164,7 +164,7 @@ class MergeReport:
 
     @property
     def again(self) -> bool:
-        """True if base and result have the same format, and nearly all changed entries have the base's codes."""
+        """True if base and result have the same format, and the codes of nearly all changed entries are the base's."""
         return self.stored == self.storage and self.vanished_share > VANISHED_LIMIT
 
     @property

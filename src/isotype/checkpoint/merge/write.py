@@ -59,7 +59,7 @@ def check_output(output: Path) -> None:
         kind = "a file" if not output.is_dir() else "a directory" if file else "a directory with files in it"
         what = "file" if file else "directory"
         expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
-        fix = "give another one, or remove it first"
+        fix = f"give another {what}, or remove this one first"
         raise UsageError.of(f"the output {what} already exists", f"--output {output}: {kind}", expected, fix)
 
 
@@ -79,7 +79,7 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `output`, or is removed after an error; remove folders of killed merges."""
+    """Yield a temporary folder; it becomes `output`, or is removed after an error. Remove folders of killed merges."""
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
     try:
@@ -141,9 +141,9 @@ def write_merged(
 
 
 def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
-    """Store the dense model of the folder `dense` in a bitsandbytes format, in transformers' layout.
+    """Quantize the dense model in the folder `dense` to a bitsandbytes format, and write it as transformers does.
 
-    The quantized weights are those of `isotype.load`; pinned parameters stay float32.
+    It quantizes the weights that `isotype.load` quantizes; pinned parameters stay float32.
     """
     policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
     deferred = DeferredBlocks()
@@ -182,7 +182,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write the files of `save_pretrained` from `parts`; `dtype` is for the config, `room` is the bytes of a header."""
+    """Write `parts` as `save_pretrained` would; `dtype` is for the config, `room` is the bytes of a header."""
     left_out = never_saved(model)
     shards = Shards(directory, room)
     try:
@@ -201,7 +201,7 @@ def write_model(
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return a model's tensors as a checkpoint has them: transformers' conversions of the load are reversed."""
+    """Convert a model's tensors into a checkpoint's: reverse the conversions that transformers makes on loading."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -210,7 +210,7 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
 @contextmanager
 def disk_errors(output: Path) -> Iterator[None]:
-    """Raise a SaveError about `output` in place of an error of the disk."""
+    """Replace an error of the disk by a SaveError that names `output`."""
     try:
         yield
     except SaveError:
@@ -245,11 +245,11 @@ _ALIGNED = 8
 class Shards:
     """Writer of `model.safetensors`, or of several files and their index, with one tensor in memory at a time.
 
-    The header precedes the data in a file. It is written last, into reserved bytes, and padded with spaces.
+    A file begins with its header, which is written last, into reserved bytes, and padded with spaces.
 
     Args:
         directory: an existing directory.
-        room: bytes to reserve for a header: at least the result of `header_room` for all names.
+        room: bytes to reserve for a header; at least `header_room` of all tensor names.
         most: maximum bytes of data in a file.
     """
 
@@ -325,5 +325,5 @@ class Shards:
 
 
 def header_room(names: Iterable[str]) -> int:
-    """Return the maximum bytes of a safetensors header with these tensor names."""
+    """Return the most bytes that a safetensors header with these tensor names can need."""
     return 64 + sum(len(json.dumps(name)) + _ENTRY for name in names)
