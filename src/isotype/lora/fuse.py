@@ -74,7 +74,7 @@ def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: 
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """Let a linear layer return an empty meta tensor in this context: some kernels do not support the meta device."""
+    """In the `with` block, let a linear layer return an empty meta tensor: some kernels do not support the meta device."""
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
     if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
         rows, _ = shape_of(base)
@@ -119,14 +119,14 @@ class FusionReport:
     Attributes:
         fused: names of the LoRA layers that one function computes.
         together: groups of fused layers that get the same input. One function computes all outputs of a group.
-        gated: maps the name of each gated MLP that recomputes its product in the backward to the MLP's activation.
+        gated: names of the gated MLPs that recompute their product in the backward, each with its activation.
         norms: names of the RMSNorms that one function computes.
-        left: maps the name of each LoRA layer that keeps PEFT's forward to the reason.
+        left: names of the LoRA layers that keep PEFT's forward, each with the reason.
         unseen: why layers with the same input could not be found; "" if the model could be run.
         copies, copied_bytes: number of dense copies of base weights in the compute dtype, and their bytes.
         rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations
             and several dtypes, such a layer still calls the model's function.
-        kernels: maps the name of each operation between matrix products to its GPU kernel; empty on a CPU.
+        kernels: names of the operations between matrix products, each with its GPU kernel; empty on a CPU.
         experts: names of the modules of experts whose experts and adapters one function computes.
     """
 
@@ -235,9 +235,9 @@ def fuse(
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments of the model's forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
-        budget: maximum bytes of dense copies of base weights that are quantized or need a cast. The default is 0 on a
-            GPU. On a CPU the default is a quarter of the free memory, because a CPU takes more than half as long to
-            dequantize a weight as to multiply by it. A sharded (FSDP2) model gets no copies.
+        budget: maximum bytes for dense copies. Base weights that are quantized or need a cast get copies. The default is
+            0 on a GPU. On a CPU the default is a quarter of the free memory, because a CPU takes more than half as long
+            to dequantize a weight as to multiply by it. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

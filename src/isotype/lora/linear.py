@@ -258,7 +258,7 @@ def _hidden(
 def _output(
     spec: Spec, layer: _LayerTensors, x: torch.Tensor, hidden: torch.Tensor, products: list[_Product]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (Y, None, None), or for DoRA (Y, Y before magnitude and bias, row norms of W + s B A).
+    """Return (Y, None, None). For DoRA, return (Y, Y before magnitude and bias, row norms of W + s B A).
 
     Without DoRA, Y gets its values later, from the operands that this function adds to `products`.
     """

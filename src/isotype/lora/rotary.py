@@ -4,7 +4,7 @@
 
 a and b are the halves of a head. The result is computed in float32 and rounded once. In transformers, a function
 `apply_rotary_pos_emb` in the model's Python file applies rotary positions. A fused attention layer runs a copy of its
-forward that calls isotype's function instead.
+forward that calls isotype's function for rotary positions.
 """
 
 from __future__ import annotations

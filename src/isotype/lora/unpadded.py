@@ -98,9 +98,9 @@ class Unpadded:
 
     Attributes:
         inputs: arguments of the model's forward, with `input_ids` and `position_ids` `[1, tokens]`.
-        place: index in the concatenated row of each token of the padded batch, int64 `[rows, length]`; undefined for
-            padding.
-        tokens: index in the flattened padded batch of each token of the concatenated row, int64 `[tokens]`.
+        place: for each token of the padded batch, its index in the concatenated row, int64 `[rows, length]`; undefined
+            for padding.
+        tokens: for each token of the concatenated row, its index in the flattened padded batch, int64 `[tokens]`.
     """
 
     inputs: Mapping[str, Any]

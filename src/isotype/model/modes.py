@@ -45,7 +45,9 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` moves no values to the meta device. PEFT would move adapters to a meta base's device."""
+    """Mode in which `Tensor.to` moves no values to the meta device. Otherwise PEFT would move adapters to meta if a base
+    is there.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -144,7 +144,7 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the codes of `blocks` [blocks, blocksize], one code per byte. Write largest magnitudes to `absmax`.
+    """Return the codes of `blocks` [blocks, blocksize], one per byte. Write each block's largest magnitude to `absmax`.
 
     Returns None if a value is not finite. `work` is scratch memory: float32 `[3, n]` for n or fewer elements.
     """

@@ -175,7 +175,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules outside of `outside` whose trained parameters do not have the most common dtype."""
+    """Return the modules, except inside of `outside`, whose trained parameters do not have the most common dtype."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {

@@ -120,8 +120,8 @@ class Targets:
     Attributes:
         wide: True if the config's targets are `all-linear`.
         unable: settings of the config that keep PEFT from adapting stacked experts among the targets.
-        reads: maps a layer that gets no adapter to the class that uses the layer's weight without calling the layer.
-        excluded: maps a layer to the reason why its part of the model gets no adapters.
+        reads: for a layer without an adapter, the class that uses the layer's weight without calling the layer.
+        excluded: for a layer in a part of the model without adapters, the reason.
     """
 
     wide: bool = False

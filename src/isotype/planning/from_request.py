@@ -187,7 +187,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest of `COUNTS` on which the row with the least memory fits under FSDP2, or None."""
+    """Return the smallest number of devices (of `COUNTS`) on which the row with the least memory fits sharded, or None."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None

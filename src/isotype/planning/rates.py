@@ -1,9 +1,9 @@
 """Provides rates to estimate time: measured on devices of this machine, or else a share of the data sheet's rates.
 
-Five numbers (`REACHED`) define the shares of the data sheet's rates. `benchmarks/rates.py` fits them to published runs
-and tests them on other runs (table in docs/plan.md). Matrix products reach a share of the peak rate; this share is
-smaller for faster GPUs. Other operators are partly fused in real runs, so only a share of their traced bytes and
-launches counts. Bytes move at the memory's bandwidth, and the host needs some microseconds for each launch.
+Five numbers (`REACHED`) define the shares of the data sheet's rates. `benchmarks/rates.py` fits these numbers to
+published runs and tests the numbers on other runs (table in docs/plan.md). Matrix products reach a share of the peak
+rate; this share is smaller for faster GPUs. Other operators are partly fused in real runs, so only a share of their
+traced bytes and launches counts. Bytes move at the memory's bandwidth, and a launch takes the host some microseconds.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Row:
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         time: estimated time; None if the device's rates are unknown.
-        longest: tokens of the longest row that fits; 0 if no row fits, None if it was not searched. This is for
+        longest: tokens of the longest row that fits; 0 if no row fits, None if it was not searched. The search uses
             micro-batches of one row, unless the user set `rows`.
         longest_is_all: true if longer rows may fit but were not tried, or if the model has no more positions.
         work: the training on the data set; None without a data set.

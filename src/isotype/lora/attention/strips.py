@@ -1,4 +1,4 @@
-"""Computes attention by compiled loops (strips.cpp), so few queries at once that the scores fit into a core's caches.
+"""Computes attention by compiled loops (strips.cpp), a few queries at once, so that the scores fit into a core's caches.
 
 The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
 """

@@ -37,7 +37,7 @@ REVISION = 2
 """Version of the loops; measurements of other versions are ignored."""
 
 MARGIN = 0.95
-"""Minimum speed of the loops relative to torch's operators: the loops round less often, and times are noisy."""
+"""The loops are used from this share of torch's speed on, because the loops round less often, and times are noisy."""
 
 _ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 

@@ -1,4 +1,4 @@
-"""Chooses the faster language-model head on a GPU, isotype's or TRL's, by measured times. Also reads a model's head."""
+"""Chooses the faster language-model head on a GPU, isotype's or TRL's, by measured times."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """The experts `first` to `stop - 1`. Of all rows, sorted by expert, they have the rows `begin` to `end - 1`.
+    """The experts `first` to `stop - 1`, with the rows `begin` to `end - 1` of all rows, which are sorted by expert.
 
     `offsets` says where each expert's rows end, counted from `begin`, in int32; None if there is only one expert.
     """
@@ -296,7 +296,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return a product `[n, out]` of `rows`, with bias and adapters. `hidden` is drop(rows) A of each adapter in `lows`."""
+    """Return a product of `rows`, with bias and adapters, `[n, out]`. `hidden` has drop(rows) @ A for each of `lows`."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))

@@ -120,7 +120,7 @@ def why_not(outer: Any) -> str | None:
     if trained:
         return f"{', '.join(trained)} is trained"
     if isinstance(base, Boundary):
-        return "it computes in another dtype"
+        return "the experts compute in another dtype"
     return None
 
 
@@ -214,14 +214,14 @@ def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
-        return "it is called with other arguments"
+        return "the experts are called with other arguments"
     if needs_operators() or _is_parametrized_by_others(base):
         return "a compiler or a transform traces the call"
     for part in (part for part in outer.modules() if part is not outer):
         hooks = (forward_hooks(part), forward_pre_hooks(part))
         placed = HOOK in part.__dict__ and not only_places(part.__dict__[HOOK])
         if placed or any(map(must_be_called, hooks)):
-            return f"a {type(part).__name__} in it has hooks"
+            return f"a {type(part).__name__} inside of the experts has hooks"
     if any(map(is_sharded, outer.parameters())):
         return "this process has only a part of the weights"
     return why_not(outer)
