@@ -45,9 +45,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` moves no values to the meta device. Otherwise PEFT would move adapters to meta if a base
-    is there.
-    """
+    """Mode in which `Tensor.to` moves no values to the meta device, as PEFT otherwise does to adapters of a meta model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
