@@ -199,10 +199,7 @@ def test_one_of_the_experts_under_another_name(tmp_path):
     )
     text = refused(compared(path))
     assert "model.layers.0.mlp.experts.gate_up_proj" in text
-    assert (
-        "has model.layers.0.mlp.experts.2.up.weight, which the model does not use: rename it"
-        in text
-    )
+    assert "has model.layers.0.mlp.experts.2.up.weight, which the model does not use: rename it" in text
 
 
 def test_weights_of_another_model(tmp_path, saved):

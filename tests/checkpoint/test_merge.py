@@ -358,7 +358,10 @@ def test_without_a_policy_the_base_is_as_it_is_stored(make: Make, tmp_path: Path
     (adapter / POLICY_FILE).unlink()
     report = merge_adapter(adapter, tmp_path / "merged")
     assert report.dtype == torch.bfloat16
-    assert report.dtype_reason == "the dtype of the base checkpoint, because the adapter has no precision_policy.json"
+    assert (
+        report.dtype_reason
+        == "the dtype of the base checkpoint, because the adapter has no precision_policy.json"
+    )
     assert report.notes[0].startswith(
         "the adapter has no precision_policy.json: the base was taken as it is stored, in "
     )

@@ -210,8 +210,6 @@ class FusedMlp(Fused):
 
 
 class FusedNorm(Fused):
-    """An RMSNorm that one function computes."""
-
     lora_state = ("lora_norm",)
     lora_norm: NormParts
 
