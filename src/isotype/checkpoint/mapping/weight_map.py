@@ -78,7 +78,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
             path, _, leaf = target.rpartition(".")
             # A stacked weight is made of linear layers' weights.
             classes = type(model.get_submodule(path)).__mro__ if leaf == "weight" else (nn.Linear,)
-            tensor = with_scheme(tensor, headers.quantization, target, [each.__name__ for each in classes])
+            tensor = with_scheme(tensor, headers.quantization, target, [cls.__name__ for cls in classes])
         if not target:
             surplus.append(tensor)
         elif target not in gathered:
