@@ -194,7 +194,7 @@ def check_module_names(model: Any, config: Any) -> None:
     parameters = [name for name, _ in model.named_parameters()]
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     problems = []
-    for flag, wanted, names, kind, shown in (
+    for flag, wanted, existing, kind, shown in (
         ("lora_target_modules", converted.target_modules, modules, "module", last),
         ("lora_modules_to_save", converted.modules_to_save, modules, "module", last),
         (
@@ -206,7 +206,7 @@ def check_module_names(model: Any, config: Any) -> None:
         ),
     ):
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
-            if any(f".{each}".endswith(f".{name}") for each in names):
+            if any(f".{path}".endswith(f".{name}") for path in existing):
                 continue
             close = difflib.get_close_matches(name, shown, n=3, cutoff=0.4)
             fix = f"did you mean {' or '.join(close)}?" if close else "give one of these"
