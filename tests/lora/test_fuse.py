@@ -616,6 +616,14 @@ def test_targets_that_a_mixture_of_experts_does_not_have(lora: dict[str, Any], p
         weightless_model(config, policy, lora={"r": 4, **lora})
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_parameters_of_quantized_experts_are_known(name: str) -> None:
+    config = tiny_model(name).config
+    policy = isotype.resolve_precision(config, dtype="float32", quantization="nf4", device="cpu")
+    for lora in ({"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}):
+        assert weightless_model(config, policy, lora={"r": 4, **lora}) is not None
+
+
 def test_cached_norms_of_dora_are_pefts() -> None:
     """`DoraCaching` is switched on and off while the model stays fused: its caches are filled, and the results the same."""
     model, batch = adapted("llama", use_dora=True).eval(), tiny_batch("llama")

@@ -164,13 +164,19 @@ def brings_tokens(training: Any) -> bool:
     return template is not None and not Path(template).is_file()
 
 
+def _copies_adapter(settings: Settings) -> bool:
+    """Return True if TRL adds a copy of the adapter: `rloo` does so even without a KL term, `grpo` does not."""
+    method, training = settings.method, settings.training
+    return method.reference != "none" and (method.name == "rloo" or method.compares(training))
+
+
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
     """Return a problem if the adapter was initialised from a part of the base weights, and the method needs a reference.
 
     For a preference loss or a KL term, TRL adds a second adapter with the same config as the reference model. The
     initialisation of the second adapter would change the base weights again.
     """
-    if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or settings.method.reference == "none":
+    if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
         return []
     expected = (
         "an initialisation that leaves the base unchanged, because TRL adds a second adapter as the reference"

@@ -187,11 +187,11 @@ def check_module_names(model: Any, config: Any) -> None:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
-    with _adapter_arguments():
+    with _adapter_arguments(), seen_dense(model):
         convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
+        parameters = [name for name, _ in model.named_parameters()]
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
-    parameters = [name for name, _ in model.named_parameters()]
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     problems = []
     for flag, wanted, existing, kind, shown in (

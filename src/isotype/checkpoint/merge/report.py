@@ -21,6 +21,10 @@ _CHUNK = 1 << 18
 """Number of entries that are compared at a time: they fit into the CPU's caches."""
 
 
+_LEAST_KL = 1e-12
+"""KL in nats of logits that differ by about 1e-6, which float32 rounds."""
+
+
 @dataclass(frozen=True)
 class WeightLoss:
     """Rounding loss of one merged parameter W + D, with W the base's weight and D the adapter's update.
@@ -60,8 +64,8 @@ class LogitsDifference:
 
     @property
     def kept(self) -> float | None:
-        """1 - KL(trained || merged) / KL(trained || base); None if the adapter changes nothing."""
-        return 1 - self.mean_kl / self.base_kl if self.base_kl > 0 else None
+        """1 - KL(trained || merged) / KL(trained || base); None if the adapter changes nothing beyond rounding."""
+        return 1 - self.mean_kl / self.base_kl if self.base_kl > _LEAST_KL else None
 
     @property
     def fall(self) -> float | None:

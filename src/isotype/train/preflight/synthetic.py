@@ -48,6 +48,10 @@ def synthetic_batch(
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
     classifier = type(base).__name__.endswith("ForSequenceClassification")
+    if classifier and getattr(base.config, "is_encoder_decoder", False):
+        ids[:, -1] = (
+            base.config.eos_token_id
+        )  # transformers scores the state of this token, and raises without one
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
     if pictures is not None and not classifier:
         batch["labels"][:, 1 : 1 + pictures.tokens] = IGNORED
