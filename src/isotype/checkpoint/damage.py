@@ -83,7 +83,7 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """The moments of the input channels, in a policy's text form; "" before the first call of `Layers.add`."""
+        """Text with the moments of the input channels, for a policy; "" before the first call of `Layers.add`."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
@@ -182,7 +182,7 @@ def rounded(
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, second moments of the input channels; ValueError if a fitted format has None.
+        moments: `[columns]`, second moments of the input channels; if `form` is fitted to them, None raises ValueError.
         exact: if True, round as bitsandbytes does; if False, by `fitted.nearest_values`, which takes half the time.
     """
     if form == "int8":
@@ -193,7 +193,7 @@ def rounded(
     name, size = FORMATS[form].code, FORMATS[form].block
     fitted = FORMATS[form].fitted
     if fitted and moments is None:
-        raise ValueError(f"{form} is fitted to the moments of a layer's inputs, and there are none")
+        raise ValueError(f"{form} is fitted to the moments of a layer's inputs, and no moments are given")
     if fitted or not exact:
         return nearest_values(weight, name, moments if fitted else None, blocksize=size)
     codes, state = quantize_4bit(weight.contiguous(), name, blocksize=size)

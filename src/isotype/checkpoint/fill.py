@@ -303,7 +303,7 @@ def _saved(
 
 
 class Tensors(Protocol):
-    """Reader of the tensors of files."""
+    """Reads tensors from files."""
 
     def tensor(self, header: TensorHeader) -> torch.Tensor: ...
 

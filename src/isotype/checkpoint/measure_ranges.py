@@ -59,8 +59,8 @@ def measure_ranges(
     checkpoint on isotype's texts, with at least the default number of tokens, is cached.
 
     Args:
-        model: a module (with or without PEFT adapters, quantized layers, boundaries), or a checkpoint: a directory, a
-            GGUF file, `embedded:NAME`, a hub id, or an open `Checkpoint`.
+        model: a module (with or without PEFT adapters and quantized layers), or a checkpoint: a directory, a GGUF file,
+            `embedded:NAME`, a hub id, or an open `Checkpoint`.
         batch: inputs and labels of the model, as a dict of tensors or a list of such dicts; by default, short texts
             that isotype contains.
         tokens: number of tokens of the default texts.

@@ -137,7 +137,7 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's codes, `[count, 1]` as stored; store the constants of all processes in the layer."""
+        """Return this process's `[count, 1]` codes in the storage dtype; set every process's constants in the layer."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype

@@ -51,8 +51,8 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        It reads only what these rows need if each row is a tensor in the files (as for experts), or if they are the
-        same rows of each tensor in the files. Otherwise it reads the whole tensor.
+        If each row is a tensor in the files (as for experts), or the same row of every source tensor, it reads no other
+        rows. Otherwise it reads the whole tensor.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)

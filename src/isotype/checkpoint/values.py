@@ -216,7 +216,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantize a stack on the CPU: the module's current codes, or `codes` if the module has none."""
+    """Dequantize the module's current codes, or `codes` if the module has none; return the values on the CPU."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)

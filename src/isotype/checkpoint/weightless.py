@@ -27,7 +27,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return `model_class`, or the config's class if it is an auto class or None; CheckpointError if there is none."""
+    """Return `model_class`; if it is an auto class or None, return the config's class, or raise CheckpointError."""
     if model_class is not None and not is_auto_class(model_class):
         return model_class
     cls = class_of(config, model_class)
@@ -135,7 +135,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return the `BitsAndBytesConfig` for `policy`; None if it is dense, or if the files are quantized (to `saved`)."""
+    """Return the `BitsAndBytesConfig` for `policy`; None if it is dense, or if `saved` names the files' quantization."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

@@ -1,7 +1,7 @@
 """Read names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
 
-It can read safetensors files (https://github.com/huggingface/safetensors#format), `torch.save` files and GGUF files.
-Files of the first two formats may be shards with an index.
+The formats are safetensors (https://github.com/huggingface/safetensors#format), `torch.save` and GGUF. A checkpoint in
+one of the first two may consist of shards and an index.
 """
 
 from __future__ import annotations

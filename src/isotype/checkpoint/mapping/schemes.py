@@ -116,7 +116,7 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return why isotype can read no quantized weight, according to config.json; "" if config.json gives no reason.
+    """Return the reason, found in config.json, why isotype cannot read the quantized weights; "" if there is none.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -134,7 +134,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable. A single unreadable group may apply to no layer."""
+    """Raise the first group's error if no group is readable; a single unreadable group may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -167,7 +167,7 @@ def scheme_of(
     """Return how a stored weight is dequantized, or None for plain weights, bitsandbytes' formats and GGUF blocks.
 
     Args:
-        constants: headers of the tensors beside the weight.
+        constants: headers of the weight's constants.
         modules: names of the weight's module in the file and in the model.
         classes: names of the module's class and of its base classes.
     """

@@ -61,7 +61,7 @@ class StoredTensor:
         name: name of the dense weight (`experts.gate_up_proj` for `experts.gate_up_proj_blocks`).
         form: name of a dtype or a quantization format (`nf4`, `mxfp4`, `Q4_K`), or `packed` if only config.json names
             the format.
-        constants: headers of the tensors with its scales, code books and shape.
+        constants: headers of the tensors with the weight's scales, code books and shape.
         scheme: how the values are computed; None for plain weights, bitsandbytes' formats and GGUF blocks.
         problem: why the values cannot be computed, or None.
     """
@@ -120,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return the weight to which a constant belongs, and the format that it implies; ("", "") for other tensors."""
+    """Return a constant's weight, and the format that the constant implies; ("", "") if the tensor is no constant."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:

@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         target: the one name in the model to which transformers renames all `tensors`; a key of `shapes`.
-        tensors: tensors in the checkpoint, each with the name pattern of the conversion that matches the tensor's name.
+        tensors: (tensor in the checkpoint, the conversion's pattern for its name) for each tensor.
         conversion: transformers' `WeightConverter`, or `TURNED` for a tensor of a GGUF file. None if the source is one
             tensor, which is used as stored or only renamed.
         shapes: name in the model -> shape after the conversion, or None if the headers do not determine this shape.

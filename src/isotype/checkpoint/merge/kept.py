@@ -4,8 +4,8 @@ Let p be the next-token distributions of the trained model, which is the adapter
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-The value is 1 if the outputs of the merged and the trained model are equal, and 0 if the merged model is as far from
-the trained model as the base is. On training rows, it also compares losses: (base - merged) / (base - trained).
+The value is 1 if the outputs of the merged and the trained model are equal, and 0 if the merged model is as far from the
+trained model as the base is. For training rows, losses are compared, too: (base - merged) / (base - trained).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round tensors to their stored dtypes, with `unbiased` if in `changed`; raise PrecisionError on overflow."""
+        """Round each tensor to its stored dtype, by `unbiased` if in `changed`; raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
@@ -90,7 +90,7 @@ class Merging:
 
     Args:
         one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: None to merge, or the model that a merge with the same arguments wrote, to measure its files.
+        written: None for the merge itself; to measure files, the model that a merge with the same arguments wrote.
 
     Attributes:
         model: the base; the merged model has its class and config.
@@ -243,7 +243,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """If the adapter began with OLoRA, subtract its initial values from a quantized base. Return the adapter to add."""
+    """Return the adapter to add; if OLoRA initialised it, subtract its initial values from a quantized base."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()

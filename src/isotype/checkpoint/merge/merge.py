@@ -76,7 +76,7 @@ def merge_adapter(
     is renamed to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
 
     Peak memory is the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of
-    the largest adapted weight. If PEFT reads the base to add the adapter (as for DoRA), it includes the whole base.
+    the largest adapted weight. If PEFT reads the base to add the adapter (DoRA), the peak includes the whole base.
 
     Args:
         adapter: directory of the adapter.
