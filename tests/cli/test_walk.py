@@ -19,7 +19,9 @@ TEMPLATE = (
     "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 )
 ROWS = [{"prompt": f"number {number} and", "completion": f" {number + 1}, as it is"} for number in range(16)]
-TRAINED = {"learning_rate": 0.02, "num_train_epochs": 4.0, "lora_r": 4, "max_length": 64}
+TRAINED = {"learning_rate": 0.02, "num_train_epochs": 2.0, "lora_r": 4, "max_length": 64}
+CHOSEN = {"gradient_checkpointing": False}
+"""Not left to the plan, which would trace every storage with it and without."""
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    content = {"model_name_or_path": "a model", "dataset_name": "my.jsonl", **TRAINED}
+    content = {"model_name_or_path": "a model", "dataset_name": "my.jsonl", **TRAINED, **CHOSEN}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -41,7 +43,7 @@ def commands(screen: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if re.match(r"(?: {4})?isotype \w+ (?! )", line)]
 
 
-FLAGS = [word for name, value in TRAINED.items() for word in (f"--{name}", str(value))]
+FLAGS = [word for name, value in (TRAINED | CHOSEN).items() for word in (f"--{name}", str(value))]
 
 
 @pytest.mark.slow
