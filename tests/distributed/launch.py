@@ -98,6 +98,7 @@ def argv(model: Path, data: Path, out: Path, processes: int, *more: object) -> l
         "lora_r": 4,
         "lora_dropout": 0,
         "logging_steps": 1,
+        "gradient_checkpointing": False,
         "seed": 0,
         **({"device": "cpu"} if torch.accelerator.is_available() else {}),
         "ranges": "known",

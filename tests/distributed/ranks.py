@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from benchmarks.sharded_memory import CASES, real
@@ -22,9 +23,12 @@ from isotype.model.shard import free_gathered, shard_model
 from isotype.precision.policy import LayerStorage
 
 
-def train(argv: list[str]) -> int:
-    """Run a training command as the command line does; returns its exit status."""
-    return command(argv)
+def train(argv: list[str], *, checked: bool = True) -> int:
+    """Run a training command as the command line does, without the check before the first step unless `checked`; returns its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not checked:
+            patch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+        return command(argv)
 
 
 def load(
