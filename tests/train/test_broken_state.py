@@ -39,7 +39,10 @@ def saved(tmp_path_factory) -> Path:
     arguments = ["--model_name_or_path", str(root / "model"), "--dataset_name", str(root / "sft.jsonl")]
     arguments += ["--output_dir", str(root / "out"), "--device", "cpu", "--dtype", "float32"]
     arguments += ["--max_steps", "1", "--save_steps", "1", "--report_to", "none"]
-    run(parse_settings(METHODS["sft"], arguments), Console(file=io.StringIO()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+        arguments += ["--gradient_checkpointing", "False"]
+        run(parse_settings(METHODS["sft"], arguments), Console(file=io.StringIO()))
     return root / "out" / "checkpoint-1"
 
 

@@ -114,6 +114,7 @@ def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path:
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_float32_heads_dora_and_reused_samples_in_float16(
     model: Path, method: str, flags: str, tmp_path: Path, built: list[Any]
 ):

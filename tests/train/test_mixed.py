@@ -27,6 +27,7 @@ def command(root: Path, steps: int, *more: str) -> list[str]:
     return [*argv[:at], "--quantization", "mixed", *argv[at + 2 :]]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_run_is_measured_trained_resumed_and_asked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(root, 2)) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -20,6 +20,7 @@ from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.experts.stack import quantized_stack
 from isotype.train.rows.pictured import Pictured
 from tests.models import quiet
+from tests.pairwise import few
 from tests.policy import autocast
 from tests.zoo.processors import FAMILIES, picture_rows, save_picture_rows, save_vision_model
 
@@ -154,8 +155,13 @@ def test_a_step_in_float32_is_that_of_plain_transformers_and_peft(
     assert not any(each.any() for name, each in exactly.items() if name not in gradients)
 
 
-@of_families()
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@few(
+    "name, dtype",
+    [(name, dtype) for name in FAMILIES if not _lacking(name) for dtype in ("bfloat16", "float16")],
+    ("gemma3", "bfloat16"),
+    ("llava_next", "float16"),
+    ("idefics3", "bfloat16"),
+)
 def test_a_step_in_16_bits_is_as_near_to_float32_as_that_of_peft(folder: Any, name: str, dtype: str) -> None:
     model, policy = adapted(folder(name), dtype, None)
     batch = batch_of(folder(name))
@@ -185,6 +191,7 @@ def balance(folder: Path, batch: Any) -> float:
     )
 
 
+@pytest.mark.usefixtures("unchecked")
 @of_families(["idefics3"])
 def test_the_command_trains_merges_and_what_it_saves_loads_in_plain_libraries(
     folder: Any,

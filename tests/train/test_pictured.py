@@ -235,8 +235,10 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch, capsys):
+def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch, capsys, request):
     """A batch has rows with pictures and rows without."""
+    if method == "dpo":
+        request.getfixturevalue("unchecked")
     monkeypatch.chdir(tmp_path)
     save_vision_model("llava", tmp_path / "model")
     picture(40, 30).save("a.png")
@@ -256,7 +258,7 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
             for row in chats
         ]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats * 2))
-    more = "--max_steps 2 --per_device_train_batch_size 3 --save_strategy no --lora_r 2 --device cpu"
+    more = "--max_steps 2 --per_device_train_batch_size 3 --save_strategy no --lora_r 2 --device cpu --gradient_checkpointing False"
     data = ("--model_name_or_path", "model", "--dataset_name", "t.jsonl", "--output_dir", "out")
     status = main(
         [
@@ -320,6 +322,7 @@ def test_rows_of_unlike_tiles_are_traced_and_more_rows_than_are_counted_are_samp
     assert "nothing says how long rows can be" not in output
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_run_on_pictures_that_ends_with_nan_names_a_command_with_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_vision_model("llava", tmp_path / "model")

@@ -138,7 +138,7 @@ def test_a_sample_bounds_rows_that_are_never_cut() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "Tiny", layers=6)
+    return save_chat_model(tmp_path_factory.mktemp("models") / "Tiny", layers=4)
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_run_says_what_it_chose_and_goes_on_with_it(
     )
     assert on == [False, False]
     assert "as in checkpoint-1" in text
-    _, text = run(model, data, tmp_path / "other")
+    _, text = run(model, data, tmp_path / "other", "--max_steps", 1, "--save_strategy", "no")
     assert on == [False, False, True]
     assert "every layer" in text
 

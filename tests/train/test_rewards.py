@@ -12,9 +12,11 @@ import pytest
 from isotype.cli.main import main
 from isotype.core.errors import TrainingError
 from isotype.train.rewards import reward_functions
+from tests.pairwise import few
 from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model, save_rows
 
+pytestmark = pytest.mark.usefixtures("unchecked")
 CODE = """\
 import json
 
@@ -87,7 +89,7 @@ def trained(
     return capsys.readouterr().out, json.loads((out / "run_report.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@few("method", ["grpo", "rloo"], "grpo")
 def test_a_run_says_that_no_group_differs(
     method: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,9 +208,10 @@ def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
 def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    train(dated)
+    short = ("--max_steps", 1, "--save_strategy", "no")
+    train(dated, *short)
     on(11, monkeypatch)
-    _, text = train(dated, "--output_dir", dated / "other")
+    _, text = train(dated, *short, "--output_dir", dated / "other")
     assert days == [{"w10"}, {"w11"}]
     assert "it writes 2026-11-11: " in text
     # The template of --chat_template_path may be another one than the tokenizer's.
@@ -219,7 +220,8 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     (dated / "model" / "chat_template.jinja").write_text(TEMPLATE)
     for day in (12, 13):
         on(day, monkeypatch)
-        _, text = train(dated, "--chat_template_path", template, "--output_dir", dated / f"given-{day}")
+        given = ("--chat_template_path", template, "--output_dir", dated / f"given-{day}")
+        _, text = train(dated, *short, *given)
         assert f"it writes 2026-11-{day}: " in text
     assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
 
@@ -258,7 +260,7 @@ def test_a_date_in_the_rows_is_the_same_on_every_day(
     monkeypatch.setattr(training, "answers_after", lambda trainer, asked, *_: [sample for sample, _ in asked])
     for day in (10, 11):
         on(day, monkeypatch)
-        train(dated, "--output_dir", dated / f"out-{day}")
+        train(dated, "--output_dir", dated / f"out-{day}", "--max_steps", 1, "--save_strategy", "no")
     assert days == [{"w5"}, {"w5"}]
 
 

@@ -61,7 +61,7 @@ def heard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 PRECISIONS = [
     ("float32", None),
-    ("bfloat16", None),
+    pytest.param("bfloat16", None, marks=pytest.mark.exhaustive),
     ("float16", None),
     ("float32", "nf4"),
     ("bfloat16", "int8"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +15,48 @@ from isotype.precision.devices.attention import RELEASE
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import models
 from isotype.train.preflight import step
+from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.models import CONFIGS
 from tests.pairwise import few
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
     made = CONFIGS["llama"]()
     made.num_hidden_layers = 2
-    made.save_pretrained(tmp_path)
-    return tmp_path / "config.json"
+    made.save_pretrained(folder)
+    return folder / "config.json"
+
+
+def with_settings(config: Path, folder: Path, **settings: int) -> Path:
+    """Save a copy of the config with other settings."""
+    copy = Path(shutil.copy(config, folder))
+    copy.write_text(json.dumps(json.loads(copy.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+    return copy
+
+
+def planned(config: Path, checkpointing: dict[str, Any] | None, *more: str) -> StepPlan:
+    argv = f"""sft --model_name_or_path {config} --device t4 --dtype float16 --lora_r 4 --per_device_train_batch_size 4
+        --max_length 32 --gradient_checkpointing {checkpointing is not None}""".split()
+    if checkpointing:
+        argv += ["--gradient_checkpointing_kwargs", json.dumps(checkpointing)]
+    return plan_of(*parse_options([*argv, *more]))
 
 
 def traced(config: Path, checkpointing: dict[str, Any] | None, *more: str) -> Any:
-    argv = [
-        "sft",
-        "--model_name_or_path",
-        str(config),
-        "--device",
-        "t4",
-        "--dtype",
-        "float16",
-        "--lora_r",
-        "4",
-    ]
-    argv += ["--per_device_train_batch_size", "4", "--max_length", "32"]
-    argv += ["--gradient_checkpointing", str(checkpointing is not None)]
-    if checkpointing:
-        argv += ["--gradient_checkpointing_kwargs", json.dumps(checkpointing)]
-    plan = plan_of(*parse_options([*argv, *more]))
-    return step.check_plan(plan, DEFAULT_PHASES).trace
+    return step.check_plan(planned(config, checkpointing, *more), DEFAULT_PHASES).trace
+
+
+@cache
+def plain(config: Path) -> Any:
+    """Trace the step that several tests compare with."""
+    return traced(config, None)
 
 
 def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
-    trace = traced(config, checkpointing)
+    trace = plain(config) if checkpointing is None else traced(config, checkpointing)
     assert trace.failure is None
     made: int = trace.memory.peak
     return made
@@ -55,15 +64,16 @@ def peak(config: Path, checkpointing: dict[str, Any] | None) -> int:
 
 def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
     """An evaluation with more rows than the training may be the peak: weights and optimizer states exist, gradients do not."""
+    as_many = ("--eval_strategy", "steps", "--eval_steps", "2")
     asked = {
-        "none": traced(config, None),
-        "as many": traced(config, None, "--eval_strategy", "steps", "--eval_steps", "2"),
-        "split": traced(config, None, "--eval_split", "0.1"),
+        "none": plain(config),
+        "as many": traced(config, None, *as_many),
         "more": traced(config, None, "--eval_strategy", "epoch", "--per_device_eval_batch_size", "64"),
     }
     assert all(trace.failure is None for trace in asked.values())
     assert "evaluate" not in asked["none"].memory.phases
-    assert asked["as many"].memory.phases == asked["split"].memory.phases
+    split = planned(config, None, "--eval_split", "0.1")
+    assert split.evaluation == planned(config, None, *as_many).evaluation is not None
     train, held = (asked["as many"].memory.phases[phase] for phase in ("forward", "evaluate"))
     assert held["optimizer"] == train["optimizer"] > 0
     assert held.get("gradients", 0) == 0
@@ -110,7 +120,8 @@ def test_a_training_of_all_weights_is_fused_as_it_is_trained(config: Path) -> No
 
 
 def test_micro_batches_but_the_first_begin_with_the_gradients_and_all_are_fetched(config: Path) -> None:
-    one, two = (traced(config, None, "--gradient_accumulation_steps", steps).memory for steps in "12")
+    one = plain(config).memory
+    two = traced(config, None, "--gradient_accumulation_steps", "2").memory
     inputs = one.phases["forward"]["inputs"]
     assert two.phases["forward"]["inputs"] == 2 * inputs > 0
     gradients = one.phases["unscale"]["gradients"]
@@ -130,11 +141,10 @@ def test_the_more_layers_are_checkpointed_the_less_memory(config: Path) -> None:
 
 @few("every", [1, 2, 3, 5], 2)
 def test_layers_are_folded_as_they_are_checkpointed(
-    config: Path, every: int, monkeypatch: pytest.MonkeyPatch
+    config: Path, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"every_n_layers": every}
-    deep = json.loads(config.read_text(encoding="utf-8")) | {"num_hidden_layers": 8 if every == 2 else 12}
-    config.write_text(json.dumps(deep), encoding="utf-8")
+    config = with_settings(config, tmp_path, num_hidden_layers=8 if every == 2 else 12)
     folded = traced(config, given)
     monkeypatch.setattr(step, "fold", lambda model: model)
     monkeypatch.setattr(models, "fold_layers", lambda model: model)
@@ -151,11 +161,10 @@ def test_transformers_takes_what_is_known_here() -> None:
 
 
 @pytest.mark.lacking("the memory-efficient kernel takes grouped heads" if RELEASE >= (2, 14) else "")
-def test_attention_on_a_card_without_flash_is_that_of_the_training(config: Path) -> None:
+def test_attention_on_a_card_without_flash_is_that_of_the_training(config: Path, tmp_path: Path) -> None:
     """Fused attention repeats keys and values; unfused attention writes all scores, and a note says so."""
-    longer = json.loads(config.read_text()) | {"max_position_embeddings": 256}
-    config.write_text(json.dumps(longer))
-    fused, plain = (
+    config = with_settings(config, tmp_path, max_position_embeddings=256)
+    fused, unfused = (
         [
             note
             for note in traced(config, None, "--fuse", fuse, "--max_length", "256").notes
@@ -164,4 +173,4 @@ def test_attention_on_a_card_without_flash_is_that_of_the_training(config: Path)
         for fuse in ("True", "False")
     )
     assert not fused
-    assert "on NVIDIA T4 no fused kernel takes grouped heads in float16" in plain[0]
+    assert "on NVIDIA T4 no fused kernel takes grouped heads in float16" in unfused[0]

@@ -241,6 +241,7 @@ def test_the_rows_of_dataset_info_are_found_beside_the_file(
     assert settings.extra.apply_chat_template
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_training_of_an_axolotl_file_is_the_one_of_our_flags(folder: Path) -> None:
     save_chat_model(folder / "model")
     more = ["--quiet", "--device", "cpu", "--dtype", "float32"]
