@@ -961,6 +961,11 @@ def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
+def test_an_adapter_without_effect_has_learned_nothing_that_is_kept() -> None:
+    assert LogitsDifference(30, 2e-7, 3e-16, 7e-16).kept is None
+    assert LogitsDifference(30, 0.5, 1e-7, 1e-6).kept == pytest.approx(0.9)
+
+
 def test_what_can_be_done_with_a_merged_model() -> None:
     """A model with scores cannot chat, and only exportable models get a command for the export."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
+from safetensors.torch import load_file
 
 import isotype
 from isotype.checkpoint.load_named import load_for_inference
@@ -19,7 +20,9 @@ from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.command.settings import parse_settings
+from isotype.train.models import weightless_model
 from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.validate import argument_problems
 from tests.adapters import save_adapter
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -144,6 +147,31 @@ def test_a_check_takes_it(path: Path) -> None:
     assert (
         plan.lora.init_lora_weights is True
     )  # a step's memory and dtypes are the same however adapters begin
+
+
+def test_a_check_trains_the_adapter_that_it_starts_from(path: Path, tmp_path: Path) -> None:
+    """PEFT saves `inference_mode: true`, with which a check found nothing to train."""
+    adapter = save_adapter(path, tmp_path / "adapter", "float32", None)
+    plan = plan_of(*parse_options(["sft", "--model_name_or_path", str(adapter)]))
+    policy = isotype.resolve_precision(path, "float32", device="cpu")
+    model = weightless_model(transformers.AutoConfig.from_pretrained(path), policy, lora=plan.lora)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == len(load_file(adapter / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "copies"),
+    [("dpo", "", True), ("rloo", "--beta 0", True), ("grpo", "", False), ("grpo", "--beta 0.1", True)],
+)
+def test_biases_and_parts_of_the_base_where_trl_copies_the_adapter(
+    path: Path, method: str, flags: str, copies: bool
+) -> None:
+    for more in ("--lora_bias all", "--init_lora_weights pissa"):
+        settings = parse_settings(
+            METHODS[method], ["--model_name_or_path", str(path), *flags.split(), *more.split()]
+        )
+        said = [problem.expected for problem in argument_problems(settings)]
+        assert any("TRL adds a second adapter" in text for text in said) == copies
 
 
 def test_a_base_that_comes_quantized_is_refused_when_the_policy_is_known(path: Path) -> None:

@@ -31,6 +31,14 @@ def test_the_model_takes_it(name):
     assert model(**synthetic_batch(model, 2, 12)).loss.isfinite()
 
 
+def test_rows_of_a_classifier_with_an_encoder_have_one_end_token():
+    """T5 and BART score the state of this token; transformers raises without one."""
+    config = tiny_model("t5").config
+    model = transformers.T5ForSequenceClassification(config)
+    ids = synthetic_batch(model, 2, 7)["input_ids"]
+    assert (ids == config.eos_token_id).sum(-1).tolist() == [1, 1]
+
+
 def test_an_image_takes_its_tokens():
     model = tiny_model("gemma3-vision")
     batch = synthetic_batch(model, 2, 12)

@@ -170,6 +170,21 @@ def _copies_adapter(settings: Settings) -> bool:
     return method.reference != "none" and (method.name == "rloo" or method.compares(training))
 
 
+def bias_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield a problem if biases are trained, and the method needs a second adapter: PEFT allows biases in only one."""
+    if not settings.model.use_peft or not _copies_adapter(settings):
+        return
+    name, flag = settings.method.name, settings.extra.lora_bias
+    bias = flag if settings.start is None else getattr(settings.start.config, "bias", "none")
+    if bias not in (None, "none"):
+        what = (
+            f"--lora_bias {bias} with {name}" if settings.start is None else f"an adapter with bias {bias!r}"
+        )
+        expected = "an adapter without biases, because TRL adds a second adapter as the reference"
+        fix = "leave --lora_bias out" if settings.start is None else "merge it first"
+        yield Problem(what, expected, fix)
+
+
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
     """Return a problem if the adapter was initialised from a part of the base weights, and the method needs a reference.
 

@@ -40,7 +40,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.settings import Settings
 from isotype.train.compilation import compiler_problems
-from isotype.train.initial_adapter import check_initial, initial_problems
+from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems
 from isotype.train.rows.data import check_pictures
 from isotype.train.signals import early_stopping_problems
 
@@ -66,6 +66,8 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_stream_without_steps(settings),
         *_checkpointing(settings),
         *_schedule(settings),
+        *_padding_free(settings),
+        *bias_problems(settings),
         *_model_arguments(settings),
         *_task(settings),
         *_targets(settings),
@@ -109,6 +111,15 @@ def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
     if streaming and training.max_steps <= 0:
         expected = "the number of steps, because the length of a stream is unknown"
         yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
+
+
+def _padding_free(settings: Settings) -> Iterator[Problem]:
+    training = settings.training
+    alone = getattr(training, "padding_free", False) and not getattr(training, "packing", True)
+    if alone and training.max_length is not None:
+        what = f"--padding_free True without --packing, and max_length {training.max_length}"
+        expected = "packed rows or no max_length: TRL does not cut rows without padding"
+        yield Problem(what, expected, "--packing True, or --max_length none")
 
 
 _CHECKPOINT = sorted(
