@@ -33,7 +33,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "_SECONDS", 1)
+    monkeypatch.setattr(names, "_SECONDS", 0.3)
 
 
 def changed(adapter: Path, directory: Path, **fields: Any) -> Path:

@@ -11,7 +11,7 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Failure
 from isotype.rules.ist199_not_traced import is_about_dtypes
 from tests.rules import samples
-from tests.rules.traces import batch, found, llama, traced
+from tests.rules.traces import found, of_llama, traced
 from tests.small import BF16
 
 RULE = "ist199_not_traced"
@@ -62,7 +62,7 @@ def test_an_error_about_integers_blames_no_float() -> None:
 
 
 def test_a_step_that_was_followed() -> None:
-    assert found(RULE, traced(llama(), batch())) == []
+    assert found(RULE, of_llama()) == []
 
 
 @pytest.mark.parametrize(

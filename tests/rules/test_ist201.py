@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.cpus import pretend
-from tests.rules.traces import BF16, FP32, batch, cast, found, llama, on, traced, verified
+from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, on, traced, verified
 
 RULE = "ist201_promotion"
 
@@ -74,7 +74,7 @@ def test_a_wide_gradient_is_the_cast_s() -> None:
 
 def test_head_and_norm_in_float32_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("cpu-amx", monkeypatch)
-    broken = cast(llama(), FP32, ("model.norm", "lm_head"))
+    broken = cast(llama(layers=1), FP32, ("model.norm", "lm_head"))
     (finding,) = verified(broken, batch(), "IST201")
     assert finding.cause == "base_model.model.model.norm.weight is float32"
     assert finding.module == "base_model.model.lm_head"
@@ -92,8 +92,8 @@ def test_the_slowdown_is_estimated_where_rates_are_known() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_adapters_in_float32_are_no_promotion(dtype: torch.dtype) -> None:
-    assert found(RULE, traced(llama(dtype), batch())) == []
+    assert found(RULE, of_llama(dtype)) == []
 
 
 def test_autocast_over_float32_masters() -> None:
-    assert found(RULE, traced(llama(FP32, lora=False), batch(), autocast=BF16)) == []
+    assert found(RULE, of_llama(FP32, lora=False, autocast=BF16)) == []

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from tests.rules.traces import BF16, FP32, batch, found, llama, traced, verified
+from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, traced, verified
 
 RULE = "ist202_cast_traffic"
 
 
 def test_frozen_float32_weights_under_autocast() -> None:
-    model = llama(FP32)
+    model = llama(FP32, layers=1)
     linear = [p for n, p in model.named_parameters() if "base_layer" in n or "lm_head" in n]
     elements = sum(parameter.numel() for parameter in linear)
     (finding,) = verified(model, batch(), "IST202", autocast=BF16)
     assert finding.severity == "warning"
-    assert finding.message == "frozen float32 weights are cast to bfloat16 at every step: 408 KiB"
+    assert finding.message == "frozen float32 weights are cast to bfloat16 at every step: 228 KiB"
     assert finding.cause == "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight is float32"
     assert finding.cost is not None
     assert finding.cost.cast_bytes == elements * 6
@@ -32,7 +32,7 @@ def test_the_cast_is_safe_where_bfloat16_holds_every_value() -> None:
 
 
 def test_adapter_inputs_that_autocast_casts_back() -> None:
-    (finding,) = found(RULE, traced(llama(BF16), batch(), autocast=BF16))
+    (finding,) = found(RULE, of_llama(BF16, autocast=BF16))
     assert finding.severity == "note"
     assert finding.message.startswith(
         "adapter inputs are cast to float32, and by autocast back to bfloat16: "
@@ -48,8 +48,8 @@ def test_adapter_inputs_that_autocast_casts_back() -> None:
 
 
 def test_trainable_masters_are_not_reported() -> None:
-    assert found(RULE, traced(llama(FP32, lora=False), batch(), autocast=BF16)) == []
+    assert found(RULE, of_llama(FP32, lora=False, autocast=BF16)) == []
 
 
 def test_float32_adapters_without_autocast() -> None:
-    assert found(RULE, traced(llama(BF16), batch())) == []
+    assert found(RULE, of_llama(BF16)) == []

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.traces import BF16, FP32, batch, cast, found, llama, traced, verified
+from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, traced, verified
 
 RULE = "ist203_upcast_parts"
 PARTS = ("embed_tokens", "lm_head", "norm")
 
 
 def test_embedding_head_and_norms_upcast() -> None:
-    model = cast(llama(), FP32, PARTS)
+    model = cast(llama(layers=1), FP32, PARTS)
     (finding,) = verified(model, batch(), "IST203", autocast=BF16)
     assert finding.severity == "warning"
-    assert finding.message == "7 frozen weights are float32 in a bfloat16 model: 32.6 KiB more memory"
+    assert finding.message == "5 frozen weights are float32 in a bfloat16 model: 32.4 KiB more memory"
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
     assert finding.cost is not None
-    assert finding.cost.memory_bytes == 2 * (2 * 128 * 64 + 5 * 64)
+    assert finding.cost.memory_bytes == 2 * (2 * 128 * 64 + 3 * 64)
     first = finding.fixes[0]
     assert (first.description, first.safety, first.verified) == ("cast them to bfloat16", "safe", True)
 
@@ -41,7 +41,7 @@ def test_trained_embeddings_are_a_note() -> None:
 
 def test_one_dtype_throughout() -> None:
     for dtype in (BF16, FP32):
-        assert found(RULE, traced(llama(dtype), batch())) == []
+        assert found(RULE, of_llama(dtype)) == []
 
 
 def test_norms_alone_are_too_small() -> None:

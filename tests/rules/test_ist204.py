@@ -7,7 +7,7 @@ from torch import nn
 
 import isotype
 from tests.corpus.cases.crashes_parts import nf4
-from tests.rules.traces import BF16, FP32, batch, found, llama, traced
+from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, traced
 
 RULE = "ist204_output_copies"
 
@@ -54,9 +54,9 @@ def test_each_piece_cast_by_itself() -> None:
 
 
 def test_the_copy_of_the_loss_itself() -> None:
-    assert found(RULE, traced(llama(), batch())) == []
+    assert found(RULE, of_llama()) == []
     # A cache that is filled in training is a note: autocast's `cat` makes it float32.
-    noted = found(RULE, traced(llama(FP32), batch(), autocast=BF16))
+    noted = found(RULE, of_llama(FP32, autocast=BF16))
     assert {finding.severity for finding in noted} <= {"note"}
 
 

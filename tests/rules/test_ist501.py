@@ -5,7 +5,7 @@ import torch
 
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.trace import Trace
-from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
+from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, of_llama, on, traced
 
 RULE = "ist501_checkpoint_dtype"
 
@@ -32,7 +32,7 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
 
 
 def test_a_bfloat16_checkpoint_in_float16() -> None:
-    (finding,) = found(RULE, on(traced(llama(FP16), batch()), "a100", checkpoint_dtype=BF16))
+    (finding,) = found(RULE, on(of_llama(FP16), "a100", checkpoint_dtype=BF16))
     assert finding.message == "the config names bfloat16, but the frozen weights are float16"
     assert "values above 65,504 become infinite, small ones zero" in finding.notes
     assert finding.fixes[0].safety == "unsafe"

@@ -12,7 +12,7 @@ import isotype
 from tests.adapters import adapted
 from tests.models import tiny_batch
 from tests.rules.samples import BF16, FP16, FP32, adapter, call, operand, trace, weight
-from tests.rules.traces import batch, found, llama, traced, verified
+from tests.rules.traces import batch, found, llama, of_llama, traced, verified
 
 RULE = "ist503_rounded_updates"
 
@@ -116,7 +116,7 @@ def test_a_merge_into_bfloat16() -> None:
 def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = adapted("qwen3-moe", dtype, target_parameters=targets, target_modules=["q_proj"])
-    results = found(RULE, traced(model, tiny_batch("qwen3-moe")))
+    results = found(RULE, traced(model, tiny_batch("qwen3-moe"), phases=("forward", "backward")))
     assert len(results) == (dtype == BF16)
     for finding in results:
         assert finding.message == (
@@ -132,13 +132,13 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
         assert share is not None
         assert 20 < int(share[1]) < 40
     isotype.fuse(model)
-    assert found(RULE, traced(model, tiny_batch("qwen3-moe"))) == []
+    assert found(RULE, traced(model, tiny_batch("qwen3-moe"), phases=("forward", "backward"))) == []
 
 
 def test_a_merge_into_float32_and_a_plain_step_are_silent() -> None:
     assert found(RULE, traced(llama(FP32), merge, phases=("forward",))) == []
-    assert found(RULE, traced(llama(), batch())) == []
-    assert found(RULE, traced(llama(lora=False), batch())) == []
+    assert found(RULE, of_llama()) == []
+    assert found(RULE, of_llama(lora=False)) == []
 
 
 def test_the_optimizer_and_what_only_comes_of_a_weight_are_silent() -> None:

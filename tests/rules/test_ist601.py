@@ -7,14 +7,14 @@ from torch import nn
 from isotype.records.finding import Action
 from isotype.records.trace import Trace
 from tests.rules.samples import call, operand, trace
-from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
+from tests.rules.traces import BF16, FP16, FP32, found, of_llama, on, traced
 
 RULE = "ist601_bfloat16"
 
 
 @pytest.fixture(scope="module")
 def autocast() -> Trace:
-    return traced(llama(FP32, lora=False), batch(), autocast=BF16)
+    return of_llama(FP32, lora=False, autocast=BF16)
 
 
 def test_bfloat16_autocast_on_a_t4(autocast: Trace) -> None:
@@ -35,7 +35,7 @@ def test_bfloat16_autocast_on_a_t4(autocast: Trace) -> None:
 
 
 def test_bfloat16_weights_on_a_v100() -> None:
-    (finding,) = found(RULE, on(traced(llama(), batch()), "v100"))
+    (finding,) = found(RULE, on(of_llama(), "v100"))
     assert finding.cause == "base_model.model.model.embed_tokens.weight is bfloat16"
     half, single = finding.fixes
     assert (half.safety, single.safety) == ("unsafe", "safe")
@@ -61,8 +61,8 @@ def test_devices_with_bfloat16(autocast: Trace, device: str) -> None:
 
 
 def test_other_dtypes_on_a_t4() -> None:
-    assert found(RULE, on(traced(llama(FP16), batch(), autocast=FP16), "t4")) == []
-    assert found(RULE, on(traced(llama(FP32), batch()), "t4")) == []
+    assert found(RULE, on(of_llama(FP16, autocast=FP16), "t4")) == []
+    assert found(RULE, on(of_llama(FP32), "t4")) == []
 
 
 def wide_result(dtype: torch.dtype) -> Trace:
@@ -107,5 +107,5 @@ def test_inputs_follow_the_weights() -> None:
         Action("input", "", action) in fix.actions
         for fix, action in zip(finding.fixes, ("float16", "float32"), strict=True)
     )
-    (finding,) = found(RULE, on(traced(llama(), batch()), "mps"))
+    (finding,) = found(RULE, on(of_llama(), "mps"))
     assert not any(action.kind == "input" for fix in finding.fixes for action in fix.actions)

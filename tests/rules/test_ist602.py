@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, on, traced
+from tests.rules.traces import BF16, FP16, FP32, found, of_llama, on, traced
 
 RULE = "ist602_float16"
 
 
 def test_float16_on_a_cpu_without_it() -> None:
-    (finding,) = found(RULE, on(traced(llama(FP16), batch()), "cpu-generic"))
+    (finding,) = found(RULE, on(of_llama(FP16), "cpu-generic"))
     assert finding.severity == "warning"
     assert finding.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX2")
     assert "measured: its matmuls run 36 times slower than float32's" in finding.notes
@@ -25,7 +25,7 @@ def test_float16_on_a_cpu_without_it() -> None:
 
 def test_float16_where_bfloat16_is_fast() -> None:
     """AVX512-BF16 converts float16 in software; AMX runs it, as fast as float32."""
-    trace = traced(llama(FP16), batch())
+    trace = of_llama(FP16)
     (slow,), (gainless,) = (found(RULE, on(trace, name)) for name in ("cpu-avx512", "cpu-amx"))
     assert slow.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16")
     assert "measured: its matmuls run 40 times slower than bfloat16's" in slow.notes
@@ -41,7 +41,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
     assert (
         fix.description == "run the step in bfloat16 and cast the weights; this rounds their values to 8 bits"
     )
-    assert found("ist601_bfloat16", on(traced(llama(BF16), batch()), "cpu-amx")) == []
+    assert found("ist601_bfloat16", on(of_llama(BF16), "cpu-amx")) == []
 
 
 def test_a_step_under_float16_whose_matmuls_run_in_float32() -> None:
@@ -72,7 +72,7 @@ def test_few_float16_flops_take_much_of_the_time() -> None:
 
 
 def test_a_device_that_refuses_it_is_an_error() -> None:
-    trace = on(traced(llama(FP16), batch()), "cpu-generic")
+    trace = on(of_llama(FP16), "cpu-generic")
     profile = trace.setup.profile
     refusing = replace(profile, emulated={}, refused={FP16: "there is no float16 here"})
     trace = replace(trace, setup=replace(trace.setup, profile=refusing))
@@ -83,5 +83,5 @@ def test_a_device_that_refuses_it_is_an_error() -> None:
 
 
 def test_float32_on_a_cpu_and_float16_on_a_gpu() -> None:
-    assert found(RULE, on(traced(llama(FP32), batch()), "cpu-generic")) == []
-    assert found(RULE, on(traced(llama(FP16), batch()), "t4")) == []
+    assert found(RULE, on(of_llama(FP32), "cpu-generic")) == []
+    assert found(RULE, on(of_llama(FP16), "t4")) == []

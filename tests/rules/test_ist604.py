@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from isotype.records.trace import Trace
-from tests.rules.traces import BF16, FP32, batch, cast, found, llama, on, traced
+from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, on, traced
 
 RULE = "ist604_attention"
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return traced(llama(), batch())
+    return of_llama()
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,5 @@ def test_float32_queries(wide: Trace) -> None:
 
 
 def test_a_float32_model_has_no_flash_kernel_to_lose() -> None:
-    assert found(RULE, on(traced(llama(FP32), batch()), "a100", attention="sdpa")) == []
-    assert (
-        found(RULE, on(traced(llama(FP32, lora=False), batch(), autocast=BF16), "a100", attention="sdpa"))
-        == []
-    )
+    assert found(RULE, on(of_llama(FP32), "a100", attention="sdpa")) == []
+    assert found(RULE, on(of_llama(FP32, lora=False, autocast=BF16), "a100", attention="sdpa")) == []

@@ -6,14 +6,14 @@ import pytest
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from tests.rules.traces import BF16, FP32, batch, found, llama, on, traced
+from tests.rules.traces import BF16, FP32, found, of_llama, on
 
 RULE = "ist605_memory"
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return traced(llama(FP32), batch())
+    return of_llama(FP32)
 
 
 def with_memory(trace: Trace, amount: float) -> list[Finding]:
@@ -48,7 +48,7 @@ def test_what_a_step_may_take_is_less_than_the_whole_memory(trace: Trace) -> Non
 def test_it_fits(trace: Trace) -> None:
     assert with_memory(trace, trace.memory.peak * 2) == []
     assert found(RULE, on(trace, "t4")) == []
-    assert found(RULE, on(traced(llama(BF16), batch()), "cpu-generic")) == []  # no size is known
+    assert found(RULE, on(of_llama(BF16), "cpu-generic")) == []  # no size is known
 
 
 def test_the_largest_tensors_are_named(trace: Trace) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.rules.traces import FP32, batch, found, llama, on, traced
+from tests.rules.traces import FP32, found, of_llama, on, traced
 
 RULE = "ist606_float64"
 
@@ -63,4 +63,4 @@ def test_devices_with_float64(device: str) -> None:
 
 def test_float32_is_silent() -> None:
     assert found(RULE, on(traced(Turned(FP32), X), "mps")) == []
-    assert found(RULE, on(traced(llama(FP32), batch()), "mps")) == []
+    assert found(RULE, on(of_llama(FP32), "mps")) == []

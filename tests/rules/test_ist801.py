@@ -83,7 +83,7 @@ def test_a_dora_magnitude_that_no_update_moves() -> None:
 @pytest.mark.parametrize("meta", [False, True])
 def test_dora_in_bfloat16_does_not_move(meta: bool) -> None:
     """The judge is a real update: no value of any magnitude changes."""
-    model = cast(llama(BF16, use_dora=True), BF16, ["magnitude"])
+    model = cast(llama(BF16, layers=1, use_dora=True), BF16, ["magnitude"])
     names = [name for name, parameter in model.named_parameters() if "magnitude" in name]
     before = [model.get_parameter(name).detach().clone() for name in names]
     if not meta:
@@ -93,9 +93,9 @@ def test_dora_in_bfloat16_does_not_move(meta: bool) -> None:
         ]
         assert max(moved) < 0.05
     on_meta = model.to("meta") if meta else model
-    report = check(on_meta, batch(), device="cpu", learning_rate=1e-4, verify=False)
+    report = check(on_meta, batch(), device="cpu", learning_rate=1e-4, wiring=False, verify=False)
     (finding,) = [finding for finding in report.findings if finding.code == "IST801"]
-    assert finding.message == "updates of 1e-04 are lost in 14 of 42 trainable parameters"
+    assert finding.message == "updates of 1e-04 are lost in 7 of 21 trainable parameters"
 
 
 @given(st.floats(2**-14, 2**15), st.sampled_from([BF16, FP16]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.model.test_boundary_choice import llama
 IDS = torch.arange(24).reshape(2, 12)
 
 
+@functools.cache
 def checked(k: int, scaler: bool = True) -> Report:
     """The check of a tiny Llama whose loss is 2^-k of what it was."""
     model: Any = llama()
@@ -31,7 +33,17 @@ def checked(k: int, scaler: bool = True) -> Report:
 
     model.__class__ = Small
     batch = {"input_ids": IDS, "labels": IDS}
-    return check(model, batch, device="t4", autocast="float16", scaler=scaler, verify=False)
+    phases = ("forward", "backward")
+    return check(
+        model,
+        batch,
+        device="t4",
+        autocast="float16",
+        scaler=scaler,
+        phases=phases,
+        wiring=False,
+        verify=False,
+    )
 
 
 def codes(report: Report) -> set[str]:

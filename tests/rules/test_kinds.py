@@ -18,9 +18,10 @@ SOURCES = Path(isotype.__file__).parent
 
 def codes_in(path: Path) -> set[str]:
     """The codes that stand in a file as strings of their own."""
-    constants = (
-        node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
-    )
+    text = path.read_text()
+    if not re.search(r"IST\d{3}", text):
+        return set()
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
     return {each for each in constants if isinstance(each, str) and re.fullmatch(r"IST\d{3}", each)}
 
 

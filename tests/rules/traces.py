@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from isotype.records.memory import Phase
 from isotype.records.trace import Setup, Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
-from tests.models import tiny_batch, tiny_model
+from tests import cpus
+from tests.models import one_layer, tiny_batch, tiny_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -41,9 +43,19 @@ def traced(
     return trace_step(StepCode(model, inputs), setup)
 
 
+def of_llama(dtype: torch.dtype = BF16, lora: bool = True, autocast: torch.dtype | None = None) -> Trace:
+    """One step of `llama(dtype, lora)` on `batch()`, traced once: no rule changes a trace."""
+    return _of_llama(dtype, lora, autocast, cpus.seen())
+
+
+@functools.cache
+def _of_llama(dtype: torch.dtype, lora: bool, autocast: torch.dtype | None, cpu: str) -> Trace:
+    return traced(llama(dtype, lora), batch(), autocast)
+
+
 def verified(model: nn.Module, inputs: Any, code: str, **options: Any) -> list[Finding]:
-    """The findings of one code with their fixes tried."""
-    report = isotype.preflight.check.check(model, inputs, device="cpu", **options)
+    """The findings of one code with their fixes tried; no such code is one of what `check` measures in a small copy."""
+    report = isotype.preflight.check.check(model, inputs, device="cpu", wiring=False, **options)
     return [finding for finding in report.findings if finding.code == code]
 
 
@@ -57,9 +69,10 @@ def found(name: str, trace: Trace) -> list[Finding]:
     return list(importlib.import_module(f"isotype.rules.{name}").find(trace))
 
 
-def llama(dtype: torch.dtype = BF16, lora: bool = True, **settings: Any) -> Any:
-    """A tiny Llama in `dtype`, frozen with float32 adapters of rank 4, or whole."""
+def llama(dtype: torch.dtype = BF16, lora: bool = True, layers: int = 2, **settings: Any) -> Any:
+    """A tiny Llama in `dtype` of one or two layers, frozen with float32 adapters of rank 4, or whole."""
     model = tiny_model("llama", dtype)
+    model = one_layer(model) if layers == 1 else model
     if not lora:
         return model
     import peft

@@ -104,7 +104,7 @@ def _time_limit() -> Iterator[None]:
             raise TemplateRuntimeError(f"it runs for more than {SECONDS} seconds")
 
     handler = signal.signal(signal.SIGALRM, expired)
-    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS, 0.5)
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS / 10)
     try:
         yield
     finally:

@@ -438,12 +438,11 @@ def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> N
 def fake_errors_unlogged() -> Iterator[None]:
     """Hide the tracebacks of errors in fake kernels: torch logs a traceback even if the error is caught."""
     logger = logging.getLogger(FAKE_LOGGER)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    disabled, logger.disabled = logger.disabled, True  # a new level would clear what all loggers have cached
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 def cudnn_is_on() -> bool:
