@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
@@ -9,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -101,18 +102,27 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
             headers = replace(headers, quantization=quantization_options(config))
         facts = facts_of_config(model_id, config, headers, notes)
         return Checkpoint(model_id, model_id, files, config, headers, facts, revision)
+    stats = [(str(file), file.stat()) for file in (source, *source.glob("*")) if file.exists()]
+    opened = _opened(source, tuple(sorted((file, s.st_ino, s.st_size, s.st_mtime_ns) for file, s in stats)))
+    return replace(opened, name=str(name), config=copy.deepcopy(opened.config))
+
+
+@lru_cache(maxsize=8)
+def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Checkpoint:
+    """Open a local checkpoint; one command opens the same files for its policy, its load, its adapter and its report."""
+    name = str(source)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]
     if file and (source.is_file() or file.suffix == ".gguf"):
         _require_gguf(file)
         headers = read_headers(file)
-        return Checkpoint(str(name), source, file, None, headers, facts_of_gguf(headers))
+        return Checkpoint(name, source, file, None, headers, facts_of_gguf(headers))
     _require_config_and_weights(source, weights is None or weights[1] == "adapter")
     config = read_config(source)
     if weights is None:
         note = f"{source} holds no weights: the dtypes are those of config.json"
-        facts = facts_of_config(str(source), config, notes=(note,))
-        return Checkpoint(str(name), source, None, config, None, facts)
+        facts = facts_of_config(name, config, notes=(note,))
+        return Checkpoint(name, source, None, config, None, facts)
     headers = read_headers(source)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(headers.tensors):  # before the layers are built
@@ -120,8 +130,8 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
         expected = f"at most {len(headers.tensors)}, the number of tensors in the weights"
         fix = "take config.json and the weights from the same save of the model"
         raise CheckpointError.of(f"{source}: config.json contradicts the weights", what, expected, fix)
-    facts = facts_of_config(str(source), config, headers)
-    return Checkpoint(str(name), source, source, config, headers, facts)
+    facts = facts_of_config(name, config, headers)
+    return Checkpoint(name, source, source, config, headers, facts)
 
 
 def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
