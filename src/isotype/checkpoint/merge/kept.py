@@ -213,12 +213,14 @@ def cheapest(
     outputs: Learned, adapter: Adapter, candidates: Sequence[Candidate], revision: str | None
 ) -> Form:
     """Try formats without writing files; return the first that keeps `ENOUGH` of the learning, else float32."""
+    model = policy = None
     for candidate in candidates:
-        model = trained(adapter, candidate.policy, revision)
+        if candidate.policy != policy:
+            model = None
+            gc.collect()
+            model, policy = trained(adapter, candidate.policy, revision), candidate.policy
         with merged_as(model, candidate.form):
             part = outputs.compare(model).kept
-        del model
-        gc.collect()
         if part is not None and part >= ENOUGH:
             return Form(candidate.arguments, candidate.bits, part)
     return Form("--dtype float32", 32, 1.0)
