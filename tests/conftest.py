@@ -43,6 +43,7 @@ from isotype.core.cache import prepare_library_caches  # noqa: E402
 prepare_library_caches()
 make_importable()
 
+import hypothesis  # noqa: E402
 import jinja2  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -56,6 +57,8 @@ os.fsync = lambda descriptor: None
 
 # Every adapter that is saved has its card's template compiled again, the same one.
 jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
+
+hypothesis.settings.register_profile("few", max_examples=30)
 
 from isotype.compat import hub  # noqa: E402
 from tests.models import save_tiny  # noqa: E402
@@ -94,6 +97,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     marked = item.get_closest_marker("real_cpu") is not None
     with cpus.seeing(cpus.MACHINE if marked else cpus.default()):
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fewer random examples a run where the exhaustive forms are left out."""
+    if config.option.markexpr:
+        hypothesis.settings.load_profile("few")
 
 
 def pytest_collection_finish() -> None:

@@ -15,6 +15,7 @@ import isotype
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.cli.main import main
 from tests.models import quiet
+from tests.pairwise import few
 from tests.refusals import refused
 
 _SIZES = {
@@ -72,7 +73,8 @@ def outputs(model: Any) -> torch.Tensor:
     return model(input_ids=torch.randint(3, 100, (2, 8), generator=generator))[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Other heads of BERT's kind are found and saved as its classifier is.
+@few("name", CASES, "bert-cls", "bert-features", "llama-cls", "llama-head", "vit")
 def test_a_head_that_the_checkpoint_lacks_lasts(name: str, tmp_path: Path) -> None:
     base = saved(tmp_path / "base", name)
     model = adapted(base, name)

@@ -89,8 +89,7 @@ def test_pinned_weights_keep_every_digit(
     generate(model, tiny_batch(name))
 
 
-@pytest.mark.parametrize("dtype", ["float32", *LOW])
-@pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma3-vision"])
+@pairwise("name, dtype", ["llama", "gpt-oss", "gemma3-vision"], ["float32", *LOW], strength=1)
 def test_every_weight_is_the_checkpoint_s_rounded_once(saved: Saved, name: str, dtype: str) -> None:
     policy = isotype.resolve_precision(saved(name), dtype, device="cpu")
     loaded = isotype.load(saved(name), policy)
@@ -428,8 +427,7 @@ def test_a_sharded_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(norm, tiny_model("gpt-oss").model.norm.weight)
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4"])
-@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"])
+@pairwise("device_map, quantization", ["cpu", {"": "cpu"}, "auto"], [None, "nf4"], strength=1)
 def test_device_maps(saved: Saved, device_map: Any, quantization: str | None) -> None:
     policy = isotype.resolve_precision(saved("gpt-oss"), "bfloat16", quantization, device="cpu")
     model = isotype.load(saved("gpt-oss"), policy, device_map=device_map)

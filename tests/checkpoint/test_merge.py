@@ -101,12 +101,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("base") / "model")
 
 
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The adapters on `base` that were saved before, by their settings."""
+    return {"": tmp_path_factory.mktemp("adapters")}
+
+
 @pytest.fixture
-def make(base: Path, tmp_path: Path) -> Make:
+def make(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Make:
     """Save an adapter on `base` with random trained values."""
 
-    def made(
-        storage: str | None = None, dtype: str = "float32", on: Path = base, scale: float = 0.02, **lora: Any
+    def made(*given: Any, on: Path = base, **settings: Any) -> Path:
+        if on != base:
+            return save(tmp_path / "adapter", *given, on=on, **settings)
+        key = repr((given, sorted(settings.items())))
+        if key not in adapters:
+            adapters[key] = save(adapters[""] / str(len(adapters)), *given, on=base, **settings)
+        return Path(shutil.copytree(adapters[key], tmp_path / "adapter"))
+
+    def save(
+        directory: Path,
+        storage: str | None = None,
+        dtype: str = "float32",
+        *,
+        on: Path,
+        scale: float = 0.02,
+        **lora: Any,
     ) -> Path:
         policy = resolve_precision(on, dtype, storage, "cpu")
         settings: dict[str, Any] = {
@@ -116,7 +136,7 @@ def make(base: Path, tmp_path: Path) -> Make:
             "task_type": "CAUSAL_LM",
         } | lora
         model = add_lora(load(on, policy), policy, **settings)
-        return save_trained(model, tmp_path / "adapter", seed=1, scale=scale)
+        return save_trained(model, directory, seed=1, scale=scale)
 
     return made
 

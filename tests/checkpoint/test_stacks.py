@@ -79,8 +79,7 @@ def test_codes_are_those_of_the_dense_weight(
     assert math.isfinite(model(**tiny_batch(name)).loss.item())
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pairwise("name, storage", ["qwen3-moe", "gpt-oss"], STORAGES, strength=1)
 def test_saved_and_loaded_again(saved: Saved, tmp_path: Path, name: str, storage: str) -> None:
     policy = isotype.resolve_precision(saved(name), "bfloat16", storage, device="cpu")
     model = isotype.load(saved(name), policy)
@@ -234,8 +233,7 @@ def test_modules_that_are_left_out_stay_dense(saved: Saved) -> None:
 # ------------------------------------------------------------------------------------------------------- mxfp4
 
 
-@pytest.mark.parametrize("quantization", ["mxfp4", "nf4", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pairwise("quantization, dtype", ["mxfp4", "nf4", "int8"], ["float32", "bfloat16", "float16"], strength=1)
 def test_mxfp4_is_kept_bit_for_bit(tmp_path: Path, quantization: str, dtype: str) -> None:
     path, dense = mxfp4_checkpoint(tmp_path)
     policy = isotype.resolve_precision(path, dtype, quantization, device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -171,7 +172,8 @@ def test_there_is_no_other_call() -> None:
     calls = {
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "from_pretrained" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
     }
     assert {call.partition(":")[0] for call in calls} == {"core/pretrained.py"}
@@ -179,7 +181,10 @@ def test_there_is_no_other_call() -> None:
 
 def test_torch_unpickles_tensors_alone() -> None:
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not re.search(r"torch\.load|pickle\.load|eval\(|exec\(", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load"):
                 only = [word.value for word in node.keywords if word.arg == "weights_only"]
                 assert [ast.unparse(value) for value in only] == ["True"], f"{path}:{node.lineno}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ from tests.models import save_tiny, tiny_batch, tiny_model
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ranges"
+
+
+@pytest.fixture(scope="module")
+def measured(saved: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Ranges:
+    """The measurement of a saved model, kept in a folder that no test reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISOTYPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return isotype.measure_ranges(saved("llama"))
 
 
 def files(directory: Path) -> list[str]:
@@ -62,14 +71,16 @@ def test_the_config_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 0}', "[]", '{"format": 1}'])
-def test_a_damaged_file_counts_as_none(damage: str, tmp_path: Path, cache: Path) -> None:
-    path = save_tiny("llama", tmp_path / "model")
-    ranges = isotype.measure_ranges(path)
-    kept = cache / f"{ranges.key}.json"
+def test_a_damaged_file_counts_as_none(
+    damage: str, saved: Callable[..., Path], measured: Ranges, cache: Path
+) -> None:
+    path = saved("llama")
+    kept = cache / f"{measured.key}.json"
+    kept.parent.mkdir(parents=True)
     kept.write_text(damage)
     assert cached(path) is None
     again = isotype.measure_ranges(path)
-    assert again.modules == ranges.modules
+    assert again.modules == measured.modules
     assert cached(path) == again
 
 
