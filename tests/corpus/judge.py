@@ -59,6 +59,7 @@ def check_broken(broken: Broken, verify: bool = True) -> Report:
         learning_rate=broken.learning_rate,
         fsdp=broken.fsdp,
         generate=broken.generate,
+        wiring=False,
         verify=verify,
     )
 

@@ -13,7 +13,7 @@ from tests.corpus.judge import NOT_PREDICTED, judge_scenario
 from tests.pairwise import few
 
 # Findings enough for dozens of traces; another report of their classes shows the same.
-_LONG = {
+LONG = {
     *("unsloth-zoo-706", "llamafactory-pr5480", "llava-785", "axolotl-2250"),
     *("llamafactory-3991", "unsloth-5313", "peft-2421", "verl-omni-73"),
 }
@@ -38,7 +38,7 @@ _IN_FOUR_REPORTS = {
 def _one_of_each_class() -> list[str]:
     first: dict[str, str] = {}
     for case in all_scenarios():
-        if case not in NOT_PREDICTED and case not in _LONG:
+        if case not in NOT_PREDICTED and case not in LONG:
             first.setdefault(corpus()[case]["cause_class"], case)
     return [case for kind, case in first.items() if kind not in _IN_FOUR_REPORTS]
 

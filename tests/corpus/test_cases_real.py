@@ -15,6 +15,7 @@ from tests.corpus.discover import all_scenarios, corpus, left_out
 from tests.corpus.judge import check_broken, prediction
 from tests.corpus.scenario import Broken, Scenario
 from tests.corpus.test_cases import CASES as JUDGED
+from tests.corpus.test_cases import LONG
 from tests.reality import Outcome, real_step
 
 SCENARIOS = all_scenarios()
@@ -66,7 +67,7 @@ def _one_of_each_class() -> list[Any]:
     """Every report; those after the first of their class, or of one in test_cases.py, are `exhaustive`, as in `benchmarks/corpus.py`."""
     seen = Counter(corpus()[case]["cause_class"] for case in JUDGED)
     cases = []
-    for case in SCENARIOS:
+    for case in sorted(SCENARIOS, key=lambda each: each in LONG):
         seen[kind := corpus()[case]["cause_class"]] += 1
         later = seen[kind] > 1 and case not in UNSEEN
         cases.append(pytest.param(SCENARIOS[case], id=case, marks=pytest.mark.exhaustive if later else ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,9 @@ from tests.pairwise import few
 CASES = ("axolotl-336", "llamafactory-3807", "peft-1052", "loraNext-161")
 
 
-def checked(
-    case: str, monkeypatch: pytest.MonkeyPatch, shown: Callable[[Trace], Any] = settled
-) -> tuple[Any, list[Trace]]:
-    """The report of a case and its traces; `shown`: what is known of a step that has not ended."""
+@functools.cache
+def checked(case: str, whole: bool = False) -> tuple[Any, list[Trace]]:
+    """The report of a case and its traces; `whole`: nothing is known of a step that has not ended."""
     traces: list[Trace] = []
 
     def tracing(*args: Any, enough: Callable[[Trace], bool] | None, **options: Any) -> Trace:
@@ -38,29 +38,28 @@ def checked(
         assert all(settled(part) <= errors for part in parts)
         return trace
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "trace_step", tracing)
-        patch.setattr(preflight, "settled", shown)
+        patch.setattr(preflight, "settled", (lambda trace: frozenset()) if whole else settled)
         return check_broken(all_scenarios()[case].build()), traces
 
 
 @pytest.mark.real_cpu
 @few("case", CASES, "axolotl-336")
-def test_the_report_is_that_of_whole_traces(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_that_of_whole_traces(case: str) -> None:
     def said(report: Any) -> list[Any]:
         return [(each.key, each.message, each.notes, each.fixes) for each in report.findings]
 
-    whole, _ = checked(case, monkeypatch, lambda trace: frozenset())
-    assert said(checked(case, monkeypatch)[0]) == said(whole)
+    assert said(checked(case)[0]) == said(checked(case, whole=True)[0])
 
 
 @pytest.mark.real_cpu
-def test_a_fix_that_fails_in_the_forward_is_traced_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fix_that_fails_in_the_forward_is_traced_no_further() -> None:
     def ended(traces: list[Trace]) -> int:
         forwards = [trace for trace in traces if {call.phase for call in trace.calls} == {"forward"}]
         return sum(trace.failure is None for trace in forwards)
 
-    _, traces = checked("axolotl-336", monkeypatch)
-    _, whole = checked("axolotl-336", monkeypatch, lambda trace: frozenset())
+    _, traces = checked("axolotl-336")
+    _, whole = checked("axolotl-336", whole=True)
     assert len(traces) == len(whole)
     assert ended(traces) > ended(whole)

@@ -176,6 +176,8 @@ def test_repeated_keys_and_values_are_counted() -> None:
 def checked(model: Any, device: str, rows: int, length: int, phases: tuple[str, ...]) -> Any:
     ids = torch.zeros(rows, length, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids}
-    report = run(StepRequest(model, inputs, device=device, autocast=False, phases=phases), verify=False)
+    report = run(
+        StepRequest(model, inputs, device=device, autocast=False, phases=phases, wiring=False), verify=False
+    )
     assert report.trace.failure is None
     return report

@@ -99,8 +99,7 @@ def test_modules_trained_whole(
     assert_trains_and_evaluates(model, policy, name)
 
 
-@pytest.mark.parametrize("weight_tying", [False, True])
-@pytest.mark.parametrize("dtype", LOW)
+@pairwise("weight_tying, dtype", [False, True], LOW, strength=1)
 def test_tied_embeddings_trained_whole(saved: Saved, dtype: str, weight_tying: bool) -> None:
     model, policy = loaded(
         saved("llama-tied-bias"),
@@ -130,8 +129,7 @@ def test_unfrozen_norms_and_head_of_the_base_model(saved: Saved, quantization: s
     assert_trains_and_evaluates(model, policy, "phi")
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("dtype", LOW)
+@pairwise("dora, dtype", [False, True], LOW, strength=1)
 def test_lora_on_an_embedding(saved: Saved, dtype: str, dora: bool) -> None:
     model, policy = loaded(saved("gemma2"), dtype, target_modules=["embed_tokens", "q_proj"], use_dora=dora)
     assert trained_names(model, "lora_embedding_A")

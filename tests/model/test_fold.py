@@ -144,7 +144,7 @@ def test_a_layer_with_a_hook_of_its_own_is_kept():
 
 def test_a_check_may_trace_equal_layers_once():
     model, batch = build(deep("llama")), tiny_batch("llama")
-    arguments = {"device": "cpu", "verify": False}
+    arguments = {"device": "cpu", "optimizer": "sgd", "wiring": False, "verify": False}
     whole, folded = check(model, batch, **arguments), check(model, batch, **arguments, fold=True)
     assert len(folded.trace.calls) < len(whole.trace.calls) / 3
     assert len(list(model.model.layers)) == 12

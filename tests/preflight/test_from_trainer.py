@@ -103,20 +103,22 @@ def test_a_dtype_that_only_the_generation_of_a_step_refuses(path: Path, tmp_path
         train_dataset=datasets.Dataset.from_list(rows("grpo")),
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
     )
-    (error,) = isotype.check(trainer, verify=False).errors
+    (error,) = isotype.check(trainer, wiring=False, verify=False).errors
     assert (error.phase, error.cause) == ("generate", "model.norm.weight is float32")
 
 
 def test_a_pair_of_answers_is_measured_over_its_completions(path: Path, tmp_path: Path) -> None:
     trainer = make("dpo", path, tmp_path)
-    reach = isotype.check(trainer, verify=False).trace.reach
+    phases = ("forward", "backward")
+    reach = isotype.check(trainer, phases=phases, verify=False).trace.reach
     assert reach is not None
     assert (reach.leaks, reach.unused, reach.undecided) == ((), (), ())
     trainer.model.peft_config["default"].lora_alpha = 0
     for module in trainer.model.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.scaling = dict.fromkeys(module.scaling, 0.0)
-    assert "IST906" in {finding.code for finding in isotype.check(trainer, verify=False).findings}
+    report = isotype.check(trainer, phases=phases, verify=False)
+    assert "IST906" in {finding.code for finding in report.findings}
 
 
 def test_the_weights_of_a_reference_model_are_counted(path: Path, tmp_path: Path) -> None:
@@ -127,7 +129,9 @@ def test_the_weights_of_a_reference_model_are_counted(path: Path, tmp_path: Path
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
     )
     weights = sum(each.nbytes for each in trainer.model.parameters())
-    assert isotype.check(trainer, verify=False).memory.phases["forward"]["weights"] == 2 * weights
+    assert (
+        isotype.check(trainer, wiring=False, verify=False).memory.phases["forward"]["weights"] == 2 * weights
+    )
 
 
 def process() -> tuple[Any, ...]:
@@ -169,7 +173,7 @@ def test_float16_training_of_a_bfloat16_checkpoint(path: Path, tmp_path: Path) -
     """`fp16=True` over nf4: TRL leaves bfloat16 adapters, whose gradients no GradScaler takes on a GPU."""
     trainer = make("sft", path, tmp_path, bf16=False, use_cpu=True)
     trainer.args.fp16 = True  # as on the GPU: on a CPU transformers refuses it
-    report = isotype.check(trainer, verify=False)
+    report = isotype.check(trainer, wiring=False, verify=False)
     assert report.trace.setup.autocast == torch.float16
     assert report.trace.setup.scaler
     adapters = {weight.dtype for weight in report.trace.weights if weight.trainable}

@@ -126,12 +126,12 @@ def compare(
     model, policy = trained(path, dtype, storage, checkpointing, fused)
     ids = torch.randint(1, 256, (2, 192), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-    whole = isotype.check(model, batch, policy=policy, device="cpu", verify=False)
+    whole = isotype.check(model, batch, policy=policy, device="cpu", wiring=False, verify=False)
     blank: Any = weightless_model(
         config, policy, lora={"r": 8, "target_modules": "all-linear"}, fold=True
     ).train()
     ready(blank, checkpointing, fused)
-    folded = isotype.check(blank, batch, policy=policy, device="cpu", verify=False)
+    folded = isotype.check(blank, batch, policy=policy, device="cpu", wiring=False, verify=False)
     assert whole.complete
     assert folded.complete
     real = real_peak(model, policy, batch)
@@ -203,7 +203,9 @@ def test_scratch_of_layers_that_run_together(
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     model, policy = trained(tmp_path, "bfloat16", None, True, True)
     batch = {name: torch.ones(1, 16, dtype=torch.long) for name in ("input_ids", "labels")}
-    foreseen = isotype.check(model, batch, policy=policy, device="cpu", verify=False).memory.peak
+    foreseen = isotype.check(
+        model, batch, policy=policy, device="cpu", wiring=False, verify=False
+    ).memory.peak
     real, weight = real_peak(model, policy, batch), 4 * config.hidden_size * config.intermediate_size
     if loops:
         assert real == pytest.approx(foreseen, rel=0.01)
@@ -222,7 +224,9 @@ def test_a_folded_model_where_every_weight_is_trained(config: Any, checkpointing
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model = fold(model) if folded else model
-        return isotype.check(model, batch, device="cpu", optimizer="sgd", verify=False).memory.peak
+        return isotype.check(
+            model, batch, device="cpu", optimizer="sgd", wiring=False, verify=False
+        ).memory.peak
 
     assert peak(True) == pytest.approx(peak(False), rel=TOLERANCE)
 

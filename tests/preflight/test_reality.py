@@ -185,7 +185,7 @@ def test_the_real_step_runs_where_nothing_is_left_to_the_caller(name: str) -> No
     assert real_step(*built()).error is not None
     model, inputs = built()
     before, keys = everything(model), list(model.state_dict())
-    repairs = repair(model, check(model, inputs, device="cpu", verify=False), unsafe=True)
+    repairs = repair(model, check(model, inputs, device="cpu", optimizer="sgd", verify=False), unsafe=True)
     errors = [finding for finding, _ in repairs.left if finding.severity == "error"]
     assert bool(repairs.to_do) == (
         name == "a tensor of the loss"

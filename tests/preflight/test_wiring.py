@@ -12,13 +12,15 @@ from isotype.core.errors import IsotypeError
 from tests.faults.wiring import packed
 from tests.zoo import ARCHITECTURES
 
+STEP = ("forward", "backward")
+
 
 @pytest.fixture(scope="module")
 def report() -> isotype.Report:
     llama = ARCHITECTURES["llama"]
     batch = packed(llama.batch())
     masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    return isotype.check(llama.build(torch.float32), masked, device="a100")
+    return isotype.check(llama.build(torch.float32), masked, device="a100", phases=STEP)
 
 
 def test_the_text_begins_with_what_is_wrong(report: isotype.Report) -> None:
@@ -44,9 +46,9 @@ def test_it_can_be_left_out_and_goes_with_other_findings() -> None:
     llama = ARCHITECTURES["llama"]
     model, batch = llama.build(torch.float32), packed(llama.batch())
     masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    assert isotype.check(model, masked, device="a100", wiring=False).ok
+    assert isotype.check(model, masked, device="a100", phases=STEP, wiring=False).ok
     model.lm_head.to(torch.bfloat16)  # type: ignore[operator, union-attr]
-    both = isotype.check(model, masked, device="a100")
+    both = isotype.check(model, masked, device="a100", phases=STEP)
     assert {finding.code for finding in both.errors} == {"IST101", "IST901"}
     assert "This step fails on" in str(both)
 

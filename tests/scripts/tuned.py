@@ -18,7 +18,7 @@ def main(mode, model, output):
         model,
         SFTConfig(
             output_dir=output,
-            max_steps=3,
+            max_steps=2,
             per_device_train_batch_size=2,
             learning_rate=1e-3,
             logging_steps=1,

@@ -17,6 +17,7 @@ from isotype.records.reach import Reach
 from isotype.trace.reach.measure import measure_reach
 from tests.adapters import takes_add_adapter
 from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed, without_labels
+from tests.pairwise import few
 from tests.zoo import ARCHITECTURES
 
 NAMES = {"llama": 12, "qwen3_moe": 12, "mamba": 7, "bert-cls": 2, "gemma3-vl": 3, "bart-s2s": 5}
@@ -28,7 +29,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return architecture.build(torch.float32), architecture.batch()
 
 
-@pytest.mark.parametrize(("name", "fewest"), NAMES.items())
+@few("name, fewest", NAMES.items(), *(each for each in NAMES.items() if each[0] != "qwen3_moe"))
 def test_every_fault_that_an_architecture_has_the_part_for_is_found(name: str, fewest: int) -> None:
     found = {}
     for fault in FAULTS:
