@@ -46,7 +46,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
 
 def test_a_step_under_float16_whose_matmuls_run_in_float32() -> None:
     """isotype computes adapters of a float16 base in float32 on such a CPU."""
-    trace = on(traced(llama(FP32), batch()), "cpu-avx512", autocast=FP16, compute=FP16)
+    trace = on(of_llama(FP32), "cpu-avx512", autocast=FP16, compute=FP16)
     assert found(RULE, trace) == []
     (finding,) = found(RULE, replace(trace, calls=()))
     assert finding.message == "float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16"
