@@ -17,9 +17,11 @@ import pytest
 from rich.console import Console
 
 from isotype.compat.interrupt import stop_signals, terminate
+from isotype.train import training
 from isotype.train.command.command import Command
 from isotype.train.command.parse import parse_command
 from isotype.train.output.resume import resume_command
+from isotype.train.output.saving import Hooks
 from isotype.train.signals import graceful_stop
 from tests.pairwise import few
 from tests.processes import run_module
@@ -91,7 +93,7 @@ def test_two_signals_stop_at_once_and_the_last_checkpoint_is_whole(
     found: dict[str, Any], name: str, every: int
 ):
     run = found[name]
-    assert run["status"] == 130
+    assert run["status"] == 130, run["printed"][-2000:]
     assert "Traceback" not in run["printed"]
     last = run["whole"][-1]
     assert max(run["before"], run["steps"] - every) <= int(last.removeprefix("checkpoint-")) <= run["steps"]
@@ -191,6 +193,22 @@ def test_a_command_that_was_stopped_says_so_whatever_comes():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_an_error_that_the_second_signal_has_caused_is_that_signal(tmp_path: Path):
+    """A library may catch the exception of the signal and raise its own: the run ended as failed, with status 1."""
+
+    class Raises(Trainer):
+        args = SimpleNamespace(should_save=False)
+
+        def train(self, *arguments: Any, **more: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt as interrupt:
+                raise RuntimeError("a value without a shape") from interrupt
+
+    assert training._train_and_save(Raises(), tmp_path, None, Hooks(), Console(quiet=True)) == signal.SIGINT
 
 
 def test_a_signal_during_an_evaluation_or_a_save_needs_no_further_step():

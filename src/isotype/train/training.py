@@ -470,7 +470,8 @@ def _train_and_save(
     """Train, and save the model into `root`; return the signal that stopped the training, or None if none did."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
-            trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)
+            with interrupts_kept():  # a library may turn the exception of a second signal into an error
+                trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
                 return stopped[0]
             former = trained_kind(root)
