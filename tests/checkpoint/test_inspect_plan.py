@@ -57,9 +57,9 @@ def test_the_command_prints_groups_and_reasons(tmp_path, capsys):
     said = {line[0]: " ".join(line[1:]) for line in lines if line}
     assert said["compute"] == "as requested"
     assert said["storage"] == (
-        "mxfp4 weights are dequantized once at load: they have no backward; --quantization mxfp4 keeps experts as they are stored"
+        "mxfp4 weights are dequantized once at load, because the format has no backward; --quantization mxfp4 keeps experts as they are stored"
     )
-    assert said["pinned"].startswith("kept by the model's author: input_layernorm, norm")
+    assert said["pinned"].startswith("the model's author keeps float32 for input_layernorm, norm")
 
 
 def test_names_of_a_gguf_file_are_said_to_be_others_once(capsys):

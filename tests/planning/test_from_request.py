@@ -162,7 +162,7 @@ def test_nothing_fits(config: Path, formula: object) -> None:
     assert plan.devices[0].enough is None
     title, least, fix = str(plan).splitlines()[3:6]
     assert title == "NVIDIA GeForce RTX 4090: nothing fits"
-    assert re.fullmatch(r"   a step needs at least \d.* MiB \(nf4\) and may use 100 KiB", least)
+    assert re.fullmatch(r"   a step needs at least \d.* MiB \(nf4\), but may use only 100 KiB", least)
     assert fix == "   try a smaller model or a larger device"  # 64 devices are not enough either
     arguments = ["plan", str(config), "--device", "t4", "--max-memory", "100KiB", "--quantization", "nf4"]
     assert main(arguments) == 1

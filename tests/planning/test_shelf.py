@@ -44,7 +44,7 @@ def test_a_row_for_each_model_and_the_command_of_the_largest(
         == 0
     )
     text = capsys.readouterr().out
-    assert "no model is named: the largest that fit" in text
+    assert "these are the largest models that fit" in text
     assert "\nbig/Model-9B on NVIDIA T4: nf4 fits, " in text
     assert re.search(r"^Model-9B  nf4 .* yes ", text, re.MULTILINE)
     assert re.search(r"^Model-1B  nf4 ", text, re.MULTILINE)

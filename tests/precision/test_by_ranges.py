@@ -138,12 +138,12 @@ def test_the_first_loss_scale_keeps_gradients_in_range(gradient: float, scale: f
 @pytest.mark.parametrize(
     ("facts", "wide", "reason"),
     [
-        (FACTS, True, "ranges unknown, and the checkpoint was trained in bfloat16"),
+        (FACTS, True, "the ranges are unknown, and the checkpoint was trained in bfloat16"),
         (replace(FACTS, trained_dtype=None), True, "the checkpoint's training dtype is unknown"),
         (
             replace(FACTS, trained_dtype=torch.float16),
             False,
-            "ranges unknown, but the checkpoint was trained",
+            "the ranges are unknown, but the checkpoint was trained",
         ),
         (replace(FACTS, model_type="gemma3_text"), True, "activations of this family reach about 800,000"),
     ],

@@ -58,7 +58,7 @@ def test_auto_takes_the_trained_dtype_where_it_runs_natively_else_the_best(
 def test_auto_on_a_t4_says_why():
     reason = decide(LLAMA, T4, PrecisionRequest()).reasons["compute"]
     assert reason.startswith("the checkpoint was trained in bfloat16; ")
-    assert reason.endswith(", so its best dtype is used")
+    assert reason.endswith(", so float16 is used")
 
 
 def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
@@ -102,7 +102,7 @@ def test_some_quantized_weights_are_dequantized_and_may_be_quantized_again(metho
     policy = decide(facts, A100, PrecisionRequest())
     assert policy.storage == "bfloat16"
     assert policy.reasons["storage"] == (
-        f"{method} weights are dequantized once at load: they have no backward"
+        f"{method} weights are dequantized once at load, because the format has no backward"
     )
     assert decide(facts, A100, PrecisionRequest(quantization="nf4")).storage == "nf4"
 
@@ -132,13 +132,13 @@ def test_float32_storage_with_16_bit_compute_says_what_it_relies_on_and_costs():
         "bfloat16",
         "as requested; autocast casts float32 weights to it at each matmul; outside autocast the model computes in float32",
     )
-    assert rows["residual stream"] == ("float32", "as the weights: autocast casts at each matmul only")
+    assert rows["residual stream"] == ("float32", "as the weights, because autocast casts only at matmuls")
     assert rows["frozen base weights"] == ("float32", "as requested")
     assert rows["norms"] == (
         "float32 inside",
-        "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32",
+        "the variance is float32; RMSNorm returns its input's dtype, and LayerNorm returns float32 under CUDA autocast",
     )
-    assert rows["pinned parameters"][1].endswith("; their outputs return to float32")
+    assert rows["pinned parameters"][1].endswith("; their outputs are cast to float32")
     text = " ".join(str(policy).split())
     assert "outside autocast the model computes in float32" in text
 
@@ -158,8 +158,8 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage float32 with weights quantized in nf4",
                 "one of the two",
-                "name no storage (the weights are stored in nf4), or take an unquantized checkpoint without a "
-                "quantization",
+                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint and leave the "
+                "quantization out",
             ),
         ),
         (
@@ -168,8 +168,8 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with weights quantized in nf4",
                 "one of the two",
-                "name no storage (the weights are stored in nf4), or take an unquantized checkpoint without a "
-                "quantization",
+                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint and leave the "
+                "quantization out",
             ),
         ),
         (
@@ -188,7 +188,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with compute float32",
                 "storage float32: there is no autocast to float32",
-                "name no storage, or compute in bfloat16",
+                "leave the storage out, or compute in bfloat16",
             ),
         ),
         (
@@ -197,7 +197,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with every weight trainable and float32 masters",
                 "the masters' dtype: the weights are the masters",
-                "name no storage, or train adapters (trainable='lora')",
+                "leave the storage out, or train adapters (trainable='lora')",
             ),
         ),
     ],

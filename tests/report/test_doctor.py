@@ -308,7 +308,7 @@ def test_nf4_values_that_come_back_wrong_are_a_failure() -> None:
         bad = read_answer("0.1", {"library": "BNBNativeLibrary", "nf4_error": error})
         assert bad.works is False
         assert bad.message == (
-            f"an nf4 round trip changes values in [-1, 1] by up to {shown}, but correct kernels by at most 0.153"
+            f"an nf4 round trip changes values in [-1, 1] by up to {shown}; correct kernels change them by at most 0.153"
         )
 
 
@@ -336,7 +336,7 @@ def test_a_cpu_is_asked_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     clause = machine.compiler_here()
     assert clause == (
         "there is no C++ compiler (none-such) on the path: "
-        "attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
+        "attention, LoRA layers, norms and the loss use torch's operators, which are slower"
     )
     report = _report(compiler=clause)
     assert "  C++           there is no C++ compiler (none-such) on the path" in _text(report)

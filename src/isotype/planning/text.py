@@ -1,4 +1,4 @@
-"""A plan as text and HTML: the command of the chosen row, a table, and optionally the parts of memory and time."""
+"""Prints a plan or writes it as an HTML page: the chosen row's command, the table of rows, and details on request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def to_text(plan: Record) -> str:
 
 
 def render(plan: Record, console: Console, whole: bool = False) -> None:
-    """Print a plan, with the parts of memory and time if `whole`."""
+    """Print a plan. If `whole`, also print the details that `isotype plan -v` adds."""
     say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     say(console, f"   {plan.settings}")
     for device in plan.devices:
@@ -77,9 +77,9 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
 
 
 def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
-    """Print plans of several models as one table, after the command of the largest that fits on each device."""
+    """Print one table for the plans of several models. Above it, print each device's command for the largest model that fits."""
     method, settings = plans[0].method, plans[0].settings
-    say(console, f"isotype plan   {method}, {settings}; no model is named: the largest that fit", "bold")
+    say(console, f"isotype plan   {method}, {settings}; these are the largest models that fit", "bold")
     rows: list[tuple[dict[str, str], Row | None]] = []
     for at, device in enumerate(plans[0].devices):
         several = {"device": device.name} if len(plans[0].devices) > 1 else {}
@@ -96,7 +96,7 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
-    """Print the chosen row of a device with speed, training time and command, or the memory that is lacking."""
+    """Print a device's chosen row: its speed, training time and command. If nothing fits, print the least memory of a step."""
     say(console, "")
     row = device.chosen
     if row is None:
@@ -104,7 +104,7 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
         if least is None:
             say(console, f"{title}: nothing could be traced", "bold red")
             return
-        room = "" if least.room is None else f" and may use {format_bytes(least.room)}"
+        room = "" if least.room is None else f", but may use only {format_bytes(least.room)}"
         say(console, f"{title}: nothing fits", "bold red")
         say(console, f"   a step needs at least {format_bytes(least.peak)} ({least.storage}){room}")
         larger = " or a larger device"
@@ -137,7 +137,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table; `rows` has (text of the first cells by column, a plan's row or None if nothing fits)."""
+    """Print a table. A pair in `rows` has the first cells (column -> text) and the plan's row, or None if nothing fits."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
@@ -168,13 +168,12 @@ def _title(device: Device) -> str:
 
 
 def _filled(lines: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the columns in which some line has a value."""
     heads = dict.fromkeys(head for line in sorted(lines, key=len, reverse=True) for head in line)
     return [head for head in heads if any(line.get(head, "") not in ("", "unknown") for line in lines)]
 
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
-    """Return column -> text of a row's cell."""
+    """Return a row's cells: column -> text."""
     time, work = row.time if row.fits else None, row.work
     return {
         "": "→" if chosen else "",
@@ -218,7 +217,7 @@ def _hours(row: Row, seconds: float | None) -> str:
 
 
 def _batch(row: Row) -> str:
-    """Return `2 of 1,024`, followed by `× 4` for four micro-batches."""
+    """Return `2 of 1,024` for two rows of 1,024 tokens; with four micro-batches, `2 of 1,024 × 4`."""
     times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
     return f"{row.rows:,} of {row.length:,}{times}"
 
@@ -276,7 +275,7 @@ def _work(row: Row, work: Workload) -> str:
     assert work.padding is not None
     text += f"; {work.tokens:,} tokens an epoch, {format_share(work.padding)} of a batch is padding"
     if work.packed_seconds is not None:
-        text += f"; packed (--packing) {_hours(row, work.packed_seconds)}"
+        text += f"; with --packing: {_hours(row, work.packed_seconds)}"
     if work.cut:
         text += f"; {format_share(work.cut)} of the rows are longer than {row.length:,} tokens and are cut"
     return text
@@ -320,7 +319,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
 
 
 def picture(rows: Sequence[Row], chosen: Row | None) -> str:
-    """Return an SVG of memory (x) against tokens per second (y); "" if no fitting row has an estimated time."""
+    """Return an SVG with memory on the x axis and tokens per second on y; "" if no row that fits has an estimated time."""
     shown = _drawn(rows)
     if not shown:
         return ""
@@ -347,7 +346,7 @@ def _drawn(rows: Sequence[Row]) -> list[Row]:
 
 
 def _limit_shown(rows: Sequence[Row]) -> int:
-    """Return the bytes that a step may use, or 0 if a line there would squeeze the points of `rows`."""
+    """Return the bytes that a step may use, or 0 if the picture would have to shrink too much to show this limit."""
     room = max((row.room or 0 for row in rows), default=0)
     return room if room <= 2.5 * max((row.peak for row in rows), default=0) else 0
 

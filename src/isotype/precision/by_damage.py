@@ -1,4 +1,4 @@
-"""Mixed storage: chooses the formats of linear layers within a memory limit, by their damage to the model's output."""
+"""Mixed storage: chooses a format for each linear layer, so that all fit a memory limit and damage the output least."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 _SUMS = 1 << 15
-"""Default number of distinct sums of bytes: rounding loses at most 1/32768 of the room per layer."""
+"""Default number of totals of bytes that `choose` compares. Rounding a layer's size up wastes at most 1/32768 of the room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to store a layer: the bytes that the layer then has, and the damage to the model's output."""
+    """A way to store a layer: the bytes that the layer takes, and how much it damages the model's output."""
 
     bytes: int
     damage: float
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
-    """Return for each layer the index of an option, so that all layers fit into `room` bytes with the least total damage.
+    """Choose an option for each layer, so that all fit `room` bytes at the least total damage; return the options' indices.
 
-    If the options' sizes allow more than `sums` different totals of bytes, sizes are rounded up (`sums` is at least 1).
+    `sums` is at least 1. If more than `sums` different totals of bytes are possible, sizes are rounded up.
 
     Returns:
         None if even the smallest options do not fit.
@@ -51,7 +51,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the index of each layer's best option by dynamic programming; `room` and sizes count steps of equally many bytes."""
+    """Return the index of each layer's best option, by dynamic programming. The unit of `room` and `steps` is the same."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -78,9 +78,9 @@ class Mixture:
     """A decision on mixed storage.
 
     Attributes:
-        storage: the model's nominal format, see `_most`.
-        layers: the layers in another format than `storage`.
-        reason: the counts of layers by format, their bytes, and the estimated damage in nats per token, in words.
+        storage: the format that the model as a whole reports.
+        layers: the layers whose format is not `storage`.
+        reason: a sentence with the number of layers in each format, their bytes, and the estimated damage in nats per token.
     """
 
     storage: str
@@ -102,7 +102,7 @@ class Mixture:
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4, by which everything except the layers' formats is decided.
+    """Return the request with all layers in nf4. Its policy decides everything except the layers' formats.
 
     If the request leaves `double_quant` open, the quantization constants are quantized: this costs little accuracy.
     """
@@ -111,7 +111,7 @@ def first_request(request: PrecisionRequest) -> PrecisionRequest:
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return the request with the storage formats of `policy`, which may have a mixed base."""
+    """Return the request with the storage formats that `policy` decided, layer by layer if they are mixed."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -134,13 +134,13 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 
 
 def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
-    """Return the layers' formats with the least total damage within a memory limit.
+    """Return the layers' formats that do the least total damage within a memory limit.
 
-    Formats are nf4 in blocks of 64 or 32 with fitted constants, int8, and the float dtype of unquantized weights.
+    Each layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the float dtype of unquantized weights.
 
     Args:
         policy: the policy with all layers in nf4.
-        memory: limit for the bytes of all weights of the base; if None, the layers may take 10 % more bytes than in nf4.
+        memory: limit for the bytes of all base weights; if None, the linear layers may take 10 % more bytes than in nf4.
 
     Raises:
         PrecisionError: even the smallest formats exceed `memory`.
@@ -171,9 +171,10 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
     counts = Counter(chosen.values())
     count = ", ".join(f"{counts[form]} in {form}" for form in forms if counts[form])
     reason = (
-        f"mixed: of {plural(len(chosen), 'linear layer')} {count}, {format_bytes(size)} "
-        f"({'a tenth more than nf4 takes' if memory is None else 'what is left'}: {format_bytes(room)}), chosen by the damage measured on "
-        f"{plural(damages.tokens, 'token')}: about {damage:.2g} nats a token, {damages.total('nf4'):.2g} with nf4 everywhere"
+        f"mixed: of {plural(len(chosen), 'linear layer')}, {count}; they take {format_bytes(size)} "
+        f"(limit: {format_bytes(room)}, {'a tenth more than in nf4' if memory is None else 'which the other weights leave'}). "
+        f"The damage, measured on {plural(damages.tokens, 'token')}, is about {damage:.2g} nats a token; "
+        f"with nf4 everywhere, {damages.total('nf4'):.2g}"
     )
     differing = tuple(
         LayerStorage(layer.module, form, layer.moments if form in FITTED else "")
@@ -184,7 +185,7 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
 
 
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
-    """Return the bytes of all weights of a base under a policy; `base_memory` limits this number."""
+    """Return the bytes that all base weights take under a policy; `base_memory` limits this number."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
     layers = sum(
         layer.bytes(policy.storage_of(layer.module), double_quant=policy.double_quant)
@@ -194,6 +195,6 @@ def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> in
 
 
 def _most(chosen: Mapping[str, str], plain: str) -> str:
-    """Return the model's nominal format: nf4 if any layer has 4 bits, because libraries expect a single format per model."""
+    """Return the format that the model as a whole reports, as libraries expect one: nf4 if any layer has 4 bits."""
     forms = set(chosen.values())
     return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from isotype.precision.facts import ModelFacts
 
 MARGIN = 2.0
-"""The largest float16 number over the largest accepted magnitude; docs/ranges.md derives the value."""
+"""65504 (the largest float16 number) divided by the largest accepted magnitude; docs/ranges.md derives this ratio."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
@@ -38,9 +38,9 @@ _UNSEEN = (
 )
 
 _SUBNORMAL = 2.0**-15
-"""Weights with a smaller median magnitude lose digits: below 2^-14 float16 has fewer significant bits than bfloat16."""
+"""Weights whose median magnitude is below this lose digits: a float16 number below 2^-14 has fewer significant bits."""
 _PRODUCTS = 64.0
-"""Limit of a layer's largest gradient times its largest input, in units of 65504: both rarely occur at the same token."""
+"""A layer's largest gradient times its largest input may be this many times 65504: one token rarely has both."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def number(value: float) -> str:
 
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
-    """Return model_type -> a dict with the published ranges (`reaches`) and their `source`."""
+    """Return model_type -> a dict: `reaches` has the published ranges in words, `source` names the publication."""
     table: Mapping[str, Mapping[str, str]] = loads(
         (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
     )
@@ -132,7 +132,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
         why = f"{family['reaches']} ({family['source']}); not measured on this checkpoint"
         return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
     if trained == torch.float16:
-        why = "as the weights: ranges unknown, but the checkpoint was trained in float16"
+        why = "as the weights: the ranges are unknown, but the checkpoint was trained in float16"
         return RangeDecision(reasons={"residual": why})
     origin = (
         f"the checkpoint was trained in {dtype_name(trained)}, which has a larger range than float16"
@@ -140,8 +140,8 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
         else "the checkpoint's training dtype is unknown"
     )
     why = (
-        f"ranges unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges shows "
-        "that float16 is enough"
+        f"the ranges are unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges "
+        "shows that float16 is enough"
     )
     return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
 
@@ -150,7 +150,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float]:
-    """Return (module, value) of the largest magnitude that a forward in float16 would round to float16."""
+    """Return (module, value) of the largest magnitude that a forward in float16 would store as a float16 number."""
     values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
@@ -161,7 +161,7 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude except fill values of masks) for a forward's operators, without those of norms."""
+    """Yield (operator, largest magnitude) for a forward's operators outside norms; a mask's fill values do not count."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
@@ -193,7 +193,7 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
 
 
 def _carriers(ranges: Ranges) -> frozenset[str]:
-    """Return the names of the modules that only pass on the residual stream: the blocks and all their parents."""
+    """Return the names of the blocks and of all their parents, because these modules only pass on the residual stream."""
     paths = [name.split(".") for name in ranges.stream]
     return frozenset({"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))})
 
@@ -219,10 +219,10 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield a `ModuleException` per linear layer whose adapters' gradients, times the loss scale, can exceed float16's range.
+    """Yield a `ModuleException` for each linear layer whose adapters' scaled gradients can exceed float16's range.
 
-    The gradient of lora_A is a sum over tokens of the gradient of lora_A's output times the layer's input. The gradient
-    of lora_B is the layer's output gradient times lora_A's output (https://arxiv.org/abs/2106.09685, equation 3).
+    A token adds to lora_A's gradient the layer's input times the gradient of lora_A's output. It adds to lora_B's gradient
+    lora_A's output times the gradient of the layer's output (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
@@ -231,7 +231,7 @@ def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
 
 
 def _loss_scale(ranges: Ranges) -> tuple[float, str]:
-    """Return (loss scale that brings the largest measured gradient to at most a sixteenth of 65504, reason)."""
+    """Return (loss scale, reason). With this scale, the largest measured gradient is at most a sixteenth of 65504."""
     products = (op for op in ranges.operators if op.phase == "backward" and op.matmul)
     gradients = [*(module.gradient for module in ranges.modules), *(product.output for product in products)]
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)

@@ -1,4 +1,4 @@
-"""The damage to a model's output if a linear layer is stored in fewer bits; it decides mixed storage."""
+"""Measured damage to a model's output if a linear layer is stored in fewer bits. It decides mixed storage."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
     """Return the bytes of a weight `[rows, columns]` in a format, including the quantization constants.
 
     A 4-bit weight has a float32 constant per block. With double quantization (https://arxiv.org/abs/2305.14314,
-    section 3) it has a byte per block, a float32 number per 256 blocks, and one more float32 number. An int8 weight has a
-    float32 constant per row.
+    section 3), these constants take a byte per block, a float32 number per 256 blocks, and one more float32 number. An
+    int8 weight has a float32 constant per row.
     """
     values = rows * columns
     if form in _FLOATS:
@@ -39,14 +39,14 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
-    """Damage of one linear layer to the model's output in each format.
+    """For each format, the damage to the model's output if one linear layer is stored in it.
 
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.
-        damage: format -> nats per token if only this layer is stored in the format: the Kullback-Leibler divergence of
-            the next token's distribution from that of the float32 model, to first order in the loss.
+        damage: format -> nats per token if only this layer is stored in the format. It is the Kullback-Leibler divergence
+            of the next token's distribution from the float32 model's, to first order in the loss.
         error: format -> squared norm of the weight's error.
-        moments: second moments of the layer's input channels, as text of `isotype.precision.policy.write_moments`.
+        moments: second moments of the layer's input channels, as the text that `policy.write_moments` returns.
     """
 
     module: str
@@ -72,7 +72,7 @@ class Damages(Measurement):
     Attributes:
         key: fingerprint of the checkpoint; "" for a model in memory.
         when: date and time, ISO 8601 in UTC.
-        text: the measured texts, in words.
+        text: a description of the texts on which the damage was measured.
         layers: all linear layers that quantization covers, in the model's order.
         measured: format -> nats per token with all layers in the format, measured on the same tokens.
     """
@@ -95,16 +95,16 @@ class Damages(Measurement):
         return {layer.module: layer for layer in self.layers}
 
     def total(self, form: str) -> float:
-        """Return the nats per token if all layers have a format: the measured value, or else the sum over the layers."""
+        """Return the damage in nats per token if all layers have a format: the measured one, or else the layers' sum."""
         if form in self.measured:
             return self.measured[form]
         return self._sum((layer, form) for layer in self.layers)
 
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
-        """Estimate the nats per token if modules have the formats in `storage`, and all other modules the format `otherwise`.
+        """Estimate the damage in nats per token if each module has its format in `storage`, or else the format `otherwise`.
 
-        The estimate is the sum of the layers' damages, times a factor: the measured total for the format `otherwise`,
-        divided by the sum of the layers' damages in that format.
+        The estimate is the sum of the layers' damages in their formats, times a correction. The correction is the measured
+        damage with all layers in `otherwise`, divided by the sum of their damages in that format.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)

@@ -1,4 +1,4 @@
-"""Decision of the precision policy: a pure function of model facts, a device profile and the user's request."""
+"""Decides the precision policy from the model's facts, a device profile and the user's request, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class PrecisionRequest:
 
     Attributes:
         layers: linear layers that are stored in another format than `quantization`.
-        base_memory: limit for the bytes of the base's weights if the quantization is `"mixed"`, for which
-            `isotype.precision.by_damage` chooses the formats.
-        quantized_parts: `"language"`, or `"all"` to quantize towers and projectors of pictures and sound too.
+        base_memory: limit for the bytes of the base weights if the quantization is `"mixed"`; `precision.by_damage`
+            then chooses the formats.
+        quantized_parts: `"language"` quantizes the language model; `"all"` also the towers and projectors of other media.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -86,7 +86,7 @@ def decide(
     routers = facts.routers and compute != torch.float32
     if routers:
         reasons["routers"] = (
-            "experts are chosen by their scores: rounding changes the order, and sends tokens to other experts"
+            "routers choose experts by score: rounding changes the order of the scores and sends tokens to other experts"
         )
     by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
@@ -171,7 +171,7 @@ class _Draft:
             stores = saved or (dtype_name(trained) if trained else "another format")
             self._refuse(
                 f"quantization {MXFP4}, but {self.facts.source} stores its weights in {stores}",
-                f"experts that the checkpoint stores in {MXFP4}, like gpt-oss: isotype keeps them, but converts no weights to it",
+                f"a checkpoint with experts in {MXFP4}, like gpt-oss: isotype keeps this format, but converts no weights to it",
                 "ask for nf4 or int8, or leave the quantization out",
             )
         elif requested and requested != MXFP4:
@@ -203,7 +203,7 @@ class _Draft:
             slow = "slow" if slower is None else f"{slower:.2g} times slower"
             self.warnings.append(
                 f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {slow} "
-                f"({dtype_name(self.profile.best_dtype())} is what it runs best)"
+                f"(this device runs {dtype_name(self.profile.best_dtype())} best)"
             )
         elif compute == torch.float16:
             slower = self.profile.slower(compute, self.profile.best_dtype()) or 1.0
@@ -216,7 +216,7 @@ class _Draft:
 
     def _master(self, compute: torch.dtype) -> torch.dtype:
         if self.request.master is None:
-            self.reasons["master"] = "small updates survive; cast to the compute dtype where they are used"
+            self.reasons["master"] = "float32 keeps small updates; each use casts to the compute dtype"
             return torch.float32
         master = parse_dtype(self.request.master)
         name = dtype_name(master)
@@ -264,7 +264,7 @@ class _Draft:
         if saved and saved.dequantized and not kept_experts(self.facts, self.request):
             keeps = f"; --quantization {MXFP4} keeps experts as they are stored" if saved.experts else ""
             self.reasons["storage"] = (
-                f"{saved.format} weights are dequantized once at load: they have no backward{keeps}"
+                f"{saved.format} weights are dequantized once at load, because the format has no backward{keeps}"
             )
         else:
             self.reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
@@ -289,21 +289,21 @@ class _Draft:
             self._refuse(
                 f"storage {name} with weights quantized in {storage_format}",
                 "one of the two",
-                f"name no storage (the weights are stored in {storage_format}), or take an unquantized checkpoint "
-                "without a quantization",
+                f"leave the storage out (the weights are stored in {storage_format}), or take an unquantized checkpoint "
+                "and leave the quantization out",
             )
             return storage_format
         if self.request.trainable == "full" and storage != master:
             self._refuse(
                 f"storage {name} with every weight trainable and {dtype_name(master)} masters",
                 "the masters' dtype: the weights are the masters",
-                "name no storage, or train adapters (trainable='lora')",
+                "leave the storage out, or train adapters (trainable='lora')",
             )
         elif compute == torch.float32 != storage:
             self._refuse(
                 f"storage {name} with compute float32",
                 "storage float32: there is no autocast to float32",
-                f"name no storage, or compute in {name}",
+                f"leave the storage out, or compute in {name}",
             )
         self.reasons["storage"] = "as requested"
         if storage != compute and self.request.trainable == "lora":
@@ -313,7 +313,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """Return the checkpoint's format that stacked experts keep; "" if they are dequantized, or are not quantized."""
+    """Return the format that stacked experts keep from the checkpoint; "" if they keep none."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -329,12 +329,13 @@ def _auto_compute(
     name = dtype_name(trained)
     if trained == torch.float32 and storage_format and best != torch.float32:
         return best, (
-            f"{storage_format} weights are rounded already, so {dtype_name(best)} matmuls lose nothing that "
-            "float32 ones would keep and run faster"
+            f"{storage_format} weights are rounded already, so float32 matmuls would keep nothing that "
+            f"{dtype_name(best)} ones lose, and would be slower"
         )
     if profile.supports(trained) == "native":
         return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
-    return best, f"the checkpoint was trained in {name}; {profile.reason(trained)}, so its best dtype is used"
+    used = f"so {dtype_name(best)} is used"
+    return best, f"the checkpoint was trained in {name}; {profile.reason(trained)}, {used}"
 
 
 def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[bool, torch.dtype]:
@@ -357,7 +358,7 @@ _DENSE = (
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return a line with the first policy that works after parts of the request are dropped; None if none works."""
+    """Return a line that describes the nearest policy that works, after parts of the request are dropped; None without one."""
     if obstacles:
         return None
     changes: tuple[Mapping[str, Any], ...] = (
@@ -386,19 +387,19 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Return role -> reason, for the roles that follow from the compute dtype, the float weights' dtype and pinned parameters."""
+    """Return role -> reason for the roles that `compute`, the float weights' dtype `plain` and pinned parameters decide."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
-        "optimizer": "as the masters that it updates",
+        "optimizer": "the dtype of the masters that it updates",
         "reduce": "gradients have the dtype of their masters",
         "pinned": (
-            f"kept by the model's author: {', '.join(sorted(set(pinned)))}; their outputs return to {dtype_name(plain)}"
+            f"the model's author keeps float32 for {', '.join(sorted(set(pinned)))}; their outputs are cast to {dtype_name(plain)}"
             if pinned
-            else ("the model pins no parameter" if low else "everything is float32 already")
+            else ("the model keeps no parameter in float32" if low else "everything is float32 already")
         ),
         "norms": (
-            "variance in float32; RMSNorm returns its input's dtype, LayerNorm under CUDA autocast float32"
+            "the variance is float32; RMSNorm returns its input's dtype, and LayerNorm returns float32 under CUDA autocast"
             if low
             else "as everything else"
         ),
@@ -415,12 +416,12 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason, for float weights that autocast casts; `compute` is the reason for the compute dtype."""
+    """Return role -> reason if autocast casts the float weights; `compute` is the reason for the compute dtype."""
     name = dtype_name(plain)
     return {
         "compute": (
             f"{compute}; autocast casts {name} weights to it at each matmul; outside autocast the model computes in "
             f"{name}"
         ),
-        "residual": "as the weights: autocast casts at each matmul only",
+        "residual": "as the weights, because autocast casts only at matmuls",
     }

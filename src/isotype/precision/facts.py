@@ -1,4 +1,4 @@
-"""Facts about a model from which the precision policy is decided."""
+"""The facts about a model that decide its precision policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isotype.core.names import alternatives
 
 @dataclass(frozen=True)
 class QuantizationFacts:
-    """Existing quantization of the weights.
+    """The format in which the weights are quantized already.
 
     Attributes:
         method: the library or method: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
@@ -22,7 +22,7 @@ class QuantizationFacts:
         double_quant: whether the quantization constants are quantized too; None if the method has no such option.
         quant_storage: dtype of the packed bytes; None if unknown.
         skip_modules: names of the unquantized modules.
-        experts: format that stacked experts can keep although linear layers are dequantized: `"mxfp4"`; else "".
+        experts: `"mxfp4"` if stacked experts can keep this format although linear layers are dequantized; else "".
         in_memory: whether the weights are in memory, not in a checkpoint.
     """
 
@@ -49,14 +49,14 @@ class ModelFacts:
     Attributes:
         source: the model, in words: a path, a hub id or a class name.
         model_type: model type in config.json (`"llama"`); None without a config.
-        trained_dtype: dtype in which the model was trained: that of most unquantized elements, else that in the config;
-            None if unknown.
-        pinned: patterns of parameters kept in float32 if float16 is requested (`_keep_in_fp32_modules`).
-        pinned_strict: patterns of parameters always kept in float32 (`_keep_in_fp32_modules_strict`).
+        trained_dtype: dtype in which the model was trained. It is the dtype of most unquantized elements, else the
+            config's; None if unknown.
+        pinned: patterns of parameters that stay float32 if float16 is requested (`_keep_in_fp32_modules`).
+        pinned_strict: patterns of parameters that always stay float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
-        dense: names of modules that are quantized only on request: vision and audio towers with their projectors, and
-            modules that transformers leaves unquantized, too; empty for a text model.
+        dense: names of modules that are quantized only on request; empty for a text model. They are vision and audio
+            towers with their projectors, and the modules that transformers leaves unquantized.
         routers: whether the experts are chosen by router modules like those in transformers.
         notes: unknown facts, with the reason why they are unknown.
     """

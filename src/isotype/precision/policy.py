@@ -21,7 +21,7 @@ from isotype.core.json_records import FormatVersionError, require_version
 from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
-"""File in a saved adapter's folder with the policy of its training."""
+"""Name of the file, in a saved adapter's folder, that has the policy with which the adapter was trained."""
 FORMAT_VERSION = 1
 """Version of the file's format; the number increases if older releases of isotype would misread a new file."""
 
@@ -49,9 +49,9 @@ class ModuleException:
     """A module whose measured values exceed float16's range.
 
     Attributes:
-        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, casts the
-            result to float32, and multiplies it by 2^exponent; this is exact except for subnormal numbers. `"float32"`
-            runs the module's own operators in float32; `"adapters"` runs only the adapters of a linear layer in float32.
+        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and the
+            layer's output, cast to float32, by 2^exponent. This is exact except for subnormal numbers. `"float32"` runs
+            the module's own operators in float32; `"adapters"` runs only the adapters of a linear layer in float32.
         exponent: exponent of `"scale"`, at least 0.
         reason: the measured value, in words.
     """
@@ -64,13 +64,13 @@ class ModuleException:
 
 @dataclass(frozen=True)
 class LayerStorage:
-    """A linear layer that is stored in another format than most layers.
+    """A linear layer whose format differs from the policy's `storage`.
 
     Attributes:
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
             `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
             float dtype of unquantized weights.
-        moments: second moments of the layer's input channels, to which constants are fitted, as text from `write_moments`.
+        moments: second moments of the layer's input channels, as `write_moments` returns them. Constants are fitted to them.
     """
 
     module: str
@@ -86,17 +86,17 @@ class PrecisionPolicy:
         compute: dtype of matmul operands.
         storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
-        reduce: dtype in which gradients are summed across ranks, which is the dtype of `master`.
+        reduce: dtype in which ranks sum their gradients; it equals `master`.
         loss_scaling: whether a GradScaler is needed; only float16 compute with float32 masters needs one.
         trainable: `"lora"` (adapters on a frozen base) or `"full"` (every weight).
         device: name of the device profile for which the policy was decided.
-        pinned: patterns of parameters that stay float32; a parameter is pinned if its name contains one.
+        pinned: patterns of parameter names. A parameter whose name contains a match stays float32.
         double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
         quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
         wide_residual: whether the residual stream is float32 although matmuls run in 16 bits.
-        layers: linear layers in another format than `storage` (a mixed base).
-        dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`; empty for
-            transformers' default.
+        layers: linear layers whose format is not `storage` (a mixed base).
+        dense: names of modules that stay unquantized: the value of transformers' `llm_int8_skip_modules`. If it is empty,
+            transformers uses its default.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
         keep_frozen: whether frozen float weights keep their dtype regardless of `storage`. True for a policy that
@@ -135,7 +135,7 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """The argument `quantization` of a request for this storage, without `layers`; None for float storage."""
+        """The `quantization` that a request names to get this storage, apart from `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
@@ -217,7 +217,7 @@ class PrecisionPolicy:
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return a line for each format and kind of module among `layers`, with the layer numbers."""
+        """Return a line for each format and kind of module in `layers`. The line lists the numbers of the layers."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -243,14 +243,14 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:
-        """Return a line for each kind of module among `exceptions`, with the reason of the first module."""
+        """Return a line for each kind of module in `exceptions`. The line has the reason of the first such module."""
         groups: dict[tuple[str, str], list[ModuleException]] = {}
         for exception in self.exceptions:
             groups.setdefault((starred(exception.module), exception.how), []).append(exception)
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON values of all fields for display, without moments, whose text is as long as a layer is wide."""
+        """Return JSON values of the fields for display. Moments are left out: they have a character per input channel."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
         return {
@@ -288,7 +288,7 @@ class PrecisionPolicy:
         return cls(**rest)
 
     def save(self, directory: str | Path) -> Path:
-        """Write the policy as JSON into `directory` (temporary name, then rename)."""
+        """Write the policy as JSON to a temporary file in `directory`, then rename the file."""
         return write_whole(Path(directory) / POLICY_FILE, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
@@ -332,15 +332,15 @@ def is_pinned(name: str, patterns: Sequence[str]) -> bool:
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Number of levels per factor of two; a single level would be as good (benchmarks/quality.py)."""
+"""Number of levels between a moment and its double; a single level would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean over channels is added with the weight of this number of tokens: few tokens may reach an expert."""
+"""The mean over channels counts as much as this many tokens, because an expert may see only a few tokens."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """Return second moments of input channels as text, with one character per channel; `_` stands for the largest moment.
+    """Return second moments of input channels as text with one character per channel; `_` is the largest moment.
 
-    `squares` `[in]` has a sum of squares over `tokens` for each channel, up to a common factor.
+    `squares` `[in]` has, for each channel, the sum of squares over `tokens`, times any factor that all channels share.
     """
     squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)

@@ -49,7 +49,7 @@ class Measurement:
         """Raise ValueError if the loaded measurement is incomplete."""
 
     def save(self, path: str | Path) -> Path:
-        """Write the measurement to the file `path` (temporary name, then rename)."""
+        """Write the measurement to a temporary file, then rename the file to `path`."""
         write_whole(Path(path), self.to_json() + "\n")
         return Path(path)
 
@@ -83,7 +83,7 @@ MATMULS = (
 )
 """Prefixes of operators that autocast runs in 16 bits: their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Prefixes of attention kernels. Only a kernel's first result has activations; the others hold statistics and infinities."""
+"""Prefixes of attention kernels. Only the first result of an attention kernel has activations; others are statistics."""
 
 
 def is_attention(op: str) -> bool:
@@ -106,17 +106,17 @@ def first_loss_scale(gradient: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRange:
-    """The largest magnitudes of one operator call in a step, over all batches.
+    """The largest magnitudes, over all batches, of one call of an operator in a step.
 
     Attributes:
-        module: fully qualified name, in the base model, of the innermost module that runs the operator; "" is the
-            model. For an operator of the backward, this is the module of the corresponding forward call.
+        module: name in the base model of the innermost module that runs the operator; "" is the model itself. For an
+            operator of the backward, this is the module of the corresponding forward call.
         index: number of this call among the operator's calls in this module and phase, from 0.
         phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the nonzero elements of the results that float16 rounds to zero (up to 2^-25), in the batch with
-            the largest share. Large results are sampled evenly.
+        flushed: of the nonzero elements of the results, the share that float16 rounds to zero (magnitudes up to 2^-25);
+            the largest share in any batch. Large results are sampled evenly.
         source: `file:line` of the call; "" if there is none.
         flushed_scaled: like `flushed`, after the results are multiplied by 65536, the initial loss scale of a GradScaler.
     """
@@ -176,7 +176,7 @@ class Ranges(Measurement):
         dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
         text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
         tokens: number of tokens of all batches. Gradients are those of the mean loss over the tokens of one forward.
-        batches: number of batches that `spread` compares, or number of texts in a single batch.
+        batches: number of batches that `spread` compares; if there is a single batch, its number of texts.
         spread: largest ratio between a module's outputs in two batches.
         modules: the modules that were called, in the order of their first call.
         operators: calls of operators with floating-point results, in the order in which they were first called.

@@ -83,9 +83,9 @@ def installed() -> dict[str, str | None]:
 
 
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Return package -> requirement strings, from the metadata of the installed packages.
+    """Return package -> requirement strings, from the metadata of isotype and of the packages in `versions`.
 
-    The packages are isotype, and those whose version in `versions` is the installed one: other versions have no metadata here.
+    A package whose version in `versions` is not the installed one is left out, because this machine lacks its metadata.
     """
     packages = {**versions, "isotype": _version("isotype")}
     matching = [package for package, version in packages.items() if version and version == _version(package)]
@@ -112,7 +112,7 @@ def tightest(specifier: SpecifierSet) -> SpecifierSet:
 
 @lru_cache(maxsize=64)
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
-    """Return what a package requires: (required package -> joined specifier, requirement strings that cannot be parsed)."""
+    """Return (package that `package` requires -> joined specifier, requirement strings that cannot be parsed)."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
     extras = ("", *_EXTRAS.get(package, ()))
     for text in texts:
@@ -156,8 +156,8 @@ def incompatibilities(
     If a version is no valid version number, it is reported as a warning and not compared.
 
     Args:
-        versions: package -> version, None for a package that is not installed, as `installed` returns them.
-        requires: package -> requirement strings; None: those of the installed packages.
+        versions: package -> version, or None if the package is not installed, as `installed` returns them.
+        requires: package -> requirement strings; None stands for the requirements of the installed packages.
     """
     if requires is None:
         requires = installed_requirements(versions)
@@ -224,7 +224,7 @@ def _own_requirements() -> Sequence[str]:
 
 
 def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """Return one pip command that installs every `change` and the requirements `absent`; None if there are none."""
+    """Return one pip command that installs each `change` in `incompatible`, and `absent`; None if both are empty."""
     demands: dict[str, SpecifierSet] = {}
     for text in (*(incompatibility.change for incompatibility in incompatible), *absent):
         requirement = Requirement(text)

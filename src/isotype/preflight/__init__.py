@@ -1,1 +1,1 @@
-"""Checks of one training step of a model, a trainer, a function or a script: trace, findings, and trials of fixes."""
+"""Checks one training step of a model, a trainer, a function or a script: traces it, reports findings, tries fixes."""

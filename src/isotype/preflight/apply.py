@@ -29,7 +29,7 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply the actions that change the model, and return functions that undo them, in the order of the actions.
+    """Apply the actions that change the model. Return the functions that undo the actions, in the same order.
 
     Raises UsageError if the target of an action does not exist in the model; actions before it are undone.
     """
@@ -136,7 +136,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
         raise UsageError.of(
             "a cast does not restore rounded frequencies",
             f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
-            "a module with a config to compute them from",
+            "a module with a config, from which they can be computed",
             "load the model again and do not cast its buffers",
         )
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
@@ -204,7 +204,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Set the boundaries that `enforce_model` sets for a float32 residual stream and for modules that are exceptions."""
+    """Add the casts that `enforce_model` adds for a float32 residual stream and around modules that are exceptions."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -229,7 +229,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions; if folding removed a layer, its exception applies to the layer that represents it."""
+    """Return the exceptions. If one traced layer stands for several, the exceptions of all of them apply to it."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

@@ -1,4 +1,4 @@
-"""`isotype.check`: the report on one training step of a model, a trainer or a request before it runs."""
+"""`isotype.check`: reports on one training step of a model, a trainer or a request, before the step runs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def check(
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. A
-            trainer provides its first batch and its arguments. For a trainer or a request, the other arguments are
-            optional, and replace those that it provides.
+            trainer provides its first batch and its arguments. For a trainer or a request, the other arguments of
+            `check` are optional; they replace the values that the trainer or the request provides.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
         policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
         device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
@@ -87,8 +87,8 @@ def check(
             - `devices`: number of devices that train together (default 1); the report shows the memory of one device.
               Without `fsdp` each device holds all weights (DDP); with `fsdp` each device holds a share of them.
             - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
-            - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True), as isotype
-              does and accelerate does not.
+            - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True). isotype
+              shards them; accelerate does not.
             - `gradient_checkpointing`: True, or the arguments of the model's `gradient_checkpointing_enable`; by default
               the step uses gradient checkpointing if the model has enabled it.
             - `generate`: the function of the model that the phase `"generate"` runs.
@@ -107,7 +107,7 @@ def check(
               (default True). The measurement covers packed rows, padding, later tokens, labels, pictures and adapters. It
               needs labels, and token ids whose values are known.
             - `verify`: whether every fix is tried by a second trace (default True).
-            - `seconds`: time limit of the trace, without the trials of fixes. If the trace reaches the limit, the report
+            - `seconds`: time limit of the trace; trials of fixes do not count. If the trace reaches the limit, the report
               covers the part of the step before the limit.
 
     Returns:
@@ -142,7 +142,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a request with changes; new autocast resets the scaler, and a new optimizer object resets the learning rate."""
+    """Return a changed request. A change of autocast resets the scaler, and a new optimizer object the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
@@ -151,7 +151,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs; if the request has a loss function, it gets the new batch."""
+    """Return a request with other inputs. If the request has a loss function, the function takes the new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -195,7 +195,7 @@ def function_arguments(text: str) -> dict[str, Any]:
         inspect.signature(function).bind()
     except TypeError as error:
         what = f"{text}{inspect.signature(function)}: {error}"
-        fix = "give its parameters defaults, or name a function that calls it"
+        fix = "give defaults to its parameters, or name a function that calls it"
         raise UsageError.of("the function cannot be called", what, "no required parameters", fix) from error
     try:
         result = function()
@@ -225,14 +225,14 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return the error to raise for user code that raised `error`, with the message and the line of `error`."""
+    """Return a UsageError with the message and the line of an `error` that the user's code raised."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     fix = "correct it; --debug shows the whole traceback"
     return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)
 
 
 def _line(error: Exception) -> str:
-    """Return the innermost line of the traceback in the user's code, for a message; "" if there is none."""
+    """Return a message with the innermost line of the user's code in the traceback; "" if there is none."""
     if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]

@@ -1,4 +1,4 @@
-"""Builds the request to check a step of a transformers or TRL trainer, from its model, first batch, loss and arguments."""
+"""Builds a request to check one step of a trainer, from the trainer's model, first batch, loss and arguments."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from isotype.records.request import LossOf, StepRequest, batches_ahead
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
-    """Return the request for the first step of a trainer before `train()`, with the trainer's loss and arguments.
+    """Return the request for a trainer's first step, before `train()` is called, with the trainer's loss and arguments.
 
-    The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO,
-    RLOO), the request has a forward and backward over prompt and completion, without rewards. Unless vLLM generates,
-    the request also has one token that the trainer generates outside of autocast.
+    The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO, RLOO), the
+    step is a forward and a backward over completions, without rewards. Unless vLLM generates them, the step also
+    generates one token outside of autocast, as the trainer does.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -69,7 +69,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch, with the number of labels that the trainer would pass to its model for two such micro-batches."""
+    """Return the batch. Add the number of labels in two such micro-batches if the trainer passes it to its model."""
     labels = batch.get("labels")
     if not getattr(trainer, "model_accepts_loss_kwargs", False) or not isinstance(labels, torch.Tensor):
         return batch
@@ -89,7 +89,7 @@ def _evaluation(trainer: Any) -> LossOf | None:
 def request_of_first_step(
     model: nn.Module, call: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
 ) -> StepRequest:
-    """Return the request for the step of a running trainer that has called its model with the first training batch.
+    """Return the request for the first step of a running trainer, which has just called its model for the first time.
 
     Args:
         model: the trainer's model.
@@ -182,7 +182,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Return the loss over a made-up batch for a data set of prompts; the batch's rows have the length of the longest completion."""
+    """Return the loss over a made-up batch, for a data set of prompts. Its rows are as long as the longest completion."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128
@@ -225,7 +225,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches that are compared if several processes train; a batch belongs to a process or to a step."""
+"""Number of batches that are compared if several processes train; they are of different processes or steps."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:
@@ -244,6 +244,6 @@ def _first_batches(trainer: Any, most: int) -> list[Any]:
 
 
 def _call(positional: int, model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Return the loss of a call of the model whose first `positional` inputs are positional arguments."""
+    """Call the model and return the loss. The first `positional` inputs are passed as positional arguments."""
     values = list(inputs.values())[:positional]
     return loss_of(model(*values, **dict(list(inputs.items())[positional:])))

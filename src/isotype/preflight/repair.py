@@ -1,4 +1,4 @@
-"""`isotype.repair`: applies the fixes that a second trace has verified to the real model."""
+"""`isotype.repair`: applies to the real model the fixes that a second trace has verified."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from isotype.report.check.report import Report
 
 @dataclass(frozen=True)
 class Repairs:
-    """The result of `repair`: the fixes, over which this object iterates, and the findings that remain.
+    """The fixes that `repair` chose, and the findings that remain. Iterating over this object yields the fixes.
 
     Attributes:
-        fixes: the fixes that together resolve the findings, in order; a fix is applied if it changes only the model.
-        settings: name of an argument of the step that the caller has to change, too (`autocast`, `scaler`, …) -> its new
-            value.
-        lines: `file:line` of code that the caller has to change, too -> dtype to use there.
+        fixes: the fixes that together resolve the findings, in the order in which they were chosen.
+        settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to give it, too.
+        lines: `file:line` in code -> the dtype that the caller has to use there, too.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.
         pending: findings that disappear only when the caller has changed `settings` and `lines`.
@@ -76,8 +75,8 @@ class Repairs:
 def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, the cheapest first, until the report's findings are resolved.
 
-    `repair` chooses a fix for one finding after another, and for errors first. After each choice it traces the step with
-    all chosen fixes. So `repair` never fixes a finding twice, and never combines fixes that work only one at a time.
+    `repair` chooses a fix for each finding in turn, errors first. After each choice it traces the step with all chosen
+    fixes. So `repair` never fixes a finding twice, and never combines fixes that work only one at a time.
 
     Args:
         model: the model that was checked.
@@ -124,8 +123,8 @@ def plan(
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
     """Return the fixes that together resolve the most findings of `report`, and (finding, reason) for the others.
 
-    After each fix, the step is checked again, since one cause can hide another. For each finding, a fix is
-    searched only once: after that, the finding is resolved, or it remains.
+    After each fix, the step is checked again, because one cause can hide another. A fix for a finding is searched only
+    once: the finding is then resolved, or it remains.
 
     Args:
         report: a report on a step that can be traced again.
@@ -156,7 +155,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes without those that a later fix makes superfluous; `after` are the findings after all fixes."""
+    """Return the chosen fixes that no later fix makes superfluous. `after` has the findings after all chosen fixes."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)
@@ -215,7 +214,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether the finding is gone without an increase in errors; another error may appear in its place.
+    """Return whether the finding is gone and there are no more errors than before; one may have replaced another.
 
     Returns False if the trace for `after` ended early and the trace for `before` did not, because an early end hides findings.
     """

@@ -56,8 +56,8 @@ def run(
     Args:
         request: the step.
         verify: whether every fix is tried by a second trace.
-        seconds: time limit of the trace, without the trials of fixes; the findings are about the part of the step before
-            the limit.
+        seconds: time limit of the trace; trials of fixes do not count. Findings cover the part of the step before the
+            limit.
         measure: whether the values of a float16 step may be measured.
         traced: the result of `trace_of` for this request, or None if the step is not traced yet.
 
@@ -98,7 +98,7 @@ def run(
 
 @random_states_kept()
 def trace_of(request: StepRequest) -> Trace:
-    """Return the trace of a requested step, without judging it; a step that cannot be traced has a trace with a failure."""
+    """Return the trace of a requested step, without findings. If the step cannot be traced, the trace has a `failure`."""
     setup = setup_of(request)
     try:
         return _Step(_code_of(request), setup).trace()
@@ -112,8 +112,8 @@ def trace_of(request: StepRequest) -> Trace:
 class _Step:
     """A step that can be traced again with a fix.
 
-    `known` maps actions to the findings of the step with these actions. `tried` maps the actions of a tried fix to
-    these findings, or to None if the actions cannot be applied or cause another error.
+    `known` maps actions to the findings of the step with these actions. `tried` does the same for the actions of tried
+    fixes, but maps them to None if they cannot be applied or cause another error.
     """
 
     code: StepCode
@@ -144,14 +144,14 @@ class _Step:
         return replace(trace, reach=self.reach)
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
-        """Return the findings of the step with `actions`, which is traced once."""
+        """Return the findings of the step with `actions`. The step is traced once for the same actions."""
         key = tuple(actions)
         if key not in self.known:
             self.known[key] = judge(self.trace(actions))
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings with advice and the fixes that work; errors with the same cause are joined (`_roots`)."""
+        """Return the findings, each with its advice and the fixes that work. `_roots` joins errors with the same cause."""
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
         return _roots(fixed, self.tried, _order(trace))
@@ -222,7 +222,7 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings; errors that another error causes become notes of that error.
+    """Return the findings, in which an error that another error causes is only a note of that other error.
 
     Error B counts as caused by error A if B comes later in the step, a fix of A resolves both, and no fix of B resolves
     A. Only fixes that change the model count, because a change of an argument or a line may fix several causes at once.
@@ -249,7 +249,7 @@ def _roots(
 
 
 def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
-    """Return place -> position in the step's order, for the places of broken contracts."""
+    """Return (phase, module, line) -> position in the step's order, for the calls that break a contract."""
     return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
 
 
@@ -318,15 +318,15 @@ def setting_value(value: str) -> Any:
 
 
 COPIED = 64 << 20
-"""Bytes that a copy of the model's layers for `measure_reach` may take, however small the step is."""
+"""Bytes that `measure_reach` may always use for a copy of the model's layers, even if the step is small."""
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     """Return which inputs of the step influence which predictions.
 
-    Returns None if the request disables this measurement, or if the inputs lack token ids or labels. `most_bytes` limits
-    the size of a copy of the model's layers; a larger model is replaced by a smaller one of its class, if one can be
-    built.
+    Returns None if the request disables this measurement, or if the inputs lack token ids or labels. The measurement runs
+    a copy of the model's layers with at most `most_bytes`. A larger model is replaced by a smaller one of its class, if
+    one can be built.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
@@ -345,7 +345,7 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""Longest expected time of a measurement in a check; the user can call `isotype.measure_ranges` for a longer one."""
+"""A check measures value ranges if this is expected to take at most this time; `isotype.measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 """Device type -> float32 FLOP/s of a small device of this type: two cores with AVX2, and a T4."""
@@ -356,7 +356,7 @@ _AGAIN = 4 / 3
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return the measured ranges, or None, and notes on what was not measured and why."""
+    """Return (measured ranges or None, notes that say why something was not measured)."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()

@@ -118,5 +118,5 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the weight dtype of most modules that compute; if two dtypes are equally frequent, the dtype of more elements."""
+    """Return the weight dtype that most computing modules have. If two dtypes tie, the one with more elements counts."""
     return whole(tallies(unread_weights(model))) or torch.float32

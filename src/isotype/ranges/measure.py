@@ -39,7 +39,7 @@ _FIRST = 5  # the first token id after the special tokens of most vocabularies
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts on which models are compared: (token ids, labels) of each text; `source` is None for isotype's texts."""
+    """Texts on which models are compared, each as (token ids, labels). `source` is None for isotype's texts."""
 
     texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
     source: str | None = None
@@ -50,8 +50,8 @@ class Batches:
     """The batches on which a model is measured.
 
     Attributes:
-        rows: number of texts per batch that are recorded separately; 0 to record a batch as one.
-        notes: sentences on what the batches leave out.
+        rows: number of texts in a batch if they are recorded separately; 0 if a batch is recorded as one text.
+        notes: sentences that say what the batches leave out.
     """
 
     batches: tuple[Mapping[str, Any], ...]
@@ -66,7 +66,7 @@ def given_batches(batch: Any) -> Batches:
     batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
     if not batches or not all(isinstance(item, Mapping) for item in batches):
         kind = f"a {type(batch).__name__}"
-        expected = "a dict of the tensors that the model is called with, or a list of such"
+        expected = "a dict of the tensors that the model is called with, or a list of such dicts"
         fix = "give one batch of the training data loader"
         raise UsageError.of("no batch to measure", kind, expected, fix)
     said = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
@@ -87,7 +87,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return the size of each table of learned positions; OPT counts from 2, RoBERTa from the padding index + 1."""
+    """Return each learned table's number of positions; OPT counts from 2, RoBERTa from the padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -249,7 +249,7 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the weight count of each block and of each module outside of blocks; one of these is in memory at a time."""
+    """Return the weight count of each block and of each module outside of blocks: these are in memory one at a time."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
@@ -284,15 +284,15 @@ def measure(
 ) -> Ranges:
     """Run forward and backward of the mean loss and record the largest magnitude of every value.
 
-    The model runs in float32 in evaluation mode, without autocast and without the policy's boundaries. Only one block
-    is in float32 at a time: blocks are recomputed in the backward. The model stays unchanged.
+    The model runs in float32 in evaluation mode, without autocast and without the casts that a policy adds. Only one
+    block is in float32 at a time: blocks are recomputed in the backward. The model stays unchanged.
 
     Args:
         dtype: dtype of the computation; by default float32, or bfloat16 if float32 does not fit into free memory.
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement with an empty `key`. If float32 overflows, it has infinity or NaN, and a note names the operator.
+        The measurement with an empty `key`. If float32 overflows, values are infinity or NaN; a note names the operator.
     """
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
@@ -365,9 +365,9 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """Add to `chosen` the experts that the routers choose, by the name of the experts' module.
+    """Record the experts that routers choose: `chosen` maps the name of an experts' module to the experts' numbers.
 
-    The forward of that module gets the chosen experts as an int64 argument `[tokens, experts per token]`.
+    The forward of such a module gets the chosen experts as an int64 argument `[tokens, experts per token]`.
     """
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

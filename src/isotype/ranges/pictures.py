@@ -1,7 +1,7 @@
 """Picture inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The model's processor makes them from blank pictures of the wanted sizes. Without a processor, isotype computes them from
-the config, for model families whose config has the necessary values.
+The model's processor makes these inputs from blank pictures of the wanted sizes. Without a processor, isotype computes
+the inputs from the config, if the config has the necessary values.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT: the whole picture and its tiles without padding, with a token after each row of patches."""
+    """LLaVA-NeXT takes the whole picture and its tiles without padding; a token follows each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -185,7 +185,7 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale a picture into a rectangle; return (minus the number of the picture's pixels, number of padding pixels)."""
+    """Scale a picture into a rectangle. Return (minus the pixels of the picture, pixels of padding)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels
@@ -215,7 +215,7 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Idefics 3 and SmolVLM: four tiles along the longer side, and one more tile with the whole picture."""
+    """Idefics 3 and SmolVLM cut a picture into four tiles along its longer side and add one with the whole picture."""
     side = vision.image_size
     per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
@@ -236,7 +236,7 @@ def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Pixtral and Mistral 3: the original size up to the tower's size, with a token after each row of merged patches."""
+    """Pixtral and Mistral 3 shrink only pictures that exceed the tower's size; a token follows each row of merged patches."""
     patch = vision.patch_size * config.spatial_merge_size
     marks: list[bool] = []
     shapes = []
@@ -261,7 +261,7 @@ _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
     "mistral3": _lines,
 }
-"""Model type -> rule; `_fixed` for other types whose config has the number of tokens per picture."""
+"""Model type -> rule. Other model types use `_fixed`, if their config has the number of tokens per picture."""
 _ONE_SIZE = (_fixed, _llava)
 """Rules for towers that take one size only."""
 _OLDER = (56 * 56, 28 * 28 * 1280)

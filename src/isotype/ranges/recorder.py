@@ -69,7 +69,7 @@ class _Operator:
 
 @dataclass(slots=True)
 class _Module:
-    """Magnitudes of one module; `outputs` maps the number of a text or batch to the magnitude of its output."""
+    """Magnitudes of one module; `outputs` maps a text's or batch's number to the magnitude of the module's output."""
 
     kind: str
     input: float = 0.0
@@ -100,7 +100,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Record the step in the `with` block: its batch has `rows` texts, or is recorded as one text if `rows` is 0."""
+        """Record the step in the `with` block. Its batch has `rows` texts; if `rows` is 0, the batch counts as one text."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -119,10 +119,10 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
-        """Add hooks to the modules of `model`: `names` are their plain names by id, `inside` the ids of modules in blocks.
+        """Add hooks to the modules of `model`. `names`: module's id -> plain name; `inside`: ids of the modules in blocks.
 
         Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Outputs of embeddings
-        inside of blocks do not, because attention may choose another kernel if a position table requires a gradient.
+        inside of blocks require none: if a position table did, attention might choose another kernel.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -213,7 +213,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return the magnitude of a result: infinite if the operator overflowed, but not if an operand had fill values."""
+        """Return the magnitude of a result: infinite if the operator overflowed and no operand had fill values."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))
@@ -228,7 +228,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return size
 
     def _place(self) -> tuple[str, Any]:
-        """Return (module, line) of the current operator; in a backward, of its forward call."""
+        """Return (module, line) of the current operator. In a backward, these are those of the operator's forward call."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             return self._places.get(node_number(node), ("", None))
@@ -267,7 +267,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return tuple(modules)
 
     def spread(self) -> float:
-        """Return the largest ratio of a module's largest outputs in two texts or batches; 1 for a single text."""
+        """Return the largest ratio between a module's outputs in two texts or batches; 1 if there is a single text."""
         outputs = [m.outputs.values() for m in self._modules.values() if len(m.outputs) == self._texts]
         ratios = [max(values) / min(values) for values in outputs if min(values) > 0]
         return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)

@@ -48,7 +48,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Twin:
-    """A measured copy of a model, the plain names of its modules by id, and the plain names of the blocks of each list."""
+    """A copy of a model to measure. `names`: module's id -> plain name; `blocks`: plain names of each list's blocks."""
 
     model: nn.Module
     names: dict[int, str]
@@ -82,7 +82,7 @@ def twin_of(
     done: Callable[[], None],
     read: Read | None = None,
 ) -> Twin:
-    """Return a copy of `model` to measure, in evaluation mode and without the policy's boundaries.
+    """Return a copy of `model` to measure, in evaluation mode and without the casts that a policy adds.
 
     `done` is called after each run of a block, and `read` reads the values of a parameter.
     """
@@ -120,7 +120,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """A memo of deepcopy that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
+    """A memo for `deepcopy` that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Remove the settings of a run: boundaries, accelerate's hooks, compilation, training mode, checkpointing, caches."""
+    """Undo the settings of a training: the policy's casts, accelerate's hooks, compilation, checkpointing, caches."""
     set_boundary(module, None)
     attributes = vars(module)
     if HOOK in attributes:

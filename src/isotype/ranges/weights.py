@@ -17,16 +17,16 @@ from isotype.precision.ranges import FLOAT16_FLUSHED
 _SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
-"""A larger value that no operator has computed is a fill value: infinity, or the largest float32 or bfloat16."""
+"""A larger value that no operator has computed is a fill value: infinity, or the largest float32 or bfloat16 number."""
 _SAMPLE = 1 << 15
-"""Size of a sample: its shares are accurate to a fraction of a percent, and torch computes them on one thread."""
+"""Number of sampled values: shares of them are accurate to a fraction of a percent, and torch needs only one thread."""
 _SHARED_OUT = 1 << 22
 """Number of elements up to which a tensor is reduced on one thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The largest magnitude of a tensor without its fill values; `filled` is True if it has fill values, as masks do."""
+    """The largest magnitude of a tensor, except fill values. `filled` is True if the tensor has fill values, as masks do."""
 
     value: float
     filled: bool = False
@@ -44,7 +44,7 @@ def _cached(tensor: torch.Tensor) -> Magnitude | None:
 
 
 def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
-    """Cache the magnitude of `tensor` until it is written to; inference tensors are not cached."""
+    """Cache the magnitude of `tensor` until the tensor is written to. That of an inference tensor is not cached."""
     version = version_of(tensor)
     if version is not None:
         setattr(tensor, _KNOWN, (version, measured))
@@ -72,7 +72,7 @@ def _measured(tensor: torch.Tensor) -> Magnitude:
 
 
 def largest_rows(tensor: torch.Tensor) -> list[float]:
-    """Return the largest magnitude of each row, the first dimension of a float tensor."""
+    """Return the largest magnitude in each row of a float tensor; rows are the first dimension."""
     with _few_threads(tensor):
         low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
     return [float(largest) for largest in torch.maximum(-low, high)]
@@ -80,7 +80,7 @@ def largest_rows(tensor: torch.Tensor) -> list[float]:
 
 @contextmanager
 def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
-    """Use one thread in the `with` block if `tensor` is small: on busy cores, threads wait for one another for long."""
+    """Use one thread in the `with` block if `tensor` is small, because on busy cores threads wait long for each other."""
     before = torch.get_num_threads()
     few = before > 1 and tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
     if few:
@@ -104,7 +104,7 @@ def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def median(tensor: torch.Tensor) -> float:
-    """Return the median magnitude of the nonzero values of a float tensor; large ones are sampled evenly."""
+    """Return the median magnitude of the nonzero values of a float tensor; a large tensor is sampled evenly."""
     values = sampled(tensor).float().abs()
     nonzero = values[values > 0]
     return float(nonzero.median()) if nonzero.numel() else 0.0
@@ -126,7 +126,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter of the measured model; `key` is equal for tied parameters, and `read` returns the stored values."""
+    """A parameter of the measured model. Tied parameters have the same `key`; `read` returns the stored values."""
 
     key: Hashable
     shape: torch.Size
@@ -160,7 +160,7 @@ class Weights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep created weights until the `with` block ends."""
+        """Keep the weights that the `with` block creates until the block ends."""
         self.open()
         try:
             yield
@@ -168,7 +168,7 @@ class Weights:
             self.close()
 
     def open(self) -> None:
-        """Keep created weights until `close`."""
+        """Keep the weights that are created from now on, until `close` is called."""
         self._open.append({})
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-    """Return a tensor of the same values that requires a gradient; the gradient is passed only to `sink`."""
+    """Return a tensor with the same values that requires a gradient, and that passes its gradient only to `sink`."""
     anchor = torch.empty(0, requires_grad=True)
     tensor: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
     return tensor

@@ -1,1 +1,1 @@
-"""Frozen data shared by all rooms: step requests, traces, findings."""
+"""Frozen data that all parts of isotype share: step requests, traces, findings."""

@@ -49,7 +49,7 @@ ActionKind = Literal[
 
 Scope = Literal["model", "setting", "line", "library", "advice"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""Parts that a fix changes, the nearest first: `repair` changes only the model, the caller changes the others."""
+"""Parts that a fix can change, in order of preference. `repair` changes only the model; the caller changes the others."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library: an update would remove edits."""
+    """Return True if `file:line` is in an installed package or the standard library, where an update removes edits."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -139,7 +139,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The scope of the action that comes last in `SCOPES`: a fix of model and setting has the scope `setting`."""
+        """Of the actions' scopes, the last one in `SCOPES`: a fix that changes a model and a setting has `setting`."""
         scopes = [action.scope for action in self.actions]
         return max(scopes, key=SCOPES.index, default="advice")
 
@@ -159,7 +159,7 @@ def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool =
     Args:
         fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: whether the fixes are for an isotype command, whose settings can be changed, but not its model.
+        command: whether the fixes are for an isotype command: its settings can be changed, its model cannot.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 
@@ -175,11 +175,11 @@ class Cost:
     """The cost of a silent finding in one step.
 
     Attributes:
-        flops_share: share (0 to 1) of the step's FLOPs in a slower dtype.
+        flops_share: share (0 to 1) of the step's FLOPs that run in a slower dtype.
         cast_bytes: bytes that the finding's casts read and write.
         memory_bytes: bytes that the finding adds to the memory peak.
-        slowdown: estimated step time, divided by the estimate without the finding, on the profile's device; None if
-            unknown.
+        slowdown: estimated time of the step on the profile's device, divided by its estimated time without the finding;
+            None if unknown.
     """
 
     flops_share: Share = 0.0
@@ -229,7 +229,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identity of the finding in different traces of the same model."""
+        """The values that identify the finding in every trace of the same model."""
         return (self.code, self.cause, self.module)
 
 

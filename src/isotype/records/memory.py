@@ -45,7 +45,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: the moments with the most bytes, in order: one per interval, for at most about 500 intervals of the step.
+        timeline: for each of at most about 500 intervals of the step, the moment with the most bytes, in order.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
@@ -58,7 +58,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak of any step or evaluation; 0 if not measured."""
+        """Bytes at the highest peak of all phases; 0 if not measured."""
         return max((sum(kinds.values()) for kinds in self.phases.values()), default=0)
 
 
@@ -69,8 +69,8 @@ class Products:
     Attributes:
         flops: FLOPs of a step; only half of the FLOPs of attention are counted.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype in which the device computes because it has no units for the operands' dtype; else None.
-            `flops_per_second` is the rate of `emulated_in`, if set.
+        emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None. If it is
+            set, `flops_per_second` is the rate of this dtype.
     """
 
     flops: float
@@ -88,16 +88,16 @@ class StepTime:
     """The minimum time of one step.
 
     Attributes:
-        seconds: minimum seconds of the products: each takes the longer time of its compute and its memory traffic.
-            Fusing other operators cannot make a step faster than `seconds`.
-        traced_seconds: minimum seconds of all traced operators, with the fusion and launches of `DeviceProfile.steps`
-            if the profile has them.
+        seconds: minimum seconds of the products. A product takes the time of its compute or of its memory traffic,
+            whichever is longer. Fusing other operators cannot make a step faster than `seconds`.
+        traced_seconds: minimum seconds of all traced operators. If the profile has `DeviceProfile.steps`, kernel fusion
+            and launches are included.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
         launches: number of operators that run on the device; each launches at least one kernel.
         tokens: tokens of the step's batch on one device; None if the batch has no tokens.
-        host_seconds: host seconds of the kernel launches; 0 if unknown.
+        host_seconds: seconds that the host needs for the kernel launches; 0 if unknown.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Frozen data of reach: which inputs and weights change which predictions and gradients of a step."""
+"""Frozen data that says which inputs and weights change which predictions and gradients of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
 
 @dataclass(frozen=True)
 class Leak:
-    """Predictions that depend on inputs that must not change them.
+    """Predictions that change with inputs on which they must not depend.
 
     Attributes:
         source: the changed input.
@@ -30,7 +30,7 @@ class Leak:
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
-        without: the input of the model without which there is no leak; "" if there is no such input.
+        without: an input of the model; if it is left out, there is no leak. "" if no input has this effect.
     """
 
     source: Source
@@ -78,7 +78,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The tokens of a row that reach its predictions.
+    """The tokens of a row on which the row's predictions depend.
 
     Attributes:
         row: index of the row in the batch.
@@ -125,7 +125,7 @@ class Parting:
     Attributes:
         process: index of the batch whose collectives differ from the first batch's.
         at: index of the collective in the step.
-        first, other: the collectives of the two processes; None after a process's last collective.
+        first, other: the collectives that the two processes call; None if a process has no further collective.
     """
 
     process: int
@@ -156,20 +156,20 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Reach:
-    """Reach measured on one batch.
+    """Dependences of predictions and gradients on inputs and weights, as measured on one batch.
 
     Attributes:
         copy: the measured copy of the model, in words.
         rows, tokens: shape of the measured batch.
         labels: the labels in the loss; None if the model returns no logits.
-        leaks: predictions that depend on inputs that must not change them.
+        leaks: predictions that change with inputs on which they must not depend.
         unused: inputs and parameters that change no prediction.
-        undecided: clauses that name a dependence that was not measured, and the reason.
+        undecided: clauses; each names a dependence that was not measured, and the reason.
         matrix: the tokens that reach some predictions of one row; None if not measured.
-        skipped: modules with weights that run for the batches of some processes only.
-        parting: the first place at which the processes call different collectives of FSDP; None if there is no such
-            place, if there is only one batch, or if this process already has a process group.
-        ungraded: trainable parameters to which the loss of some batch gives no gradient.
+        skipped: modules that have weights and run only for the batches of some processes.
+        parting: the first place at which the processes call different collectives of FSDP. None if there is no such
+            place or only one batch, or if this process already has a process group.
+        ungraded: trainable parameters that get no gradient from the loss of at least one batch.
     """
 
     copy: str

@@ -19,7 +19,7 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss function (model, inputs) -> loss, and its input tensors by name; a trace replaces these by fakes."""
+    """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors."""
 
     function: Callable[[nn.Module, Any], torch.Tensor]
     inputs: Mapping[str, Any]
@@ -52,15 +52,15 @@ class StepRequest:
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
         evaluation: inputs of an evaluation batch between steps, in the form of `inputs`; None without evaluation.
-        reference: kind of the loss's frozen reference copy, `weights` or `adapters`; None without a copy.
+        reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
         ahead: number of batches that are in the device's memory in addition to the current batch.
         room: device memory that the step may take; None for the device's limit.
-        wiring: whether to measure on a small copy of the model which inputs reach which predictions. If a wrapper calls the
-            model with other inputs, `wiring` has these inputs instead of True.
+        wiring: whether to run a small copy of the model to measure which inputs reach which predictions. If a wrapper
+            calls the model with other inputs, `wiring` has these inputs instead of True.
         others: batches that other processes get at the same time.
-        ranges: measured value ranges; if None, `run` measures them if the step is in float16, the weights are
-            available, and the measurement is short.
+        ranges: measured value ranges. If this is None, `run` measures the ranges of a float16 step, provided that the
+            weights are available and the measurement is short.
     """
 
     model: nn.Module

@@ -31,7 +31,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of these calls. Autocast makes the casts inside of all other functions."""
+"""Python names of `.to(dtype)` and similar calls. Casts inside of all other functions are made by autocast."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -52,7 +52,7 @@ OriginKind = Literal[
 ]
 
 SHARED = ("outside", "scratch")
-"""Kinds of origins of tensors that a model shares with other code."""
+"""Values of `Origin.kind` for tensors that a model shares with other code."""
 
 UNSAFE = "is unsafe to autocast"
 """Part of the message of a `Breach` if autocast forbids the function."""
@@ -90,10 +90,10 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The nearest origin on the path that chose the dtype.
+        """Of the origins on the path, the nearest one that chose the dtype.
 
         A promotion has the cause of the operand whose dtype it chose. A cast to another tensor's dtype has the cause of
-        that tensor. A cast to an explicit dtype, a parameter or an input is its own cause.
+        that tensor. A parameter, an input, and a cast to an explicit dtype are their own causes.
         """
         cause = self
         while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
@@ -106,7 +106,7 @@ class Operand:
     """A tensor operand.
 
     Attributes:
-        role: name of the operator's argument (`self`, `mat2`, `weight`); `tensors[1]` inside a list.
+        role: name of the operator's argument (`self`, `mat2`, `weight`), or `tensors[1]` for an element of a list.
         dtype: dtype of the tensor.
         shape: shape of the tensor.
         origin: origin of the dtype.
@@ -124,7 +124,7 @@ class Breach:
 
     Attributes:
         message: the real device's error message.
-        assumed: whether the contract comes from a family's rule, and not from a measurement on the device.
+        assumed: whether the contract is an assumption, because it was not measured on the device.
         converted: the dtype to which the recorder converted the operands to continue; None without a conversion.
         consequence: whether the same call already broke a contract in the forward, with the same cause.
     """
@@ -149,12 +149,12 @@ class Call:
         repeats: number of calls in the real step (more than 1 inside a folded layer).
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         off: error in radians of a sine's or cosine's argument that was rounded to 16 bits; 0 if unknown.
-        rounded_at: `file:line` of this rounding, or the name of a 16-bit input.
+        rounded_at: `file:line` that rounded the argument of the sine or cosine, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
         numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
         outside: a known index that the operator refuses, and the size of the table that it reads.
-        undefined: number of results that are NaN whatever the weights are: rows of a softmax that are masked as a whole, or
-            a mean over no label.
+        undefined: number of results that are NaN for all weights: softmax rows that are masked completely, or a mean over
+            no label.
     """
 
     op: str
@@ -231,12 +231,12 @@ class Weight:
         pinned: whether the model's author keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of weights that this weight represents in a folded model.
+        repeats: number of equal layers' weights for which this weight stands if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
         exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
             unknown.
-        was: dtype before the step's code cast the weight; None if the code casts no weight.
+        was: dtype that the weight had before the step's code cast it; None if the code did not cast it.
     """
 
     name: str
@@ -277,7 +277,7 @@ class Setup:
         compute: dtype to which the recorder converts operands that break a contract, unless a part of the model decides
             otherwise. `compute` is the policy's dtype, autocast's dtype, or the dtype of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
-        checkpoint_dtype: dtype of the checkpoint by the model's config; None if the config has none.
+        checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
         accumulates: number of micro-batches in an optimizer step; from the second one on, gradients are in memory.
         room: memory limit of the step, with its reason; None for the device's limit.
@@ -327,7 +327,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended a trace early and that no dtype explains.
+    """The error that ended a trace early.
 
     Attributes:
         phase, module, source: place of the error.
@@ -335,7 +335,7 @@ class Failure:
         dtype_related: whether operands of different dtypes were involved.
         operands: float tensors in local variables of the code that raised the error, by name.
         recomputed: whether gradient checkpointing was recomputing the forward.
-        condition: the code of the failed condition: an `assert`, or the line above a `raise`; else "".
+        condition: the code of the condition that failed, from an `assert` or the line above a `raise`; else "".
     """
 
     phase: Phase
@@ -349,10 +349,10 @@ class Failure:
 
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
-"""Calls that raise an error without gradients, independent of dtypes."""
+"""Calls that raise an error if there are no gradients, whatever the dtypes are."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
-"""Messages of the calls in `GRADIENTLESS`."""
+"""Error messages of the calls in `GRADIENTLESS`."""
 
 
 @dataclass(frozen=True, eq=False)

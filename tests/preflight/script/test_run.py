@@ -181,9 +181,7 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
     assert status == 0
     assert out.count("loss") == 3
     assert "error[" not in err
-    assert (
-        "isotype: the model returns no loss: the loss that the script computes was not traced ahead\n" in err
-    )
+    assert "isotype: the model returns no loss: the loss that the script computes was not traced\n" in err
     last = err.rpartition("isotype: ")[2]  # wrapped at the width that the test sets
     assert last.startswith("step 1 watched: ")
     assert "operators" in last
@@ -193,7 +191,7 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
 def test_a_loss_of_the_script_is_judged_after_the_first_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It was not traced ahead, since the model returns no loss; the real step shows it."""
+    """The trace before the step lacks the loss, because the model returns none; the real step shows it."""
     script = tmp_path / "loop.py"
     script.write_text(
         "import torch\n"
@@ -298,7 +296,7 @@ def test_without_a_look_ahead_the_live_recorder_explains(capsys: pytest.CaptureF
     assert "error[IST101]" in after
     assert "   = cause  norm.weight is float32" in after
     assert "embed.weight is bfloat16" in after
-    assert "isotype: the step, traced again, explains it:" in after
+    assert "isotype: a trace of the step explains the error:" in after
     assert "verified: " in after
     assert "not verified" not in after
     assert "IST199" not in after
@@ -339,7 +337,7 @@ def test_a_crash_after_the_watch_is_explained_by_a_second_look(capsys: pytest.Ca
     assert out.count("loss") == 2
     before, _, after = _around(err)
     assert "error[" not in before
-    assert "isotype: the script's last known step, traced again, explains it:" in after
+    assert "isotype: a trace of the script's last known step explains the error:" in after
     assert "error[IST101]" in after
 
 
@@ -465,7 +463,7 @@ def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
     diagnosis.stop()
     diagnosis.watch.forget()
     assert console.export_text() == (
-        "isotype: the step could not be traced ahead: RuntimeError: no such thing\n"
+        "isotype: the first step could not be traced: RuntimeError: no such thing\n"
     )
 
 

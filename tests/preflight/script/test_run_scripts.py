@@ -190,7 +190,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
             (
                 "|   kept  float32  [16, 8]",
                 "|   new  bfloat16  [16, 8]   head.weight",
-                "= help   cast them to one dtype at train.py:",
+                "= help   cast the tensors to one dtype at train.py:",
             ),
         ),
         (
@@ -226,7 +226,7 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
 ) -> None:
     status, _, err = runs(script, "--no-preflight")
     assert status == 1
-    assert "traced again, runs clean: the cause is elsewhere\n  --> " in err
+    assert "last known step runs clean: the cause is elsewhere\n  --> " in err
     for line in lines:
         assert line in err
 
@@ -264,7 +264,7 @@ def test_a_model_that_returns_its_loss_in_a_tuple_is_traced_to_its_end(runs: Run
     status, _, err = runs("train(Net())\n")
     assert status == 0
     assert "returns no loss" not in err
-    assert "traced ahead only" not in err
+    assert "was traced only up to" not in err
 
 
 def test_a_look_ahead_ends_when_its_time_is_spent(runs: Runs) -> None:
@@ -272,7 +272,7 @@ def test_a_look_ahead_ends_when_its_time_is_spent(runs: Runs) -> None:
     before, _, after = err.partition("Traceback (most recent call last):\n")
     assert (status, out) == (1, "")
     assert before == (
-        "isotype: the step was traced ahead only up to forward of embed: 1e-09 s were spent (--preflight-seconds)\n"
+        "isotype: the first step was traced only up to forward of embed: 1e-09 s were spent (--preflight-seconds)\n"
     )
     assert "error[IST101]" in after
     assert "safe; verified: " in after

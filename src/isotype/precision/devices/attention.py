@@ -30,7 +30,7 @@ _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
 _CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
-"""More (query, value) head sizes of cuDNN's kernel, each with its first release; the first is multi-head latent attention."""
+"""More (query, value) head sizes that cuDNN's kernel supports, each with the first torch release that supports them."""
 _GROUPED_EFFICIENT: Release = (2, 14)
 """First release whose memory-efficient kernel supports grouped heads: https://github.com/pytorch/pytorch/pull/191085."""
 _ALIGNED = 16
@@ -59,7 +59,7 @@ class AttentionCall:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
 ) -> Kernel | None:
-    """Return the kernel that a torch release uses for a call; None if the device is no NVIDIA GPU of known capability.
+    """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU of known capability.
 
     `cudnn` is True if cuDNN's kernel is enabled, see `isotype.compat.torch.cudnn_is_on`.
     """
@@ -84,13 +84,13 @@ def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Re
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether, on this GPU, the cuDNN of a torch release has the error that `may_return_nan` describes."""
+    """Return whether a torch release ships a cuDNN that has, on this GPU, the error that `may_return_nan` describes."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the queries' gradients may be NaN, for lengths that are 64 more than a multiple of 128.
+    """Return whether the queries' gradients may be NaN if the length is 64 more than a multiple of 128.
 
     On Hopper, cuDNN before 9.26 returns NaN if the call has a mask and all scores of a row are below -88:
     https://github.com/pytorch/pytorch/issues/196678. Newer torch releases ship a newer cuDNN.

@@ -1,8 +1,8 @@
 """CPU features, from the operating system and torch's oneDNN.
 
 The CPU decides which kernels run and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
-matmuls: in bfloat16 from AVX512 on, in float16 from AVX512-FP16 and AMX on. Otherwise torch's own kernels run. So a CPU's
-contract table is selected by the dtypes that oneDNN supports.
+matmuls: bfloat16 needs AVX512 or newer, and float16 needs AVX512-FP16 or AMX. Otherwise torch's own kernels run. So the
+dtypes that oneDNN supports select the table of the operators' contracts on a CPU.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Return key -> value of lines `key : value`; the first line of a key counts, because cpuinfo lists every core."""
+    """Return key -> value for lines `key : value`. A key's first line counts: cpuinfo repeats the keys for every core."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -88,7 +88,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def parse_cpuinfo(text: str) -> CpuFeatures:
-    """Return the features in the text of `/proc/cpuinfo`: x86 lists `flags`, Arm `Features`."""
+    """Return the features that `/proc/cpuinfo` lists in its field `flags` (x86) or `Features` (Arm)."""
     fields = _fields(text)
     title = fields.get("model name") or fields.get("Model") or fields.get("Hardware") or "CPU"
     flags = fields.get("flags", fields.get("Features"))
@@ -186,7 +186,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the contract table that fits a CPU best, how the table's CPU differs from this CPU; "" if not)."""
+    """Return (name of the contract table that fits a CPU best, how the CPU differs from the measured one; "" if not)."""
     if onednn is None:
         return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

@@ -69,7 +69,7 @@ class DoctorReport:
         versions: package -> installed version, None for a missing package.
         toolkits: `cuda` or `rocm` -> toolkit version of the torch build; empty for a CPU build.
         missing: requirements of the `train` extra that are not installed.
-        compiler: the compiler and what it speeds up on a CPU, or why there is none, as a clause; "" for other devices.
+        compiler: on a CPU, a clause with the C++ compiler and what it speeds up, or why there is none; else "".
     """
 
     profile: DeviceProfile
@@ -91,7 +91,7 @@ class DoctorReport:
 
     @property
     def torch_failure(self) -> str | None:
-        """The error of torch's float32 product on the device; None if it works or the device is not in this machine."""
+        """The error of a float32 matmul on the device; None if it works or the device is not in this machine."""
         rate = self.rates.get(torch.float32)
         return rate.message if rate else None
 
@@ -106,7 +106,7 @@ def gather_doctor_report(device: str | torch.device, probe_seconds: float = 3.0)
     """Return the state of this machine: the device's measured rates, the installed versions, bitsandbytes and the compiler.
 
     Args:
-        device: a real device, or the name of a profile, for which no rates are measured.
+        device: a device of this machine, or the name of a profile. Rates are not measured for a profile.
 
     Raises:
         PrecisionError: the device is unknown or not in this machine.
@@ -127,19 +127,19 @@ def gather_doctor_report(device: str | torch.device, probe_seconds: float = 3.0)
 
 
 def compiler_here() -> str:
-    """Return a clause: the C++ compiler and what it speeds up on a CPU, or why there is no compiler."""
+    """Return a clause that names the C++ compiler and what it speeds up on a CPU, or says why there is no compiler."""
     try:
         check_folder()
         compiler = find_compilers()[0][0]
     except NotCompiledError as none:
-        return f"{none}: attention, LoRA layers, norms and the loss run by torch's operators, more slowly"
+        return f"{none}: attention, LoRA layers, norms and the loss use torch's operators, which are slower"
     return f"{compiler} compiles attention, LoRA layers, norms and the loss at the first step"
 
 
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Return the status of bitsandbytes, which `script` imports in a child process and tries if the device is present."""
+    """Return whether bitsandbytes works: a child process imports it by `script`, and tries it if the device is present."""
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]
@@ -159,11 +159,11 @@ def try_bitsandbytes(
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """Return the status for a child process's answer, which has `library` (a class name) and `nf4_error` (the largest error)."""
+    """Return the status for a child process's `answer`: `library` (a class name) and `nf4_error` (the largest error)."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also for NaN
         changed = f"an nf4 round trip changes values in [-1, 1] by up to {error:.3g}"
         return BitsandbytesStatus(
-            version, False, None, f"{changed}, but correct kernels by at most {_NF4_BOUND}"
+            version, False, None, f"{changed}; correct kernels change them by at most {_NF4_BOUND}"
         )
     return BitsandbytesStatus(version, True, _LIBRARIES.get(answer["library"], answer["library"]), None)

@@ -22,7 +22,7 @@ _LEAST, _MOST = 0.97, 1.12
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """Return the lower-case words of a card's name without its maker (memory as `80g`); empty if it has other characters."""
+    """Return a card's name as lower-case words, without the maker, memory as `80g`; () if this is not a card's name."""
     if not _SPELLING.fullmatch(name.lower()):
         return ()
     text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")
@@ -31,7 +31,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def cards_named(name: str, records: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return (names of the profiles that `name` matches, True if `name` has a word that identifies a card)."""
+    """Return (names of the profiles that `name` matches, True if some word of `name` identifies a card)."""
     words = words_of(name)
     is_card = not all(_SHARED.fullmatch(word) for word in words)
     fitting = tuple(key for key, record in records.items() if words and _fits(words, key, record, is_card))

@@ -57,10 +57,10 @@ class MatmulRate:
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
-    """Return the side of the next matrices, at most twice `side`; `side` if larger matrices may exceed the budget.
+    """Return the side of the next matrices: at most twice `side`, or `side` if larger ones may exceed the budget.
 
-    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. A larger call may take a
-    quarter of the remaining seconds: it takes longer than predicted if the matrices exceed a cache.
+    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. The predicted time may be
+    at most a quarter of the remaining seconds, because matrices that exceed a cache take longer than predicted.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3
@@ -177,8 +177,8 @@ def measure_all(
     """Return dtype -> measured rate of square matmuls on a device of this machine.
 
     Args:
-        seconds_total: time budget for all dtypes together; each dtype gets an equal share, which a few calls of a slow
-            dtype may exceed.
+        seconds_total: time budget for all dtypes together. Each dtype gets an equal share; a slow dtype may exceed its
+            share by a few calls.
         size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. A slow dtype gets smaller
             matrices.
 

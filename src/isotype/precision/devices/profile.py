@@ -1,7 +1,7 @@
-"""Device profiles: native dtypes, memory and peak rates of a device of this machine or a named one.
+"""Device profiles: the native dtypes, memory and peak rates of this machine's devices and of devices known by name.
 
-`profiles.json` has the named profiles, from data sheets. The profile of a real device depends only on the text or
-properties that its driver returns, so tests can simulate any machine.
+`profiles.json` has the named profiles, from data sheets. The profile of a device in this machine depends only on the text
+or properties that its driver returns, so tests can simulate any machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: of the bytes and kernel launches between matrix products, the share that remains after kernel fusion.
+        between: the share of the bytes and kernel launches between matmuls that remains after kernel fusion.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than predicted.
     """
@@ -66,19 +66,19 @@ class DeviceProfile:
         refused: dtype -> why its matmuls do not run at all.
         memory_bytes: bytes that torch can use; None if the size varies. On a GPU this is the driver's total, which is
             below the advertised size.
-        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, without sparsity, with float32 accumulation and
-            without TF32; only dtypes with a published rate.
+        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. It has only
+            the dtypes with a published rate.
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
         capability: compute capability as in torch.cuda; on ROCm it is derived from the gfx architecture; None for other
             devices.
         speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
-        contracts: name of the device's contract table if its kind has several (`"cpu-avx2"`); else "".
-        unlike: how this device differs from the device of that contract table, as a clause; "" if it does not differ.
-        repacks_4bit: whether bitsandbytes repacks 4-bit weights on the device in evaluation.
+        contracts: name of the table of operator contracts if devices of this kind have several (`"cpu-avx2"`); else "".
+        unlike: a clause that says how this device differs from the one on which the table was measured; "" if it does not.
+        repacks_4bit: whether bitsandbytes, in evaluation mode, repacks 4-bit weights on this device.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
         page_rate: bytes of zeroed pages that a CPU's operating system provides per second; None if not measured.
-        steps: rates of whole steps; None if unknown: a step is then predicted as the sum of its operators.
+        steps: rates of whole steps. If they are unknown (None), a step is predicted as the sum of its operators.
     """
 
     name: str
@@ -172,7 +172,7 @@ def profile_names() -> tuple[str, ...]:
 
 
 def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
-    """Return the profile of a CPU; `onednn` is None for a torch without oneDNN, which has no fast 16-bit matmuls."""
+    """Return the profile of a CPU. `onednn` is None if torch has no oneDNN: 16-bit matmuls are then slow."""
     reasons = {
         dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
     }
@@ -224,7 +224,7 @@ def _this_memory() -> int | None:
 
 @dataclass(frozen=True)
 class AcceleratorProperties:
-    """The properties of an accelerator that its driver returns.
+    """Properties that an accelerator's driver returns.
 
     Attributes:
         title: the driver's name of the card.
@@ -376,9 +376,9 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     """Return the profile of a device of this machine, or a named profile.
 
     Args:
-        device: `"auto"` for the best accelerator of this machine, or the CPU without one; a real device (`"cpu"`,
-            `"cuda"`, `"cuda:1"`, `"mps"`, `"xpu"`), which is probed; or a profile's name in any spelling (`"t4"`,
-            `"NVIDIA T4"`). On a machine without such a device, `"mps"` and `"xpu"` are the names of generic profiles.
+        device: `"auto"` (the best accelerator of this machine, else the CPU), a device of this machine (`"cpu"`,
+            `"cuda"`, `"cuda:1"`, `"mps"`, `"xpu"`), or a profile's name in any spelling (`"t4"`, `"NVIDIA T4"`). If this
+            machine has no such device, `"mps"` and `"xpu"` are the names of generic profiles.
 
     Raises:
         PrecisionError: the name is unknown, or the real device is not in this machine.

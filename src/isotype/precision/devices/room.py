@@ -11,10 +11,10 @@ from isotype.core.names import format_bytes, free_memory
 from isotype.precision.devices.profile import DeviceProfile
 
 SHARE_OF_GPU = 0.85
-"""Share of a GPU's memory; the allocator's rounding and gaps, workspaces and the driver's context need the rest."""
+"""Share of a GPU's memory that a step may use; the rest is for the driver, workspaces, and the allocator's gaps."""
 
 SHARE_OF_CPU = 0.5
-"""Share of a CPU's memory; libraries, data, other programs and gaps in the heap need the rest."""
+"""Share of a CPU's memory that a step may use; the rest is for libraries, data, other programs and gaps in the heap."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
     """Return the memory available to a step.
 
     For a device in this machine, the room is a share of the free memory; for another device, it is a share of the total
-    memory. Processes of a launcher share their machine's CPU memory. If `all_free` is True, used memory counts as free,
-    because the step's model already uses it.
+    memory. The processes that a launcher starts on a machine share its CPU memory equally. Set `all_free` if the step's
+    model is in the memory already: used memory then counts as free.
     """
     is_cpu, total = profile.kind == "cpu", profile.memory_bytes
     share, part = (SHARE_OF_CPU, "half") if is_cpu else (SHARE_OF_GPU, f"{100 * SHARE_OF_GPU:.0f} %")

@@ -37,9 +37,9 @@ def simulates_cpu(fake: FakeTensor) -> bool:
 
 
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of products of `x`: `compute`, or float32 on a CPU that emulates `compute`.
+    """Return the dtype in which to multiply `x`: `compute`, or float32 if the CPU emulates `compute`.
 
-    Kernels that emulate the dtype also sum products in float32 and round once, but are much slower.
+    The kernels that emulate `compute` sum products in float32 and round once, too, but they are much slower.
     """
     if x.device.type != "cpu":
         return compute
@@ -51,5 +51,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether a trace has computed the fake tensor's value: if the tensor is small and depends on no weight."""
+    """Return whether the trace knows the fake tensor's value: it does if the tensor is small and depends on no weight."""
     return hasattr(fake, VALUE)

@@ -30,16 +30,16 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
-"""Seconds for trying fixes before the first step: most scripts have nothing to fix."""
+"""Fixes are tried before the first step only if this is expected to take at most this many seconds."""
 
 TRIED_AFTER = 60.0
-"""Seconds for trying fixes after a crash."""
+"""The same limit for fixes that are tried after a crash."""
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
     """Return the report on a script's step without changing the script's state.
 
-    `seconds` limits the trace; fixes are tried if that is expected to take at most `trial_seconds`.
+    `seconds` limits the trace. Fixes are tried only if this is expected to take at most `trial_seconds`.
     """
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
@@ -51,7 +51,7 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function that makes the request for a given model; the function keeps neither the model nor the values of the inputs."""
+    """Return a function model -> request. The function keeps neither the request's model nor the values of its inputs."""
 
     def without_values(leaf: Any) -> Any:
         return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
@@ -118,7 +118,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """In the `with` block, disable the function and dispatch modes, output and warnings of the script."""
+    """In the `with` block, disable the script's function modes, dispatch modes, output and warnings."""
     output = contextlib.redirect_stdout(io.StringIO())
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -132,7 +132,7 @@ def _inputs(beginning: Beginning) -> Mapping[str, Any]:
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an argument for `check` in place of `optimizer`: a similar optimizer without its parameters, or its name."""
+    """Return `optimizer` for a request: its type's name, or an optimizer of the same type without its parameters."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
     parameters = signature(type(optimizer).__init__).parameters

@@ -140,10 +140,10 @@ class Diagnosis:
     def _looked_ahead(self, request: StepRequest) -> Report | None:
         started = time.perf_counter()
         try:
-            with self._working(f"tracing the first step ahead, for at most {self._seconds:g} s"):
+            with self._working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._say(f"the step could not be traced ahead: {type(error).__name__}: {first_line(error)}")
+            self._say(f"the first step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
         self._say_ahead(report, time.perf_counter() - started)
         # `_say_ahead` has reported that the trace is incomplete.
@@ -160,14 +160,14 @@ class Diagnosis:
             self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
             self._print_brief(findings)
         elif seconds > MENTIONED_FROM and failure is None:
-            self._say(f"traced the first step ahead, on {title} ({seconds:.1f} s): no findings")
+            self._say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
-            self._say(f"the step was traced ahead only up to {where}: {reason}")
+            self._say(f"the first step was traced only up to {where}: {reason}")
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
         if not self._loss_traced:
-            self._say("the model returns no loss: the loss that the script computes was not traced ahead")
+            self._say("the model returns no loss: the loss that the script computes was not traced")
 
     # ------------------------------------------------------------------------------------------------- after a step
 
@@ -185,7 +185,7 @@ class Diagnosis:
             self._stale.stepped(torch.device(device_of(model)).type)
 
     def _reused(self) -> None:
-        """Report that a forward used cast weights that autocast had cached before the watched step."""
+        """Report that a forward used weights that autocast had cast and cached before the watched step."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
             self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
@@ -311,10 +311,10 @@ class Diagnosis:
         if report is None:
             return
         if report.errors:
-            self._say("the script's last known step, traced again, explains it:")
+            self._say("a trace of the script's last known step explains the error:")
             self._render(report)
         else:
-            self._say("the script's last known step, traced again, runs clean: the cause is elsewhere")
+            self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
             self._print_outside(error, report.trace)
 
     def _print_outside(self, error: BaseException, step: Trace) -> None:
@@ -349,7 +349,7 @@ class Diagnosis:
             return
         again = _matching(self._traced_again(), call, live) or foreseen
         if again is not None:
-            self._say("predicted before the step:" if foreseen else "the step, traced again, explains it:")
+            self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
             self._render(again)
         elif live:
             self._render(Report(trace, tuple(live)))
@@ -358,7 +358,7 @@ class Diagnosis:
             self._print_call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:
-        """Trace the step again on fake tensors, and return the report with tried fixes; None if that fails."""
+        """Trace the step again on fake tensors, try the fixes, and return the report; None if the trace fails."""
         # A trace on fake tensors leaves out the casts of FSDP2, and a crash leaves FSDP2's gathered parameters behind.
         if (
             self.watch.model is None
@@ -416,7 +416,7 @@ class Diagnosis:
 
 
 def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """Return a function (model, inputs) -> loss, which writes into `returned` whether the model itself returned a loss.
+    """Return a function (model, inputs) -> loss. It puts into `returned` whether the model itself returned a loss.
 
     `returned` is a queue, because a check restores all other objects that the function changes.
     """
@@ -431,7 +431,7 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Put the finding about `call`, or with the cause of a `live` finding, first in the report; None if there is none."""
+    """Return the report with the finding about `call`, or with a `live` finding's cause, first; None without such a finding."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

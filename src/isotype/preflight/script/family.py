@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 VARIABLE = "ISOTYPE_RUN"
-"""Environment variable with the path of the folder, which the processes of a run inherit."""
+"""Environment variable with the path of the shared folder. Every process of a run inherits this variable."""
 
 Fact = Literal["speaks", "explained", "seen"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """The processes of one run, which share `folder`; `top` is the id of this process if the user started it, else None."""
+    """The processes of one run, which share `folder`. `top` is this process's id if the user started it, else None."""
 
     folder: Path
     top: int | None
@@ -54,7 +54,7 @@ class Family:
 
 
 def family() -> Family:
-    """Return the family of the process that started this one, or a new family if no run started this process."""
+    """Return the family of the run to which this process belongs, or a new family if the user started this process."""
     if VARIABLE in os.environ:
         return Family(Path(os.environ[VARIABLE]), None)
     folder = Path(tempfile.mkdtemp(prefix="isotype-run-"))

@@ -35,7 +35,7 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of forwards that are kept: a script may never call an optimizer of torch."""
+"""Maximum number of forwards that are kept. It limits memory if a script never calls an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Numbers:
     # ------------------------------------------------------------------------------------------ start and end
 
     def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Start with the next forward of `model`."""
+        """Record the forward of `model` that has begun with these arguments, and watch from here on."""
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))
@@ -184,7 +184,7 @@ class Numbers:
         """Run the step again and print its first non-finite value."""
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if inner is model and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self._say("it was not run again: other processes hold parts of the model")
+            self._say("the step was not run again: other processes hold parts of the model")
             return
         where, outside = short_source(self._backward_at), False
 

@@ -23,7 +23,7 @@ class Outside:
 
     Attributes:
         source: `file:line` of the code that raised the error, in the script or a library.
-        tensors: (variable name, dtype, shape, name in the model or "") of float tensors in variables of this code.
+        tensors: (variable, dtype, shape, name in the model or "") of each float tensor in a variable of this code.
         help: advice, or "".
     """
 
@@ -63,7 +63,7 @@ def _help(
             f"the training step runs under autocast to {dtype_name(autocast)}, and this code does not: run it under "
             "torch.autocast, too, or call isotype.enforce(model, policy)"
         )
-    return f"cast them to one dtype at {at}" if len(dtypes) > 1 else ""
+    return f"cast the tensors to one dtype at {at}" if len(dtypes) > 1 else ""
 
 
 def _owners(error: BaseException) -> Iterator[object]:
@@ -74,7 +74,7 @@ def _owners(error: BaseException) -> Iterator[object]:
 
 
 def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """If an optimizer raised the error because of different dtypes, yield the parameter with its gradient and state."""
+    """If an optimizer raised the error, yield the parameter, gradient and state whose dtypes differ."""
     optimizers = (owner for owner in _owners(error) if isinstance(owner, torch.optim.Optimizer))
     for optimizer in optimizers:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

@@ -1,8 +1,8 @@
 """Watches the processes that a watched script starts.
 
 Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: `isotype run` replaces this command.
-Processes of multiprocessing, forked or spawned, start the watch themselves. The names of other programs (a shell, another
-environment's Python) are recorded, so that the run can report which programs it did not watch.
+Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a shell, another
+environment's Python) are not watched: the run reports their names.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Processes:
 
 
 class _Joins:
-    """An object that is pickled along with a spawned process; when it is unpickled there, it starts the watch."""
+    """An object that is pickled for a spawned process. When the new process unpickles the object, the watch starts."""
 
     def __init__(self, join: Callable[[Options], None], options: Options) -> None:
         self._join, self._options = join, options
@@ -144,7 +144,7 @@ _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """Return the command that runs `words` under `isotype run`; None if `words` runs no script with this environment's Python."""
+    """Return the command that runs `words` under `isotype run`; None unless `words` runs a script with this Python."""
     program = shutil.which(words[0])
     if program is None:
         return None

@@ -34,7 +34,7 @@ NOTHING_SEEN = "no training step was seen"
 class Session:
     """Watches one process.
 
-    If the watch itself raises an error, it prints one line; the script continues, and its exit status does not change.
+    If the watch itself fails, one line says so. The script continues, and its exit status does not change.
     """
 
     def __init__(self, options: Options) -> None:
