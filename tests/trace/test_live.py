@@ -153,6 +153,20 @@ def test_phases_modules_and_memory_are_seen(watches: list[Watch]) -> None:
     assert 2 * weights <= kinds["optimizer"] <= 3 * weights  # two moments, and what the update needs
 
 
+def test_masters_that_only_the_optimizer_holds_count_in_every_phase(watches: list[Watch]) -> None:
+    watches.append(watch := Watch())
+    watch.attach()
+    model = _block()
+    masters = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    model(torch.randn(4, 8)).square().mean().backward()
+    for master, parameter in zip(masters, model.parameters(), strict=True):
+        master.grad = parameter.grad
+    optimizer.step()
+    size = sum(master.numel() * 4 for master in masters)
+    assert watch.seen[0].memory.phases["forward"]["optimizer"] == size
+
+
 def test_what_checkpointing_computes_again_is_known_as_such(watches: list[Watch]) -> None:
     again: list[str] = []
     watch = Watch(after=lambda: again.extend(c.module for c in watch.recorder.calls if c.recomputed))  # type: ignore[union-attr]

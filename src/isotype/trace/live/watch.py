@@ -34,6 +34,7 @@ from isotype.compat.torch import (
     original,
     put_under,
     take_out,
+    tree_leaves,
 )
 from isotype.core.optimizers import learning_rate_of
 from isotype.records.memory import Memory, Phase
@@ -124,6 +125,7 @@ class Watch:
         self._modes: tuple[Any, ...] = ()
         self._hooks, self._module_hooks, self._recording = ExitStack(), ExitStack(), ExitStack()
         self._blind = 0
+        self._held = 0
         # Number of recorded evaluations per module, and in all.
         self._evaluations: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._evaluated = 0
@@ -336,6 +338,7 @@ class Watch:
             self.optimizer = type(optimizer).__name__
             self.learning_rate = learning_rate_of(optimizer)
             self._weigh_gradients(optimizer)
+            self._weigh_optimizer(optimizer)
             self.recorder.turn_to("optimizer")
 
     def _weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -358,6 +361,16 @@ class Watch:
             if origin is not None and origin.name in used
         )
 
+    def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count what the optimizer has held since before the step: states, and master weights outside of the model."""
+        assert self.recorder is not None
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        states = (value for state in optimizer.state.values() for value in tree_leaves(state))
+        for held in (*(weight for weight in weights if id(weight) not in self.recorder.names), *states):
+            if isinstance(held, torch.Tensor):
+                self.recorder.ledger.count(held, "optimizer")
+        self._held = self.recorder.ledger.alive("optimizer")
+
     def _optimizer_ends(self, *_: Any) -> None:
         recorder, watching = self.recorder, self.state == "watching"
         if recorder is None or not watching or recorder.phase != "optimizer" or not self._is_mine():
@@ -367,7 +380,7 @@ class Watch:
             self.forget()
             return
         self.scaler = self.scaler or any(call.phase == "unscale" for call in recorder.calls)
-        self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record()))
+        self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record(self._held)))
         self._leave_modes()
         self._after()
         if len(self.seen) == self._steps:
@@ -398,7 +411,7 @@ class Watch:
                 for part in root.modules()
                 if part in self._names
             },
-            memory=recorder.ledger.record(),
+            memory=recorder.ledger.record(self._held),
             failure=failure,
             notes=tuple(self.notes),
             model=type(self._roots[0]).__name__ if self._roots else "",
