@@ -72,3 +72,30 @@ def test_a_timestep_that_its_dtype_holds(
 ) -> None:
     inputs = {"x": torch.ones(2, 8, dtype=BF16), "time": time}
     assert not isotype.check(Timed(read).to(BF16), inputs, device="h100").findings
+
+
+class Spectrum(nn.Module):
+    """An encoder of masses by wavelengths in a buffer, which `.to()` casts (wfondrie/depthcharge #82)."""
+
+    def __init__(self, waves: torch.Tensor) -> None:
+        super().__init__()
+        self.proj, self.waves = nn.Linear(4, 8), nn.Buffer(waves)
+
+    def forward(self, mass: torch.Tensor) -> torch.Tensor:
+        return self.proj((mass[:, None].float() / self.waves).sin().to(BF16))
+
+
+@pytest.mark.parametrize(
+    ("waves", "cause"),
+    [
+        (torch.logspace(-3, 4, 4).to(BF16), "the buffer waves is bfloat16"),
+        (torch.logspace(-3, 4, 4), None),
+        (torch.tensor([1, 2, 4, 300]).to(BF16), None),  # 16 bits have these numbers
+    ],
+)
+def test_wavelengths_in_a_buffer(waves: torch.Tensor, cause: str | None) -> None:
+    model = Spectrum(waves)
+    model.proj.to(BF16)
+    findings = isotype.check(model, {"mass": torch.tensor([1234.5, 2.0])}, device="h100").findings
+    assert [finding.cause for finding in findings] == ([] if cause is None else [cause])
+    assert all("after the model was cast" in finding.fixes[0].text for finding in findings)

@@ -7,7 +7,7 @@ autocast for it.
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
 error is raised, but distant positions become equal, and training and serving compute different results. The timesteps
 of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times 1000 becomes 996. If the batch
-contains such numbers, the check computes the error of each angle.
+or a buffer (wavelengths) contains such numbers, the check computes the error of each angle.
 
 **An example that costs**
 
@@ -21,13 +21,14 @@ contains such numbers, the check computes the error of each angle.
 hundred bytes.
 
 **Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
-#746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405.
+#746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405;
+wfondrie/depthcharge #82.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, grouped, named, short
@@ -56,8 +57,8 @@ def find(trace: Trace) -> Iterator[Finding]:
             fixes=_fixes(rounded),
         )
         return
-    yield from _angles(trace)
     products = [call for call in trace.calls if _is_rounded_product(call, trace)]
+    yield from _angles(trace, {call.module for call in products})
     if products:
         first = products[0]
         dtype = dtype_name(first.results[0][0])
@@ -74,14 +75,17 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
 
 
-def _angles(trace: Trace) -> Iterator[Finding]:
-    """Yield sines and cosines of timesteps, positions and times that had been rounded to 16 bits."""
-    off = (call for call in trace.calls if call.off > _OFF and not call.recomputed)
+def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
+    """Yield sines and cosines of timesteps, positions and times that had been rounded to 16 bits, in other modules."""
+    off = (c for c in trace.calls if c.off > _OFF and not c.recomputed and c.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
         if ":" in at:
             cause = f"a cast to 16 bits at {short(at)}"
             keep = fix(f"keep this number in float32 at {short(at)}", "line", (at,), "float32")
+        elif at in trace.owners:
+            cause = f"the buffer {at} is {dtype_name(trace.owners[at].dtype)}"
+            keep = _recomputed(trace.owners[at])
         else:
             cause = f"the input {at} has 16 bits"
             keep = advice(at, f"give {at} as an integer or in float32, and cast the sines and cosines")
@@ -103,8 +107,12 @@ _OFF = 0.5
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
     if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
         return (fix("compute the rotary frequencies again in float32", "buffer", names(rounded), "float32"),)
-    how = "compute the frequencies in float32 after the model was cast: a cast back to float32 does not restore their digits"
-    return (advice(rounded[0].module, how),)
+    return (_recomputed(rounded[0]),)
+
+
+def _recomputed(buffer: Weight) -> Fix:
+    how = "after the model was cast: a cast back to float32 does not restore their digits"
+    return advice(buffer.module, f"compute the numbers of {buffer.name} in float32 {how}")
 
 
 def _is_rounded_product(call: Call, trace: Trace) -> bool:

@@ -156,6 +156,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         for name, tensor in _tensors(model):
             if name in fakes and _is_real(tensor):
                 self._outside[id(tensor)] = (tensor, fakes[name])
+        for name, buffer in model.named_buffers():
+            if name in fakes and _is_real(buffer) and not buffer.is_meta and buffer.numel() <= LIMIT:
+                self.values.give(fakes[name], buffer.detach().cpu().clone())
+                self.values.came_rounded(fakes[name], name, written=True)
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Register as inputs the real tensors with which the caller's loss calls the model."""

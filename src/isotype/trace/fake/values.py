@@ -159,14 +159,18 @@ class Values:
 
     # ------------------------------------------------------------------------------------------------- rounding
 
-    def came_rounded(self, tensor: torch.Tensor, name: str) -> None:
-        """Mark a known 16-bit input as rounded: its exact value may be half a unit in the last place larger."""
+    def came_rounded(self, tensor: torch.Tensor, name: str, written: bool = False) -> None:
+        """Mark a known 16-bit input as rounded: its exact value may be half a unit in the last place larger.
+
+        If code has `written` the numbers (a buffer), its integers are exact.
+        """
         value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
             with without_functions(), without_modes():
                 exact = value.double()
                 half_unit = torch.full_like(exact, torch.finfo(value.dtype).eps / 4)
-                exact = exact + torch.ldexp(half_unit, torch.frexp(exact)[1])
+                rounded = exact + torch.ldexp(half_unit, torch.frexp(exact)[1])
+                exact = torch.where(exact == exact.round(), exact, rounded) if written else rounded
             setattr(value, _EXACT, (exact, name))
 
     def follow_rounding(
