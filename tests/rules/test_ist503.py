@@ -127,7 +127,8 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
             "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, and an operand of the addition at"
         )
         share = re.search(
-            r"the deltas of all experts and their gradients take (\d+)% of the step's FLOPs", finding.notes[1]
+            r"the deltas of all experts and their gradients take (\d+) % of the step's FLOPs",
+            finding.notes[1],
         )
         assert share is not None
         assert 20 < int(share[1]) < 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -21,6 +22,10 @@ ATTENTION_KERNELS = (
     "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",
 )  # fmt: skip
 """Substrings in the names of attention kernels of torch and flash-attn."""
+
+
+ADDS_IN_PLACE = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
+"""Names of operators that add to their first argument."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ OriginKind = Literal[
 SHARED = ("outside", "scratch")
 """Values of `Origin.kind` for tensors that a model shares with other code."""
 
+COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
+"""Name of a tensor outside of the model that the script changes between two steps, such as a moving average."""
+
 UNSAFE = "is unsafe to autocast"
 """Part of the message of a `Breach` if autocast forbids the function."""
 

@@ -41,16 +41,16 @@ d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short, starred
+from isotype.core.operators import ADDS_IN_PLACE
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import HALVES, Call, Trace, Weight
+from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Trace, Weight
 from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
 from isotype.rules.kit.words import actions, advice
@@ -61,7 +61,6 @@ _LOST = "what is smaller than half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
 """PEFT (0.21) adds an adapter's delta to a stacked weight with this operator (`_LoraFactorsProxy`)."""
-_ADDING = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
     "delta": ("whole deltas of adapters are computed and added to {}", "stacked weight", "stacked weights"),
@@ -85,7 +84,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"{headline.format(tensors)}: {_LOST}",
             weights,
             firsts[0][1],
-            _FIXES.get(kind) or _float32(weights),
+            _FIXES.get(kind) or _float32([weight for weight in weights if weight.name in trace.owners]),
         )
         yield replace(finding, notes=(*finding.notes, _share(trace))) if kind == "delta" else finding
 
@@ -94,7 +93,7 @@ def _kind(call: Call, trace: Trace) -> str:
     """Return the key of `_HEADLINES` for a call that adds to a weight; "" for other calls."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
-    if call.phase not in ("forward", "generate") or call.recomputed or not _ADDING.match(call.op):
+    if call.phase not in ("forward", "generate") or call.recomputed or not ADDS_IN_PLACE.match(call.op):
         return ""
     added = (operand for operand in call.operands if not operand.role.startswith("self"))
     owners = (trace.owners.get(step.name) for operand in added for step in operand.origin.path())
@@ -121,9 +120,11 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
         # Values computed from a weight name it too, but rarely have its shape.
         if weight is not None and not weight.trainable and weight.shape == operand.shape:
             yield weight
+        elif origin.name == COPY_OF_WEIGHT:
+            yield Weight(origin.name, operand.dtype, operand.shape)
 
 
-def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[Fix, ...]) -> Finding:
+def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterable[Fix]) -> Finding:
     dtype = weights[0].dtype
     # Between two powers of two the spacing is constant: half of it is between these shares of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
@@ -139,7 +140,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: tuple[
         notes=(
             f"{dtype_name(dtype)} loses an update below 1/{2 * share} of a value, and some below 1/{share}",
         ),
-        fixes=fixes,
+        fixes=tuple(fixes),
     )
     return replace(finding, phase=call.phase)
 
@@ -159,12 +160,13 @@ _FIXES = {
 }
 
 
-def _float32(weights: list[Weight]) -> tuple[Fix, ...]:
-    buffers = [weight for weight in weights if weight.buffer]
-    to_float32 = (
-        *casts([weight for weight in weights if not weight.buffer], torch.float32),
-        *actions("buffer", names(buffers), "float32"),
+def _float32(weights: list[Weight]) -> Iterator[Fix]:
+    if weights:
+        plain = [weight for weight in weights if not weight.buffer]
+        buffers = names(weight for weight in weights if weight.buffer)
+        what = starred(weights[0].name) + (" and others" if len(weights) > 1 else "")
+        to_float32 = (*casts(plain, torch.float32), *actions("buffer", buffers, "float32"))
+        yield Fix(f"keep {what} in float32", "safe", actions=to_float32)
+    yield advice(
+        "averages", "keep running sums and averages in float32, and cast their values where they are used"
     )
-    what = starred(weights[0].name) + (" and others" if len(weights) > 1 else "")
-    how = "keep running sums and averages in float32, and cast their values where they are used"
-    return (Fix(f"keep {what} in float32", "safe", actions=to_float32), advice(weights[0].name, how))

@@ -123,6 +123,27 @@ def test_an_error_before_the_first_step_that_the_script_gets_over_is_none(runs: 
     assert "isotype: step 1 watched: " in err
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_moving_average_in_16_bits_is_reported(runs: Runs, dtype: str) -> None:
+    script = f"""
+model = Net()
+average = [p.detach().clone().to(torch.{dtype}) for p in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(ids, ids)[1].backward()
+    optimizer.step()
+    for kept, p in zip(average, model.parameters()):
+        p.data.add_(p.grad, alpha=-0.1)  # an update of the weights themselves
+        kept.lerp_(p.detach().to(kept.dtype), 1e-4)
+    optimizer.zero_grad()
+"""
+    status, _, err = runs(script)
+    assert status == 0
+    assert ("warning[IST503]: a bfloat16 tensor is changed in place" in err) == (dtype == "bfloat16")
+    line = next(n for n, text in enumerate((MODEL + script).splitlines(), 1) if "lerp_" in text)
+    assert (f"addition at train.py:{line}" in err) == (dtype == "bfloat16")
+
+
 def test_a_cast_that_fsdp_makes_is_named(runs: Runs) -> None:
     script = """
 import torch.distributed as dist

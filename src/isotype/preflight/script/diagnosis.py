@@ -58,7 +58,7 @@ from isotype.report.text import format_kinds, short_source, wrapped
 from isotype.rules import judge
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
-from isotype.trace.live.forward import StaleCasts
+from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning, Watch
 
@@ -93,7 +93,7 @@ class Diagnosis:
         self.report: Report | None = None
         self._device, self._seconds, self._console = options.device, options.seconds, console
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
-        self._stale = StaleCasts(self._reused)
+        self._stale, self._averages = StaleCasts(self._reused), Averages(self._averaged)
         self._family = family
         self._speaker: int | None = None
         self._request: partial[StepRequest] | None = None
@@ -111,6 +111,7 @@ class Diagnosis:
         """Remove all hooks from the script; the recorded data stay."""
         self.watch.detach()
         self._stale.detach()
+        self._averages.detach()
         if self._numbers is not None:
             self._numbers.detach()
 
@@ -183,6 +184,13 @@ class Diagnosis:
             self._say_late([finding for finding in findings if finding.module in modules])
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
+        if self._setup_seen is not None and self._speaks:
+            self._averages.stepped(self.watch.roots)
+
+    def _averaged(self, call: Call) -> None:
+        """Report an addition to a 16-bit copy of the weights."""
+        if self._setup_seen is not None and self._speaks:
+            self._say_late(judge(Trace(self._setup_seen, (call,), (), {}, Memory({}))))
 
     def _reused(self) -> None:
         """Report that a forward used weights that autocast had cast and cached before the watched step."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+
+from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out, tree_leaves
+from isotype.core.operators import ADDS_IN_PLACE, operator_name
+from isotype.core.source import asking_line, shown
+from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Operand, Origin
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def trains(module: nn.Module) -> bool:
@@ -81,6 +88,53 @@ class StaleCasts:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
+    """Detects a 16-bit copy of trained weights to which the script adds between an optimizer's step and the next forward.
+
+    `report` is called with the first such call. Tensors get no marks, because scripts save them between two steps.
+    """
+
+    def __init__(self, report: Callable[[Call], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._report, self._reported = report, False
+        self._weights: list[torch.Tensor] = []
+        self._handle: Any = None
+
+    def stepped(self, models: Sequence[nn.Module]) -> None:
+        """Watch until the next forward, after an optimizer step for these models."""
+        self.detach()
+        if not self._reported:
+            self._weights = [weight for model in models for weight in model.parameters()]
+            put_under(self)
+            self._handle = modules.register_module_forward_pre_hook(lambda *_: self.detach())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._reported and ADDS_IN_PLACE.match(name := operator_name(func)):
+            copy = next(filter(self._is_copy, tree_leaves(args[0])), None)
+            if copy is not None:
+                self._reported = True
+                origin = Origin("outside", copy.dtype, COPY_OF_WEIGHT)
+                operand = Operand("self", copy.dtype, tuple(copy.shape), origin)
+                self._report(Call(name, "forward", "", shown(asking_line()), (operand,), ()))
+        return result
+
+    def _is_copy(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in _PLAIN or tensor.dtype not in HALVES:
+            return False
+        alike = [weight for weight in self._weights if weight.shape == tensor.shape]
+        known = (held for weight in alike for held in (weight, weight.grad) if held is not None)
+        addresses = {storage_of(held) for held in known if type(held) in _PLAIN}
+        return any(weight.requires_grad for weight in alike) and storage_of(tensor) not in addresses
+
+    def detach(self) -> None:
+        """End the watch."""
+        if self._handle is not None:
+            take_out(self)
+            self._handle.remove()
+            self._handle, self._weights = None, []
 
 
 def _product(weight: nn.Parameter) -> torch.Tensor:
