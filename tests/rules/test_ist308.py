@@ -13,6 +13,7 @@ GRADIENT = operand(FP32, "gradient", "layer.weight")
 
 
 def of_gradient(op: str, **given: Any) -> Call:
+    given = {"by_script": True, **given}
     return call(op, GRADIENT, result=FP32, phase="backward", module="", **given)
 
 
@@ -39,6 +40,8 @@ def test_clipping_after_the_unscale_or_without_one() -> None:
 def test_a_clamp_of_a_gradient_that_backward_computes() -> None:
     for op in ("aten.clamp_min.default", "aten.clamp.default", "aten._foreach_clamp_min.Scalar"):
         assert found(RULE, trace(calls=(BACKWARD, of_gradient(op), UNSCALED), scaler=True)) == []
+    scaled = of_gradient("aten.mul_.Tensor", by_script=False)
+    assert found(RULE, trace(calls=(NORM, scaled, UNSCALED), scaler=True)) == []
 
 
 def test_a_product_of_a_gradient_in_a_backward_of_the_user() -> None:

@@ -158,6 +158,7 @@ class Call:
         outside: a known index that the operator refuses, and the size of the table that it reads.
         undefined: number of results that are NaN for all weights: softmax rows that are masked completely, or a mean over
             no label.
+        by_script: True if the script of a live step runs this call after autograd's backward, such as clipping.
     """
 
     op: str
@@ -177,6 +178,7 @@ class Call:
     numbers: tuple[tuple[str, float], ...] = ()
     outside: tuple[int, int] | None = None
     undefined: int = 0
+    by_script: bool = False
 
     @property
     def floats(self) -> list[Operand]:

@@ -45,7 +45,7 @@ _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield a finding if code of the step clips gradients between the backward and the GradScaler's unscale."""
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
-    backward = [call for call in trace.calls[:unscaled] if call.phase == "backward" and _of_gradients(call)]
+    backward = [call for call in trace.calls[:unscaled] if call.by_script and _of_gradients(call)]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))
     clips = [
         call

@@ -101,6 +101,8 @@ class LiveRecorder(Recorder):
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)
         self._write(func, args, kwargs, tensors_in(func, args, kwargs), result, self._place(), None)
+        if self.phase == "backward" and current_node() is None:
+            self.calls[-1] = replace(self.calls[-1], by_script=True)
 
     def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         self._turn(func)
