@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -979,6 +980,31 @@ def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path)
     with largest_file(50_000), pytest.raises(SaveError, match="the merged model cannot be written"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged", stored="f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_biases_of_an_adapter_on_layers_without_bias_are_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", attention_bias=False)
+    policy = resolve_precision(base, "float32", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it cannot merge these biases
+        model = add_lora(load(base, policy), policy, r=4, target_modules=["q_proj"], lora_bias=True)
+        adapter = save_trained(model, tmp_path / "adapter")
+    with pytest.raises(
+        UsageError, match=r"adds a bias to model\.layers\.0\.self_attn\.q_proj, which has none"
+    ):
+        merge_adapter(adapter, tmp_path / "merged")
+
+
+def test_rows_of_an_embedding_are_merged_into_a_quantized_model(make: Make, tmp_path: Path) -> None:
+    adapter = make(target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    report = merge_adapter(adapter, tmp_path / "merged", stored="nf4")
+    assert any("embed_tokens" in loss.name for loss in report.weights)
+
+
+def test_an_adapter_in_a_folder_of_the_named_one_is_suggested(make: Make, tmp_path: Path) -> None:
+    adapter = make()
+    with pytest.raises(CheckpointError, match=f"a folder in it that holds an adapter: {adapter}"):
+        merge_adapter(tmp_path, tmp_path / "merged")
 
 
 def test_an_adapter_without_effect_has_learned_nothing_that_is_kept() -> None:

@@ -17,6 +17,7 @@ from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.checkpoint.values import dequantize
+from isotype.core.errors import UsageError
 from tests.adapters import save_trained
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_load import mxfp4_checkpoint
@@ -84,6 +85,17 @@ def test_plain_peft_reads_the_file_on_a_base_that_transformers_quantizes(
     file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert held.keys() == file.keys()
     assert all(torch.equal(held[name], value) for name, value in file.items())
+
+
+def test_experts_are_not_merged_into_a_format_that_transformers_does_not_read(
+    saved: Saved, tmp_path: Path
+) -> None:
+    trained(saved("qwen3-moe"), None, tmp_path / "adapter")
+    for stored in ("nf4", "int8"):
+        with pytest.raises(UsageError, match=f"experts cannot be merged into {stored}"):
+            merge_adapter(tmp_path / "adapter", tmp_path / "merged", stored=stored)
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert "--quantization" not in str(report.cheapest)
 
 
 def test_a_merged_mixture_in_gguf_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,14 @@ def test_biases_and_parts_of_the_base_where_trl_copies_the_adapter(
         assert any("TRL adds a second adapter" in text for text in said) == copies
 
 
+def test_an_adapter_of_virtual_tokens_is_refused(path: Path, tmp_path: Path) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(path)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UsageError, match="a PROMPT_TUNING adapter, which adds virtual tokens"):
+        plan_of(*parse_options(["sft", "--model_name_or_path", str(tmp_path / "adapter")]))
+
+
 def test_a_base_that_comes_quantized_is_refused_when_the_policy_is_known(path: Path) -> None:
     from isotype.train.initial_adapter import check_initial
 

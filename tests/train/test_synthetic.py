@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from isotype.core.errors import UsageError
-from isotype.data.methods import Loss
+from isotype.data.methods import METHODS, Loss
 from isotype.lora.loss.trl_head import put_head
 from isotype.ranges.pictures import NONE
+from isotype.train.models import require_decoder
 from isotype.train.preflight.synthetic import LOSSES, batch_notes, step_inputs, synthetic_batch
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 
@@ -37,6 +38,16 @@ def test_rows_of_a_classifier_with_an_encoder_have_one_end_token():
     model = transformers.T5ForSequenceClassification(config)
     ids = synthetic_batch(model, 2, 7)["input_ids"]
     assert (ids == config.eos_token_id).sum(-1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "grpo", "rloo"])
+def test_an_encoder_gets_no_prompt_with_its_answer(method):
+    """TRL gives both as one text, so the encoder would read the answer; a generated answer has no prompt in it."""
+    config = tiny_model("t5").config
+    with pytest.raises(UsageError, match="a model of the type t5, which has an encoder"):
+        require_decoder(config, METHODS[method])
+    require_decoder(config, METHODS["sft"])
+    require_decoder(tiny_model("llama").config, METHODS[method])
 
 
 def test_an_image_takes_its_tokens():

@@ -27,7 +27,7 @@ from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.core.names import base_name, pattern_problems
+from isotype.core.names import base_name, listed, pattern_problems
 from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
@@ -86,7 +86,9 @@ def read_adapter(directory: str | Path) -> Adapter:
     what = f"the directory {path} holds {contents(path)}"
     fix = "give the --output_dir of a training run that ended, or one of its checkpoint folders"
     if not (path / CONFIG_FILE).is_file():
-        if (path / "config.json").is_file():
+        if inside := sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_FILE}")):
+            fix = f"give a folder in it that holds an adapter: {listed(inside)}"
+        elif (path / "config.json").is_file():
             fix = "it is a whole model, not an adapter: there is nothing to merge"
         expected = f"{CONFIG_FILE} and adapter_model.safetensors"
         raise CheckpointError.of("not an adapter", what, expected, fix)

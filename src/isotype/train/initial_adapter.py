@@ -82,6 +82,10 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         expected = f"an adapter for {wanted}, which isotype {settings.method.name} trains"
         fix = f"merge it first ({merged}) and start from the merged model"
         yield Problem(f"an adapter for {task}", expected, fix)
+    if getattr(adapter.config, "is_prompt_learning", False):
+        kind = getattr(adapter.config.peft_type, "value", adapter.config.peft_type)
+        expected = "an adapter that changes weights, such as LoRA"
+        yield Problem(f"a {kind} adapter, which adds virtual tokens", expected, "train it with PEFT")
     if settings.precision.trainable == "full":
         fix = "leave it out, or merge the adapter first"
         yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)

@@ -27,6 +27,7 @@ from isotype.compat.peft import without_peft
 from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import Problem, UsageError, one_line
+from isotype.data.methods import Method
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
@@ -170,8 +171,17 @@ def _sharded(
     return model
 
 
+def require_decoder(config: Any, method: Method) -> None:
+    """Raise UsageError for an encoder with a decoder, such as T5: only TRL's `sft` and `reward` run both."""
+    if getattr(config, "is_encoder_decoder", False) and method.loss not in ("labels", "reward"):
+        what = f"a model of the type {config.model_type}, which has an encoder"
+        expected = "a decoder, to which TRL gives the prompt and the answer as one text"
+        raise UsageError.of(f"isotype {method.name} trains decoders", what, expected, "give such a model")
+
+
 def require_token_ids(config: Any, settings: Settings) -> None:
     """Raise UsageError for a model whose input is not token ids, such as Whisper: TRL has no trainer for it."""
+    require_decoder(config, settings.method)
     cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":

@@ -131,7 +131,7 @@ class Merging:
         before_training = {
             name: parameter.detach().clone()
             for name, parameter in self._peft.named_parameters()
-            if parameter.requires_grad and prefix not in name and "modules_to_save" not in name
+            if parameter.requires_grad and not any(part in name for part in (prefix, *_MERGED_OTHERWISE))
         }
         fill(self._peft, adapter)
         stored = {} if one_dtype else self._deferred.stored_otherwise()
@@ -286,6 +286,10 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
         for name, value in state.items()
         if name in names and isinstance(value, torch.Tensor)
     }
+
+
+_MERGED_OTHERWISE = ("modules_to_save", "trainable_tokens")
+"""Parts of the names of parameters that PEFT trains and that are no copies of the base's."""
 
 
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

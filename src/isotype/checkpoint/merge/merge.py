@@ -34,11 +34,14 @@ from isotype.checkpoint.merge.write import (
 )
 from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint, open_model
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.names import base_name
 from isotype.model.boundary import original_class
+from isotype.model.experts.stack import stacked_weights
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.ranges.measure import Rows
@@ -107,6 +110,7 @@ def merge_adapter(
     revision = revision or (saved.revision if base is None else None)
     source, facts, policy, trained = _base(saved, base, dtype, revision, stored)
     target, reason = _target(dtype, saved, facts)
+    _check_parts(saved, stored, source, revision)
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
@@ -177,10 +181,41 @@ def _check_mergeable(adapter: Adapter) -> None:
     elif getattr(config, "layer_replication", None):
         why = "it replicates layers of the base: every copy would need different merged weights"
     if why:
-        what = f"{adapter.directory}: a {kind} adapter; {why}"
-        expected = "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …"
-        fix = f"use it together with its base: isotype chat {adapter.directory}"
-        raise UsageError.of("this adapter cannot be merged", what, expected, fix)
+        raise _unmergeable(adapter, f"a {kind} adapter; {why}")
+
+
+def _unmergeable(adapter: Adapter, why: str) -> UsageError:
+    expected = "an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …"
+    fix = f"use it together with its base: isotype chat {shlex.quote(str(adapter.directory))}"
+    return UsageError.of("this adapter cannot be merged", f"{adapter.directory}: {why}", expected, fix)
+
+
+def _check_parts(adapter: Adapter, stored: str | None, source: str, revision: str | None) -> None:
+    """Raise UsageError if the base cannot hold the adapter's biases, or transformers cannot read its experts in `stored`."""
+    config = config_of(open_model(source, revision))
+    end = ".lora_B.bias"
+    biased = [
+        tensor.name.removesuffix(end) for tensor in adapter.headers.tensors if tensor.name.endswith(end)
+    ]
+    if biased:
+        modules = dict(blank_model(config).named_modules())
+        name = next((name for name in map(base_name, biased) if modules[name].bias is None), None)
+        if name is not None:
+            raise _unmergeable(adapter, f"it adds a bias to {name}, which has none")
+    name = _experts(config) if stored in QUANTIZATIONS else None
+    if name is not None:
+        what, expected = (
+            f"{source}: {name}",
+            "linear layers: transformers reads no quantized stacks of experts",
+        )
+        gguf = ", or --gguf q8_0" if is_exportable(config, None) else ""
+        fix = f"--dtype bfloat16{gguf}; or use the adapter with its base in {stored}"
+        raise UsageError.of(f"experts cannot be merged into {stored}", what, expected, fix)
+
+
+def _experts(config: Any) -> str | None:
+    """Return the name of a stacked expert weight, which transformers does not read in a bitsandbytes format; else None."""
+    return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
 
 def _base(
@@ -295,6 +330,8 @@ def _formats_to_try(
     forms.append(Candidate("--quantization int8", "int8", 8, policy))
     if is_exportable(config_of(checkpoint), tokenizer):
         forms.append(Candidate("--gguf q8_0", "q8_0", 8.5, policy))
+    if _experts(config_of(checkpoint)) is not None:
+        forms = [candidate for candidate in forms if candidate.form not in QUANTIZATIONS]
     wide = torch.bfloat16 if policy.plain == torch.float32 else policy.plain
     sixteen = dtype_name(target if target in (torch.bfloat16, torch.float16) else wide)
     return (*forms, Candidate(f"--dtype {sixteen}", sixteen, 16, policy))

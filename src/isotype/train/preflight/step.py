@@ -35,7 +35,7 @@ from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.costs import step_time
 from isotype.train.device import sound_attention
-from isotype.train.models import weightless_model
+from isotype.train.models import require_decoder, weightless_model
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
@@ -238,6 +238,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     method = METHODS[plan.method]
+    require_decoder(config, method)
     # If only some layers are checkpointed, their numbers select them, so layers must not be folded before.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
