@@ -105,7 +105,7 @@ def test_the_error_is_that_of_what_was_stored(base: Path, adapter: Path, tmp_pat
     assert f"have the base model's {'values' if kind == 'bf16' else 'codes'}" in shown
     assert (report.median_error > 1) == (kind in ("nf4", "q4_1"))
     if report.median_error > 1:
-        assert f"{report.median_error:,.1f} × a weight's update in the median" in shown
+        assert f"{report.median_error:,.1f} × a weight's update (median)" in shown
 
 
 def terminal(report: MergeReport) -> str:

@@ -91,7 +91,7 @@ def test_no_advice_where_calls_differ_much() -> None:
     assert "fastest" not in text
     assert "slower" not in text
     assert "float32    native       1.0 GFLOP/s   not compared" in text
-    assert "float32: calls took unequally long, as on a busy machine; run isotype doctor" in text
+    assert "float32: some matmuls took much longer than others, as on a busy machine; run" in text
 
 
 def test_a_narrow_terminal_gets_one_row_under_another() -> None:
@@ -133,8 +133,8 @@ Matmuls
 Libraries
   torch 2.13.0+cpu   peft 0.21.2   bitsandbytes 0.50.2
 
-  bitsandbytes  works through its native CPU library (tried: a tensor quantized
-                to nf4 and back)
+  bitsandbytes  works through its native CPU library (test: a tensor was
+                quantized to nf4 and dequantized)
 
 Ready for float32 LoRA and QLoRA on AMD EPYC
 --dtype auto means float32, the only dtype that is native"""
@@ -185,8 +185,8 @@ def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
     assert "bfloat16   emulated              -   no published rate" in text
     assert text.endswith(
         "NVIDIA T4 runs float16 natively; this machine has no such device, so nothing was tried\n"
-        "--dtype auto means the checkpoint's own dtype if native (float32, float16), else float16; "
-        "float16 trains with loss\nscaling"
+        "--dtype auto means the checkpoint's dtype if it runs natively (float32, float16), else float16; float16 "
+        "trains with loss\nscaling"
     )
 
 
@@ -237,7 +237,7 @@ def test_a_refused_dtype_shows_the_operators_words() -> None:
 
 def test_auto_dtype() -> None:
     assert auto_dtype(device_profile("h100")) == (
-        "the checkpoint's own dtype if native (float32, bfloat16, float16), else bfloat16; "
+        "the checkpoint's dtype if it runs natively (float32, bfloat16, float16), else bfloat16; "
         "float16 trains with loss scaling"
     )
     assert auto_dtype(device_profile("cpu-generic")) == "float32, the only dtype that is native"
@@ -362,7 +362,7 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
     head = "language-model head"
-    assert dict(kernel_rows(here))[head] == "isotype's or TRL's: a training measures both"
+    assert dict(kernel_rows(here))[head] == "isotype's or TRL's: training selects the faster one"
     times["256 tokens"] = HeadTimes(1.5, 2)
     rows = dict(kernel_rows(here))
     assert rows[head] == "isotype's 1.5 ms, TRL's 2 ms (256 tokens)"

@@ -574,9 +574,9 @@ def test_everything_is_said() -> None:
             "Loss scale",
             "3 steps skipped",
         ),
-        "Peak memory is the largest memory in use during a step. On a GPU this is the memory that torch had allocated; "
-        "on a CPU the resident size of the process, sampled every 20 ms, so that shorter peaks can be missed. "
-        "Loading, evaluation and saving are not included.",
+        "Peak memory is the largest memory in use during a step. On a GPU, memory in use is the memory that torch has "
+        "allocated. On a CPU, memory in use is the resident size of the process, sampled every 20 ms, so short peaks can "
+        "be missed. Peak memory does not include loading, evaluation and saving.",
         "written by isotype",
     ]
     assert [part for part in parts if part not in said] == []
@@ -809,8 +809,8 @@ def test_headroom_is_that_of_nine_samples_in_ten() -> None:
 
 def test_headroom_in_words() -> None:
     closest = (
-        "model.layers.2 gives the largest values, up to 26,624 in nine of ten micro-batches (12 sampled); "
-        "65,504, float16's largest number, is 2.46 times that."
+        "model.layers.2 has the largest outputs: up to 26,624 in nine of ten micro-batches (12 sampled). "
+        "float16's largest number, 65,504, is 2.46 times as large."
     )
     assert in_words(sampled()) == closest
     overflown = replace(
@@ -821,11 +821,11 @@ def test_headroom_in_words() -> None:
     )
     grown = in_words(sampled(growth=4.0))
     assert grown.endswith(
-        "Other batches may exceed this headroom. bfloat16 or a float32 residual stream has more headroom. "
-        "The values grew by a factor of 2.69 over the run."
+        "Other batches may exceed float16's range. bfloat16 or a float32 residual stream has more headroom. "
+        "The block's outputs grew by a factor of 2.69 over the run."
     )
     assert in_words(sampled("float32")) == (
-        f"{closest} The blocks return their outputs in float32, which holds far larger values."
+        f"{closest} The blocks return their outputs in float32, which can hold far larger values."
     )
 
 

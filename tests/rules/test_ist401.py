@@ -8,7 +8,7 @@ from tests.rules.samples import BF16, FP16, FP32, operand, packed, refused, trac
 def test_a_stale_state_costs() -> None:
     (finding,) = find(trace([packed(BF16, FP16)]))
     assert finding.severity == "warning"
-    assert finding.message == "1 4-bit weight dequantizes to float16, the layers compute in bfloat16"
+    assert finding.message == "1 4-bit weight dequantizes to float16, but the layers compute in bfloat16"
     assert finding.fixes[0].actions == (Action("state", "model.layers.*.self_attn.q_proj", "bfloat16"),)
 
 

@@ -9,7 +9,7 @@ def test_the_default_compute_dtype() -> None:
     other = call("aten.mm.default", operand(BF16), flops=100, module="lm_head")
     (finding,) = find(trace([packed(FP32, BF16), norm(BF16)], [product, other]))
     assert finding.severity == "warning"
-    assert finding.message == "1 4-bit layer computes in float32, the model runs in bfloat16"
+    assert finding.message == "1 4-bit layer computes in float32, but the model runs in bfloat16"
     assert finding.cost is not None
     assert finding.cost.flops_share == 0.75
     assert [action.kind for action in finding.fixes[0].actions] == ["compute"]
@@ -25,7 +25,7 @@ def test_the_state_goes_with_it() -> None:
 
 def test_an_unset_compute_dtype_takes_its_first_input() -> None:
     (finding,) = find(trace([packed(None, BF16), norm(FP32)], policy=POLICY))
-    assert finding.cause.endswith("the compute dtype is unset, its first input is float32")
+    assert finding.cause.endswith("the compute dtype is unset, and the layer's first input is float32")
 
 
 def test_float16_without_loss_scaling_is_said_to_lose_small_gradients() -> None:

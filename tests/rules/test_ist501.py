@@ -34,7 +34,7 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
 def test_a_bfloat16_checkpoint_in_float16() -> None:
     (finding,) = found(RULE, on(of_llama(FP16), "a100", checkpoint_dtype=BF16))
     assert finding.message == "the config names bfloat16, but the frozen weights are float16"
-    assert "values above 65,504 become infinite, small ones zero" in finding.notes
+    assert "values above 65,504 become infinite, and small values become zero" in finding.notes
     assert finding.fixes[0].safety == "unsafe"
 
 

@@ -1,4 +1,4 @@
-"""The report of `isotype doctor`: a device's dtypes and their speed, the libraries, what to change, and a verdict."""
+"""The report of `isotype doctor`: the device's dtypes with their speeds, the libraries, changes to make, and a verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from isotype.report.text import fitting
 
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
-    """Return the known FLOP/s by compute dtype: measured if the device is present, else from its data sheet."""
+    """Return the FLOP/s of each compute dtype: measured if the device is in this machine, or else from its data sheet."""
     if not report.profile.present:
         return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
     measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
@@ -35,7 +35,7 @@ def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
 
 
 def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
-    """Compare the speed of `dtype` with the fastest dtype of the device, as a clause."""
+    """Return a phrase that compares the speed of `dtype` with the device's fastest dtype."""
     rates = speeds(report)
     if dtype not in rates:
         rate = report.rates.get(dtype)
@@ -52,17 +52,17 @@ def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
 
 
 def auto_dtype(profile: DeviceProfile) -> str:
-    """Describe the dtype that `--dtype auto` selects on a device, as a clause."""
+    """Return a phrase that describes the dtype that `--dtype auto` selects on a device."""
     native = [dtype_name(dtype) for dtype in COMPUTE_DTYPES if dtype in profile.native]
     best = dtype_name(profile.best_dtype())
     if native == [best]:
         return f"{best}, the only dtype that is native"
     scaling = "; float16 trains with loss scaling" if "float16" in native else ""
-    return f"the checkpoint's own dtype if native ({', '.join(native)}), else {best}{scaling}"
+    return f"the checkpoint's dtype if it runs natively ({', '.join(native)}), else {best}{scaling}"
 
 
 def contradiction(report: DoctorReport) -> str | None:
-    """Return a sentence if the dtype that the profile calls best is at least 3 times slower than another, else None."""
+    """Return a warning if the profile's best dtype is at least 3 times slower than another dtype; otherwise None."""
     best, rates = report.profile.best_dtype(), speeds(report)
     if not report.profile.present or best not in rates or _unsteady(report):
         return None
@@ -75,12 +75,12 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """Return a sentence if some calls of a dtype took much longer than others, else None."""
+    """Return a warning if some matmuls of a dtype took much longer than others; otherwise return None."""
     rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
     if not rates:
         return None
     names = ", ".join(dtype_name(rate.dtype) for rate in rates)
-    return f"{names}: calls took unequally long, as on a busy machine; run isotype doctor again on an idle machine"
+    return f"{names}: some matmuls took much longer than others, as on a busy machine; run isotype doctor again on an idle machine"
 
 
 def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
@@ -88,7 +88,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """Return one sentence: LoRA and QLoRA can be trained on the device, or what has to change first."""
+    """State in one sentence if the device can train LoRA and QLoRA; if not, name the changes that it needs."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -107,9 +107,9 @@ def verdict(report: DoctorReport) -> str:
 
 
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
-    """Return (operation, kernel) for each operation between matmuls in the device's best dtype; empty for a CPU.
+    """Return a pair (operation, kernel) for each operation between matmuls; for a CPU, return an empty list.
 
-    If the GPU is in this machine, the kernels were tried on it. Otherwise they are the kernels expected for such a GPU.
+    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise they are expected for such a GPU.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:
@@ -126,7 +126,7 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     if profile.present:
         times = TIMES.all(times_file(card_of(torch.device(profile.name))))
         known = "; ".join(f"{head} ({shape})" for shape, head in times.items())
-        rows.append(("language-model head", known or "isotype's or TRL's: a training measures both"))
+        rows.append(("language-model head", known or "isotype's or TRL's: training selects the faster one"))
     return rows
 
 
@@ -167,7 +167,7 @@ def _dtype_table(report: DoctorReport) -> Table:
 
 
 def format_rate(rate: float) -> str:
-    """Format FLOP/s as `"95.0 GFLOP/s"`, or from 1000 GFLOP/s on as `"1.0 TFLOP/s"`."""
+    """Format a rate in FLOP/s, as in `"95.0 GFLOP/s"` or `"1.0 TFLOP/s"`."""
     return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
 
 
@@ -187,7 +187,7 @@ def _device_rows(report: DoctorReport) -> list[tuple[str, str]]:
 
 def _bitsandbytes_line(status: BitsandbytesStatus) -> Text:
     if status.works:
-        return Text(f"works through {status.backend} (tried: a tensor quantized to nf4 and back)")
+        return Text(f"works through {status.backend} (test: a tensor was quantized to nf4 and dequantized)")
     if status.works is None:
         return Text(f"not tried: {status.message}", style="yellow")
     return Text(f"does not work: {status.message}", style="red")
@@ -227,7 +227,7 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     rows += [("C++", report.compiler)] if report.compiler else []
     console.print(_grid(rows))
     if kernels_used := kernel_rows(profile):
-        console.print(_heading("Kernels of operations between matmuls"))
+        console.print(_heading("Kernels of the operations between matmuls"))
         console.print(_grid(kernels_used))
     problems = _problems(report)
     if problems:
@@ -258,7 +258,7 @@ def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def doctor_json(report: DoctorReport) -> dict[str, Any]:
-    """Return the report as plain dicts, lists, strings and numbers; bytes, FLOP/s and seconds are not rounded."""
+    """Return the report as plain dicts, lists, strings and numbers. The numbers are not rounded."""
     names = {
         DoctorReport: "rates python torch_build toolkits versions incompatibilities missing bitsandbytes",
         MatmulRate: "flops_per_second repeats size message spread",

@@ -1,7 +1,7 @@
-"""HTML reports by Jinja2 templates: rendering, colours of dtypes, axes, bars and charts.
+"""Functions that render HTML reports from Jinja2 templates, and draw the axes, bars and charts.
 
-Templates contain the markup, and Python prepares texts and lists. Every text is escaped, except style sheets, scripts
-and charts of this package, which templates mark as `safe`.
+Every text on a page is escaped. The only exceptions are the style sheets, scripts and charts of this package, which the
+templates mark as `safe`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Swatch:
-    """Colours of one dtype on a light and on a dark page, as `#rrggbb`."""
+    """The two colours of a dtype, written `#rrggbb`: one for light pages and one for dark pages."""
 
     light: str
     dark: str
@@ -44,20 +44,20 @@ PALETTE: dict[str, Swatch] = {
     "mxfp4": Swatch("#c81241", "#e86265"),
     "int8": Swatch("#631e16", "#b94136"),
 }
-"""Colours of storage and compute dtypes by name; all float8 formats share one."""
+"""The colours of each storage and compute dtype. All float8 formats have the same colours."""
 
 OTHER = Swatch("#7d838c", "#7f8791")
-"""Colour of all other names: integer and boolean dtypes, `none`, unknown names."""
+"""The colours of all names that `PALETTE` does not list, such as integer and boolean dtypes."""
 
 
 def dtype_class(name: str) -> str:
-    """Return the CSS class with a dtype's colour: `"dtype-bfloat16"`, or `"dtype-other"` for unknown names."""
+    """Return the CSS class that has a dtype's colour, such as `"dtype-bfloat16"`; for unknown names, `"dtype-other"`."""
     key = "float8" if name.startswith("float8") else name
     return f"dtype-{key}" if key in PALETTE else "dtype-other"
 
 
 def palette_css() -> str:
-    """Return CSS rules, one per dtype, that set `--dtype` to the dtype's colour, for light and dark pages."""
+    """Return the CSS rules that set the variable `--dtype` to the colour of each dtype, on light and on dark pages."""
     swatches = {**PALETTE, "other": OTHER}
     light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
     dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())
@@ -65,7 +65,7 @@ def palette_css() -> str:
 
 
 def render(template: str, **content: object) -> str:
-    """Return the page of a template in `report/templates`; raise UndefinedError if `content` lacks a variable of the template."""
+    """Fill a template of `report/templates` with `content`; raise UndefinedError if a variable of the template is missing."""
     return _environment().get_template(template).render(content)
 
 
@@ -99,17 +99,17 @@ def _fit(value: Any) -> Any:
 
 
 def _digest(text: str) -> str:
-    """Return the hash by which a page's content security policy allows a style sheet or script."""
+    """Return the hash of a style sheet or script; a page that lists this hash in its content security policy allows it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _joints(text: str) -> list[str]:
-    """Split a text after each of `_ / = , . : -`, where the page may break a line."""
+    """Split a text after each of the characters `_ / = , . : -`, because a browser may break the line there."""
     return re.split(r"(?<=[_/=,.:-])(?=[^\s\d])", text)
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report atomically and return its path; raise SaveError if the report cannot be written."""
+    """Write a report to `path` atomically, and return `path`. Raise SaveError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
@@ -120,30 +120,30 @@ def write_report(path: Path, text: str) -> Path:
 
 
 PLOTTABLE = 1e150
-"""Largest magnitude in a chart: differences of larger numbers could overflow."""
+"""The largest magnitude that a chart may contain. The difference of two larger numbers could overflow."""
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def xml_text(text: str) -> str:
-    """Return a text with U+FFFD in place of characters that XML forbids."""
+    """Replace each character that XML forbids with U+FFFD."""
     return _NOT_XML.sub("\ufffd", text)
 
 
 def escape(text: str) -> str:
-    """Return a text escaped for HTML and XML, also in attributes; characters that XML forbids become U+FFFD."""
+    """Escape a text for HTML and XML, and for their attributes. Characters that XML forbids become U+FFFD."""
     return _escape(xml_text(text), quote=True)
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
-    """Return round values in `[low, high]` for the ticks of an axis: multiples of 1, 2 or 5 times a power of ten.
+    """Return round values for the ticks of an axis. Their distance is 1, 2 or 5 times a power of ten.
 
     Args:
-        low, high: ends of the axis, which differ by more than 1e-300 and more than 1e-12 of the larger magnitude.
+        low, high: ends of the axis. Their difference exceeds 1e-300, and 1e-12 times the larger magnitude.
         target: maximum number of intervals between ticks; the result has at least a fifth of this number.
 
     Raises:
-        ValueError: the ends are not ordered, are too close together or exceed ten times `PLOTTABLE`.
+        ValueError: `low` is not below `high`, the ends are too close, or an end exceeds ten times `PLOTTABLE`.
     """
     magnitude = max(abs(low), abs(high))
     if not (magnitude <= 10 * PLOTTABLE and high - low > max(1e-12 * magnitude, 1e-300)):
@@ -161,7 +161,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Return labels with the decimals that the ticks' distance needs, and with exponents below 0.001 and from 1e6 on."""
+    """Label each tick with the decimals that the tick distance needs, or with an exponent for very large or small ticks."""
     if len(ticks) < 2:
         return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
     largest = max(abs(tick) for tick in ticks)
@@ -201,7 +201,7 @@ def _minus(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a bar: its name, its amount (not negative) and its CSS class."""
+    """A part of a bar: its name, its amount (at least 0) and its CSS class."""
 
     label: str
     amount: float
@@ -209,7 +209,7 @@ class Part:
 
 
 def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str] = format_number) -> str:
-    """Return a horizontal bar of full width as SVG, divided in proportion to the parts; empty if all amounts are 0."""
+    """Return an SVG bar that is divided in proportion to the amounts of its parts. If all amounts are 0, the bar is empty."""
     total = sum(part.amount for part in parts)
     words = "; ".join(f"{part.label} {number(part.amount)}" for part in parts)
     rects, left = [], 0.0
@@ -225,13 +225,13 @@ def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str
 
 
 def percent(share: float) -> str:
-    """Format a position or length in a chart as a CSS percentage: `12.50%`."""
+    """Format a share from 0 to 1 as a CSS percentage, such as `12.50%`."""
     return f"{100 * share:.2f}%"
 
 
 @dataclass(frozen=True)
 class Area:
-    """An area of `stacked_areas`: its name, its amount at each point (not negative) and its CSS class."""
+    """An area of the chart that `stacked_areas` draws: its name, its amount at each point (at least 0) and its CSS class."""
 
     label: str
     amounts: tuple[float, ...]
@@ -241,9 +241,9 @@ class Area:
 def stacked_areas(
     title: str, areas: Sequence[Area], spans: Sequence[tuple[str, int]], unit: str, limit: float | None = None
 ) -> str:
-    """Return a chart of areas stacked from the bottom up as SVG, with an axis of values in `unit`.
+    """Return an SVG chart in which the areas are stacked from the bottom up. The value axis is labelled with `unit`.
 
-    `spans` are ranges of the points in order: (name, position of the first point). A line marks the amount `limit`.
+    Each of the `spans` is a pair (name, first point) that names a range of points. A line marks the amount `limit`.
     """
     count = len(areas[0].amounts)
     sums = [0.0] * count
@@ -276,7 +276,7 @@ def stacked_areas(
 
 
 def value_axis(high: float, target: int, unit: str = "") -> str:
-    """Return the horizontal lines of a chart from 0 to `high` as SVG, with values at the left; see `nice_ticks`."""
+    """Return the horizontal grid lines of an SVG chart from 0 to `high`, with their values at the left."""
     ticks = nice_ticks(0.0, high, target)
     places = [percent(1 - tick / high) for tick in ticks]
     return "".join(
@@ -287,5 +287,5 @@ def value_axis(high: float, target: int, unit: str = "") -> str:
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Return the corners of a step curve, which keeps each value constant until the next point."""
+    """Return the corners of a curve that keeps each value constant until the next point."""
     return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

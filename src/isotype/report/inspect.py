@@ -33,13 +33,13 @@ _PLAN_KEYS = {
     "initialised=plan.match.initialised buffers=plan.match.buffers",
     TensorHeader: "name dtype=dtype_name shape file begin bytes",
 }
-"""Keys of the JSON of a plan, see `isotype.core.json_records.Names`."""
+"""The keys in the JSON form of a load plan; `isotype.core.json_records.Names` explains the format."""
 _DROPPED = ("shape", "bytes", "share", "count")
-"""Columns that a table of tensors omits, in this order, if the console is too narrow for the names."""
+"""If the console is too narrow for a table of tensors, the table omits these columns, in this order."""
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
-    """Print the groups of tensors, the totals by dtype, and the tensors whose dtype differs from that of their group."""
+    """Print the groups of tensors, the totals of each dtype, and each tensor whose dtype differs from its group's dtype."""
     head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
     console.print(Text(head, style="bold"), soft_wrap=True)
     console.print(fitting(_group_table(inspection), console, dropped=_DROPPED))
@@ -66,7 +66,7 @@ _STYLES = {
 
 
 def render_fit(fit: Fit, console: Console) -> None:
-    """Print what a program does with an adapter: its effect on each kind of module, the reasons, fixes and verdict."""
+    """Print if a program applies an adapter: the effect on each kind of module, the reasons and the fixes."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
     table = _table("module", "tensors", f"in {fit.consumer}")
     for use in fit.uses:
@@ -93,7 +93,7 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return a line for each group that has tensors of another dtype, and for each note."""
+    """Return a line for each group in which tensors have another dtype than the rest, and a line for each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -107,7 +107,7 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
 
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
-    """Return the inspection as plain dicts, lists, strings and numbers; bytes are not rounded."""
+    """Return the inspection as plain dicts, lists, strings and numbers. The numbers are not rounded."""
     totals = {name: getattr(inspection, name) for name in ("bytes", "tensors", "values")}
     return {**asdict(inspection), **totals}
 
@@ -142,7 +142,7 @@ def _total_table(inspection: Inspection) -> Table:
 
 
 def shapes_of(group: Group | PlanGroup) -> str:
-    """Return the first shape in a group of tensors, and the number of other shapes."""
+    """Format the first shape in a group of tensors, followed by the number of other shapes in the group."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first
@@ -157,7 +157,7 @@ _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantize
 
 
 def render_plan(inspection: PlanInspection, console: Console) -> None:
-    """Print how each group of tensors would be loaded, the reasons of the policy, and tensors that are in no file."""
+    """Print how each group of tensors would be loaded, the reasons for these dtypes, and the tensors that no file contains."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
     console.print(fitting(_plan_table(inspection), console, dropped=_DROPPED))
     console.print()
@@ -172,7 +172,7 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 
 
 def plan_lines(inspection: PlanInspection) -> list[str]:
-    """Return lines about tensors that are not simply read and stored, and the policy's warnings."""
+    """Return a line about each exception, such as tied or missing tensors, and the policy's warnings."""
     plan = inspection.plan
     lines = ["renamed: the files have other names for all tensors"] if _all_renamed(inspection) else []
     lines += [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
@@ -184,14 +184,14 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
         lines.append(f"surplus: {listed(surplus)} ({count}): not in the model")
     computed = list(dict.fromkeys(starred(name) for name in plan.match.buffers))
     if computed:
-        lines.append(f"computed: {listed(computed)}: not in the files, the model computes these buffers")
+        lines.append(f"computed: {listed(computed)}: not in the files; the model computes these buffers")
     lines += [f"stored otherwise: {line}" for line in inspection.policy.layer_lines()]
     lines += storage_lines(inspection)
     return [*lines, *(f"warning: {warning}" for warning in inspection.policy.warnings)]
 
 
 def storage_lines(inspection: PlanInspection) -> list[str]:
-    """Return lines on 3-D weights that are not quantized, and on mxfp4 weights that are dequantized."""
+    """Return a line about 3-D weights that are not quantized, and a line about mxfp4 weights that are dequantized."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
@@ -213,7 +213,7 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
 
 
 def plan_json(inspection: PlanInspection) -> dict[str, Any]:
-    """Return the plan of a load as plain values: groups, and every tensor with its places in the files."""
+    """Return a load plan as plain values: the groups of tensors, and the file position of every tensor."""
     surplus = [tensor.weight.name for tensor in inspection.plan.match.surplus]
     return {**encoded(inspection, _PLAN_KEYS), "policy": inspection.policy.summary(), "surplus": surplus}
 
@@ -236,7 +236,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
 
 
 def _all_renamed(inspection: PlanInspection) -> bool:
-    """Return whether every tensor is renamed: then a line about this replaces the word `renamed` in the rows."""
+    """Return True if every tensor is renamed; one line then states this, and the table's rows do not repeat it."""
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 
@@ -247,9 +247,9 @@ def _how(group: PlanGroup, renamed: bool) -> str:
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
-    """Print a merge: its rounding error, the path of the model and the commands to run next.
+    """Print the result of a merge: its rounding error, the path of the merged model, and the commands to run next.
 
-    `export` has the tokens of a command that writes a GGUF file for llama.cpp; the tokens for the format are added here.
+    `export` is the command, as a list of words, that writes a GGUF file; this function appends the words for the format.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -289,7 +289,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
     ]
     if report.worst is not None:
         most = _weight_share(report.worst.relative_error).removesuffix(" of")
-        lost = f"{_weight_share(report.median_error)} a weight's update in the median"
+        lost = f"{_weight_share(report.median_error)} a weight's update (median)"
         rows.append(("lost to rounding", f"{lost}, {most} in {report.worst.name}"))
     if report.weights and report.vanished is not None:
         what = f"have the base model's {'codes' if report.coded else 'values'} ({100 * report.vanished_share:.2f} %)"
@@ -307,9 +307,12 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     if logits.kept is not None:
         formula = "1 - KL(trained || merged) / KL(trained || base)"
         yield "kept", f"{share(logits.kept)} of what was learned: {formula}, on {texts}"
-    apart = f"by at most {logits.max_abs:.3g}, KL {logits.mean_kl:.3g} nats; those of the base alone by KL {logits.base_kl:.3g}"
-    yield "logits", f"differ from the trained model's in float32 {apart}"
+    apart, base_apart = f"{logits.max_abs:.3g} (KL {logits.mean_kl:.3g} nats)", f"{logits.base_kl:.3g} nats"
+    yield (
+        "logits",
+        f"differ from the trained model's by at most {apart}; the base's differ by KL {base_apart}",
+    )
     if logits.losses is not None:
         base, trained, merged = logits.losses
         fall = "" if logits.fall is None else f" ({share(logits.fall)} of the fall)"
-        yield "loss", f"{base:.4f} of the base, {trained:.4f} trained, {merged:.4f} merged{fall}"
+        yield "loss", f"base {base:.4f}, trained {trained:.4f}, merged {merged:.4f}{fall}"

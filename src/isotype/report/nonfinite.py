@@ -1,4 +1,4 @@
-"""Description of the first NaN or infinity of a step: its operator, module and source line, the cause and the fix."""
+"""Describes the first NaN or infinity in a step: the operator that computed it, the module, the source line, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 
 def problem_of(event: NonFinite) -> Problem:
-    """Return the problem of the first NaN or infinity: the operator with its operands, the expected values and the fix."""
+    """Describe the first NaN or infinity as a problem: the operator and its operands, the expected values, and the fix."""
     lines = [_headline(event), f"      --> {_place(event)}"]
     shown = (*event.operands, event.result)
     width = max(len(value.role) for value in shown)
@@ -101,10 +101,10 @@ def _fix(event: NonFinite) -> str:
         "outside": "look at the code that computes this tensor: a kernel, or code outside of the step",
         "inside": "compute this operator in float32: cast the operands to float32 and the result back",
         "row": f"look at {rows}: omit fully masked rows, or fill their masks with torch.finfo(dtype).min in place of -inf",
-        "labels": "omit rows whose labels are all -100, because all labels were cut off or masked",
+        "labels": "omit rows whose labels are all -100: all their labels were cut off or masked",
         "empty": "omit empty batches",
-        "domain": f"clamp the operand or add a small number, so that the operator is defined; look at {rows}",
-        "constant": "mask the values that are summed up later, or write a large finite number in place of the infinity",
+        "domain": f"clamp the operand or add a small number to it, so that the result is defined; look at {rows}",
+        "constant": "write a large finite number in place of the infinity, or mask the infinite values before they are added up",
         "unknown": f"look at {rows}",
     }[event.cause]
 
@@ -117,7 +117,7 @@ def _fix_of_range(event: NonFinite) -> str:
         scale = 2.0 ** math.floor(math.log2(event.scale * torch.finfo(dtype).max / exact))
         return f"use a loss scale of {number(scale)} or less (GradScaler lowers its scale after an overflow)"
     if event.phase == "unscale":
-        return "keep the gradients in float32, by float32 masters of the trained weights"
+        return "store the trained weights in float32, so that their gradients are float32"
     return "use bfloat16 if the device runs it, or a float32 residual stream with float16 matmuls"
 
 
@@ -132,7 +132,7 @@ def _rows(event: NonFinite) -> str:
 
 
 def number(value: float) -> str:
-    """Format a magnitude: `71,680`, `0.0031`, `3.4e+38`."""
+    """Format a number, as in `71,680`, `0.0031` or `3.4e+38`."""
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-4 <= abs(value) < 1e7:

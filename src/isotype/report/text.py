@@ -1,4 +1,4 @@
-"""Functions for all reports: formats of amounts and source lines, and text wrapped for a console."""
+"""Functions for all reports: they format amounts and source lines, and wrap text for a console."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isotype.report.html import format_number
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds: `0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    """Format seconds, as in `0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min` or `3 d 04 h`."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{format_number(seconds, 3)} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """Format a share: `62 %`, `3.5 %` below a tenth, `under 0.1 %` if it rounds to zero."""
+    """Format a share, as in `62 %`, `3.5 %` (with a decimal below 10 %) or `under 0.1 %`."""
     percent = 100 * share
     if 0 < percent < 0.05:
         return "under 0.1 %"
@@ -41,7 +41,7 @@ def format_share(share: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """Format a count: `950`, `12.3 k`, `1.84 M`, `2.1 B`."""
+    """Format a count, as in `950`, `12.3 k`, `1.84 M` or `2.1 B`."""
     for size, letter in ((1_000_000_000, "B"), (1_000_000, "M"), (10_000, "k")):
         if count >= size:
             return f"{format_number(count / (1000 if letter == 'k' else size), 3)} {letter}"
@@ -49,7 +49,7 @@ def format_count(count: int) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Format FLOPs: `950 FLOP`, `1.24 TFLOP`."""
+    """Format a number of FLOPs, as in `950 FLOP` or `1.24 TFLOP`."""
     for name, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if flops >= unit:
             return f"{format_number(flops / unit, 3)} {name}FLOP"
@@ -57,7 +57,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_kinds(kinds: Mapping[Any, int], least: float) -> str:
-    """Format bytes by kind, the largest first, without kinds below `least`: `activations 725 MiB, weights 111 MiB`."""
+    """Format the bytes of each kind of at least `least` bytes, the largest first: `activations 725 MiB, weights 111 MiB`."""
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in ranked if size >= least)
 
@@ -68,19 +68,19 @@ def short_source(source: str) -> str:
 
 
 NARROW = 60
-"""On a console of fewer columns the cells of a table's row are printed one under another."""
+"""If the console has fewer columns than this, each cell of a table's row gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, a label of one or two words. If the line is wrapped, the next lines are indented by the width of this start."""
+"""The start of a line: spaces, a bullet, and a label of one or two words. A wrapped line continues below the end of its start."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
-    """Return the indented table; on a console narrower than `NARROW`, return each row as lines of (header, cell).
+    """Return the indented table. On a console narrower than `NARROW`, return a list instead: a line for each cell.
 
-    If a table with columns of `dropped` is too wide, the gaps between its columns shrink; then columns of `dropped` are
-    omitted, in this order. If the other columns do not fit either, each row becomes lines.
+    If `dropped` names columns and the table is too wide, the gaps between columns shrink. If it is still too wide, these
+    columns are omitted one by one. If the remaining columns are too wide as well, the table becomes a list.
     """
     if console.width >= NARROW and not dropped:
         return Padding(table, (0, 0, 0, indent), expand=False)
@@ -119,7 +119,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the least width at which a table without borders breaks no word, and no line in columns with `no_wrap`."""
+    """Return the least width at which the table breaks no word; in columns with `no_wrap`, it also breaks no line."""
     _, right, _, left = table.padding
     widths = [
         max(
@@ -132,15 +132,15 @@ def _least_width(table: Table, console: Console) -> int:
 
 
 def width_of(console: Console) -> int | None:
-    """Return the maximum columns of a line, or None for a log file or a pipe."""
+    """Return the maximum width of a line in columns; None if the output goes to a log file or a pipe."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Wrap lines longer than the console at spaces, and start wrapped text below the first word of its line.
+    """Break lines that are too long for the console at spaces, and indent each continued line as far as its first word.
 
-    Paths and other long words are not cut, and a command (indented by four spaces) can be pasted. For a log file the
-    text is returned unchanged.
+    Paths and other long words are not broken. A command, which is indented by four spaces, stays valid for a shell.
+    Text for a log file or a pipe is returned unchanged.
     """
     width = width_of(console)
     if width is None:
@@ -149,24 +149,24 @@ def wrapped(text: str, console: Console) -> str:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text wrapped to the console."""
+    """Print a text, wrapped to the width of the console."""
     console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print the commands to run next: for each a description, and its tokens on lines that can be pasted."""
+    """Print each command that the user can run next, below its description. The command can be pasted into a shell."""
     for description, tokens in commands.items():
         say(console, f"\n{description}:\n{printed_command(tokens, indent=4)}")
 
 
 def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
-    """Return {description: tokens} of the command that chats with a model, for `show_commands`."""
+    """Return the command that chats with a model as `{description: words}`, which `show_commands` prints."""
     description = "try it, with a picture's path for FILE" if pictures else "try it"
     return {description: chat_command(model, pictures=pictures)}
 
 
 def chat_command(model: Path, *, pictures: bool) -> tuple[str, ...]:
-    """Return the tokens of the command that chats with a model; with `pictures` it ends in `--image FILE`."""
+    """Return the words of the command that chats with a model. If `pictures` is true, the command ends in `--image FILE`."""
     return ("isotype", "chat", str(model), *(("--image", "FILE") if pictures else ()))
 
 
@@ -187,7 +187,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _at_dots(name: str, width: int) -> str:
-    """Break a module's name after dots into lines of at most `width` columns."""
+    """Break a module's name after its dots, into lines of at most `width` columns."""
     if len(name) <= width or " " in name:
         return name
     lines = [""]

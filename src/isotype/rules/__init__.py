@@ -1,4 +1,4 @@
-"""Rules: each file defines one rule, a pure function from a trace to findings."""
+"""The rules. Each file `ist###_….py` defines one rule: a pure function that takes a trace and returns findings."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ FAMILIES: Mapping[str, str] = {
     "IST8": "range",
     "IST9": "dependence: who reaches whom",
 }
-"""The topic of each family of rules, by the prefix of its codes."""
+"""The topic of each family of rules. The rules of a family have codes that start with the same prefix."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: a file such as `rules/ist101_….py` defines `TITLE`, `find`, and a docstring that is the rule's page.
+    """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE`, `find`, and a docstring that is the rule's page.
 
-    Findings are about the step unless the file defines another `KIND`.
+    The findings have the kind `"step"` unless the file defines another `KIND`.
 
     Attributes:
-        code: `IST###`, from the file's name.
+        code: code of the rule, `IST###`; the file's name contains it.
         title: headline of the rule's page.
         page: the page in Markdown, without the headline.
-        find: a function from a trace to findings; the page is its documentation.
+        find: function that takes a trace and yields findings; the rule's page documents it.
         kind: topic of the findings.
     """
 
@@ -49,7 +49,7 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return every rule, in order of the codes."""
+    """Return all rules, sorted by code."""
     return tuple(
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()
@@ -57,7 +57,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """Yield (code prefix, topic, rules) for each family that has rules."""
+    """Yield a tuple (code prefix, topic, rules) for each family with at least one of the rules."""
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:
@@ -70,7 +70,7 @@ def page(rule: Rule) -> str:
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
-    """Return the findings of all rules, errors first, then in order of codes. Fixes are in order of preference."""
+    """Return the findings of all rules, sorted by severity (errors first) and then by code. Preferred fixes come first."""
     findings = [
         replace(finding, fixes=by_preference(finding.fixes))
         for rule in all_rules()
@@ -87,9 +87,9 @@ def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
 
 
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
-    """Return the finding for a part of the check that failed with `error`.
+    """Return a finding which states that a part of the check failed with `error`.
 
-    `what` is a phrase that names the failed part. The finding's cause begins with `whose`.
+    `what` is the start of the finding's message, and names the failed part. `whose` is the start of the finding's cause.
     """
     raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
@@ -106,11 +106,10 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
 def resolves(
     finding: Finding, before: Sequence[Finding], after: Sequence[Finding], costly: bool = False
 ) -> bool:
-    """Return whether `finding` is gone, with no new cause among the errors and no new code among the warnings.
+    """Return True if a fix removed `finding` and caused no new errors and no new warnings.
 
-    If `finding` is about a part that was not checked, new warnings are accepted: they come from this part. With
-    `costly`, new warnings are accepted because a slow step is better than a crash, but the step must be traced to its
-    end.
+    If `finding` says that a part was not checked, new warnings are accepted, because they come from this part. If
+    `costly` is true, new warnings about the step are accepted, because a slow step is better than a crash.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
     codes = {other.code for other in before}

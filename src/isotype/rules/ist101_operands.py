@@ -1,6 +1,6 @@
 """
 **What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes.
-PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes there.
+PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes at the matmul.
 
 **Why it happens.** Something before the operator changed the dtype: a norm with a float32 weight (`weight * hidden` is
 then float32), an embedding that was upcast, a `.float()` in a custom layer, or a weight in another dtype than the

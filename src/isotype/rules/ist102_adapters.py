@@ -1,11 +1,10 @@
 """
-**What it means.** An adapter is a LoRA, DoRA's magnitude, a LoKr, a prompt, or a trained copy
-(`modules_to_save`). Its weights have another dtype than the activations that reach them, and no code casts
-between the two.
+**What it means.** The weights of an adapter have another dtype than their input, and no code casts one of them. An
+adapter is a LoRA, a LoKr, DoRA's magnitude, a prompt, or a trained copy of a module (`modules_to_save`).
 
-**Why it happens.** Float32 adapters are right: they are the masters that the optimizer updates. But the layer
-has to cast its input to the adapter's dtype, and the adapter's result back, as PEFT's layers do. Custom
-adapters often lack these casts. In PEFT the mismatch happens if `autocast_adapter_dtype=False` leaves the
+**Why it happens.** Adapters should be float32, because the optimizer updates them. The layer then has to cast its
+input to the adapter's dtype, and the adapter's result back to the layer's dtype, as PEFT's layers do. Custom
+adapters often lack these casts. In PEFT, the dtypes differ if `autocast_adapter_dtype=False` leaves the
 adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
 **An example that fails**
@@ -18,9 +17,9 @@ adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
     isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
 
-**How safe is the fix?** The masters keep their dtype and digits; only the products are computed in the
-compute dtype, as they would be under autocast. The report marks a cast of the adapter to bfloat16 as unsafe:
-updates too small for bfloat16 would be lost (IST801).
+**How safe is the fix?** The adapter's float32 weights do not change. Only the adapter's matmuls are computed in the
+compute dtype, as under autocast. The report marks a cast of the adapter to bfloat16 as unsafe, because
+updates that are too small for bfloat16 would be lost (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """

@@ -2,9 +2,9 @@
 **What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and the
 rows must have the dtype of this tensor.
 
-**Why it happens.** A mixture of experts collects its experts' results in a buffer of another dtype (the router's
-float32, the default dtype). Or a vision-language model writes image features among token embeddings of another dtype.
-Or a cache was allocated for another model.
+**Why it happens.** A mixture of experts collects the experts' results in a buffer of another dtype, such as the router's
+float32. Or a vision-language model writes image features into token embeddings of another dtype.
+Or a cache was allocated in the dtype of another model.
 
 **An example that fails**
 

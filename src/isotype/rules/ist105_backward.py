@@ -1,9 +1,9 @@
 """
-**What it means.** The forward runs, but the backward raises an error: one of its operators gets two dtypes.
+**What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
-**Why it happens.** A custom `autograd.Function` computes its gradients by hand. Its backward dequantizes a weight to
-the dtype of the quantization state (the checkpoint's dtype), and multiplies the weight with a gradient in the compute
-dtype. Or the backward runs outside of the autocast region in which the forward ran.
+**Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the dtype that its quantization
+state names (the checkpoint's dtype), and multiplies the weight with a gradient in the compute dtype.
+Or the forward ran under autocast, but the backward runs outside of autocast.
 
 **An example that fails**
 
@@ -17,8 +17,8 @@ dtype. Or the backward runs outside of the autocast region in which the forward 
     model = isotype.load(path, policy)      # the user's dtype reaches the quantization state
     # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
 
-**How safe is the fix?** Setting the state's dtype loses nothing: the packed codes and their scales are
-untouched. Only you can write the casts inside of the Function.
+**How safe is the fix?** A new dtype in the quantization state changes neither the packed codes nor their scales.
+Only you can write the casts inside of the Function.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212.
 """

@@ -1,6 +1,6 @@
 """
-**What it means.** A convolution needs input, weight and bias of one dtype. In most models it is the patch
-embedding of a vision tower, the first operator on the images.
+**What it means.** A convolution needs input, weight and bias of one dtype. In most models, this convolution is the
+patch embedding of a vision tower: the first operator that reads the images.
 
 **Why it happens.** The processor returns float32 pixels, and the tower was loaded in 16 bits. Or the tower
 stays in float32, and the pixels were cast to 16 bits like the rest of the model.
@@ -14,8 +14,8 @@ stays in float32, and the pixels were cast to 16 bits like the rest of the model
 
     batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
 
-**How safe is the fix?** Pixels have 8 bits, and so has the significand of bfloat16: a cast of normalised
-pixels rounds them once.
+**How safe is the fix?** A cast to bfloat16 rounds each normalised pixel once. A pixel has 8 bits, and bfloat16 has 8
+significant bits.
 
 **Seen in** OpenGVLab/InternVL #602; haotian-liu/LLaVA #1712; kohya-ss/sd-scripts #1562; unslothai/unsloth
 #5313.

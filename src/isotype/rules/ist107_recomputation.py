@@ -1,9 +1,9 @@
 """
-**What it means.** Gradient checkpointing runs parts of the forward again during the backward. The operators then
-have other dtypes than in the forward.
+**What it means.** Gradient checkpointing runs parts of the forward again during the backward. In this second run, the
+operators get other dtypes than in the first.
 
-**Why it happens.** The forward ran under autocast and the backward outside of it, and a custom checkpointing
-function or hook does not restore the autocast state. Or the weights were cast between forward and backward.
+**Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
+on again for the second run. Or the weights were cast between forward and backward.
 
 **An example that fails**
 
@@ -16,7 +16,7 @@ function or hook does not restore the autocast state. Or the weights were cast b
 
     torch.utils.checkpoint.checkpoint(layer, *inputs, use_reentrant=False)   # restores autocast
 
-**How safe is the fix?** PyTorch's checkpoint restores the autocast state and loses nothing.
+**How safe is the fix?** PyTorch's `checkpoint` only restores the autocast state, so the second run computes the same values.
 
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791.
 """
@@ -53,9 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             setting("run the step without autocast", "autocast", "None", "unsafe"),
             advice("autocast cache", how, "cache_enabled=False"),
         )
-    cached = (
-        "autocast caches the cast of a weight in the forward, but casts the weight again in the recomputation"
-    )
+    cached = "in the forward, autocast casts a weight once and caches it; in the recomputation, autocast casts it again"
     yield Finding(
         code="IST107",
         severity="error",
@@ -63,7 +61,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         module=failure.module,
         phase=failure.phase,
         source=failure.source,
-        cause=f"the forward ran, its recomputation raises {failure.error}",
+        cause=f"the forward ran, but its recomputation raises {failure.error}",
         notes=(cached,) if trace.setup.autocast is not None else (),
         fixes=fixes,
         places=(failure.module,),

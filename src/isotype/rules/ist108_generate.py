@@ -15,7 +15,7 @@ without autocast in a callback, in a pipeline and after training.
     isotype.enforce(model, policy)   # the modules' boundaries cast; no autocast needed
     # or: with torch.autocast(device, dtype): model.generate(**prompt)
 
-**How safe is the fix?** The casts at the modules' boundaries change activations only, never stored weights.
+**How safe is the fix?** `isotype.enforce` casts only the inputs and outputs of modules, never stored weights.
 
 **Seen in** huggingface/trl #1203; huggingface/diffusers #10617; hiyouga/LLaMA-Factory #5480;
 unslothai/unsloth #3723.

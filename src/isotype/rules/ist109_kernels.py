@@ -3,8 +3,8 @@
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and
 some losses exist in float32 and float64 only. Other operators lack float16 on a CPU or bfloat16 on an older
-GPU. On a GPU, autocast refuses `binary_cross_entropy` in any dtype: the logarithm of a rounded probability
-overflows.
+GPU. On a GPU, autocast refuses `binary_cross_entropy` in any dtype, because the logarithm of a rounded probability
+can overflow.
 
 **An example that fails**
 
@@ -14,7 +14,7 @@ overflows.
 
     torch.linalg.svd(weight.float()).U.to(weight.dtype)
 
-**How safe is the fix?** Computing in float32 and rounding once is more exact than any 16-bit kernel.
+**How safe is the fix?** A float32 result that is rounded once is more exact than the result of any 16-bit kernel.
 
 **Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
 pytorch/pytorch #61098, #117844.
@@ -74,7 +74,7 @@ def _unsafe(call: Call) -> Finding:
     assert call.breach is not None
     assert call.autocast is not None
     where, logits = short(call.source), "binary_cross_entropy_with_logits"
-    without_autocast = f"switch autocast off around {where} and call it in float32"
+    without_autocast = f"switch autocast off around {where}, and call the loss in float32"
     return finding_at(
         "IST109",
         "error",

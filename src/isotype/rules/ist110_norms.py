@@ -1,6 +1,6 @@
 """
 **What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's
-dtype. Some devices also accept both in float32. Other dtypes raise an error.
+dtype. Some devices also accept a float32 weight and bias. Any other dtype raises an error.
 
 **Why it happens.** The norm's weights were cast to float32 for stability and its input stayed in 16 bits, or
 the weight was cast and the bias was not.
@@ -16,8 +16,7 @@ the weight was cast and the bias was not.
 
     isotype.repair(model, isotype.check(model, batch))
 
-**How safe is the fix?** The fix casts at the norm's boundary: the norm computes in the dtype of its input,
-and its stored weight does not change.
+**How safe is the fix?** The norm then computes in the dtype of its input. The norm's stored weight does not change.
 
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
 """

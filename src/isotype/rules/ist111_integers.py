@@ -1,12 +1,12 @@
 """
-**What it means.** An operator refuses an integer or bool tensor: an index is outside of the table that it reads, or token
-ids, labels or masks have a dtype that the operator does not take.
+**What it means.** An operator refuses an integer or bool tensor. An index exceeds the size of the table that the operator
+reads, or token ids, labels or masks have a dtype that the operator does not accept.
 
 **Why it happens.** A token was added to the tokenizer but the embeddings were not resized, rows are longer than the
-table of positions, or labels are not below the number of classes. Labels come from NumPy as int32 or from JSON as
-floats, a mask is bool where the code computes `1 - mask`, or code multiplies one-hot rows with a float weight.
+table of positions, or labels are not below the number of classes. Or the dtype is wrong: labels from NumPy are int32,
+the mask in `1 - mask` is bool, or integer one-hot rows are multiplied with a float weight.
 
-**Why it is bad.** The step fails. On a GPU it fails later and elsewhere, with `CUDA error: device-side assert triggered`.
+**Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
 
 **An example that fails**
 
@@ -17,9 +17,9 @@ floats, a mask is bool where the code computes `1 - mask`, or code multiplies on
 
     model.resize_token_embeddings(len(tokenizer))
 
-**What is not reported.** Indices that depend on weights, which a check does not know.
+**What is not reported.** Indices that are computed from weights, because a check does not know the weights' values.
 
-**How safe is the fix?** New rows of an embedding are random: they have to be trained, and saved with the adapter
+**How safe is the fix?** New rows of an embedding are random. The new rows have to be trained, and saved with the adapter
 (`modules_to_save`, `trainable_token_indices`).
 
 **Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189.
@@ -40,7 +40,7 @@ TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:
-    """Return the integer operand that the device's message names; None if it names none."""
+    """Return the integer operand whose dtype the device's error message names; None if the message names no such dtype."""
     message = call.breach.message if call.breach is not None else ""
     dtype = named_integer(message, (operand.dtype for operand in call.operands))
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
@@ -54,7 +54,7 @@ CLAIMS = (Claim("step", _is_integer, grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding per line for indices outside of their table, and for integer operands that a device refuses."""
+    """Yield a finding for each line that reads outside of a table, or that gives an operator a refused integer dtype."""
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)
@@ -94,7 +94,7 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
 def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
     if labels:
         return advice(
-            call.source, f"give labels from 0 to {size - 1}, -100 for what does not count, or more classes"
+            call.source, f"give labels from 0 to {size - 1} (-100 for tokens to ignore), or more classes"
         )
     if of_input:
         return advice(

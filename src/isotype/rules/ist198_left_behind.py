@@ -1,9 +1,9 @@
 """
 **What it means.** The check could not restore all state that the step's code assigned during the trace.
 
-**Why it happens.** A trace runs the loss and the model's code on fake tensors. Afterwards the check restores
-the state that this code assigned: attributes, globals, containers, memoized results. The check cannot rewind
-a generator. It cannot restore state inside of another library's objects, and it examines a limited number of
+**Why it happens.** A trace runs the loss and the model's code on fake tensors. After the trace, the check restores
+the state that the code assigned: attributes, globals, containers, memoized results. The check cannot rewind
+a generator or restore state inside of another library's objects. The check examines only a limited number of
 objects.
 
 **An example**
@@ -12,9 +12,9 @@ objects.
     isotype.check(model, lambda m: m(next(batches)).mean())     # the first batch is gone
 
 **What to do.** Draw the batch before the check, and let the loss use this batch. Before the real step, recreate the
-objects that the finding names: they may still hold a tensor of the trace.
+objects that the finding names, because these objects may still hold a fake tensor.
 
-**How safe is the fix?** Nothing is changed.
+**How safe is the fix?** isotype changes nothing for this finding.
 
 **Seen in** losses that draw their own batches; caches in compiled extensions.
 """

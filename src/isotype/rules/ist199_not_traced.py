@@ -1,15 +1,16 @@
 """
-**What it means.** The step raised an error that no operator's contract explains, and the trace ended there. The part
-of the step that precedes the error was checked; the part that follows was not.
+**What it means.** The step raised an error, which ended the trace. No operator's contract (the dtypes that it accepts)
+explains the error. Only the part of the step before the error was checked.
 
 **Why it happens.** One of these:
 
-- the model needs values and not only dtypes: a size is computed from a tensor's values;
+- the model computes a size from a tensor's values, but a trace knows no values;
 - the model calls a kernel without a fake implementation;
 - a library is missing;
 - the inputs do not fit the model.
 
-If the error is about dtypes, the real step very likely raises it too. Then the finding is an error, else a warning.
+The finding is an error if the real step very likely raises the same error, and a warning otherwise. An error about dtypes
+is such an error.
 
 **An example**
 
@@ -19,11 +20,11 @@ If the error is about dtypes, the real step very likely raises it too. Then the 
 
     isotype.check(Pooled(), {"x": x})
 
-**What to do.** Run the real step with `isotype run train.py`: it records the step without fake tensors. Call
-`check` with inputs that the model accepts. For a kernel of your own, register a fake
+**What to do.** Run the real step with `isotype run train.py`, which records the step without fake tensors. Call
+`check` with inputs that the model accepts. For a kernel of your own, register a fake implementation
 (`torch.library.register_fake`).
 
-**How safe is the fix?** Nothing is changed.
+**How safe is the fix?** isotype changes nothing for this finding.
 
 **Seen in** models with data-dependent shapes (jetmoe), kernels without a fake implementation.
 """
@@ -56,7 +57,7 @@ _CERTAIN = re.compile(
     r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
     r"can require gradients|if no padding token is defined"
 )
-"""Errors of autograd, of optimizers' constructors and of Python: they do not depend on values, so the real step raises them."""
+"""Messages of errors that do not depend on tensors' values. The real step raises these errors, too."""
 
 _REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError")
 
@@ -79,7 +80,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     traced = sum(call.phase == failure.phase for call in trace.calls)
     was = "was" if traced == 1 else "were"
     place = " at ".join(filter(None, (failure.module, short(failure.source)))) or "it"
-    how = "run the real step under the live recorder: isotype run SCRIPT"
+    how = "run and record the real step: isotype run SCRIPT"
     yield Finding(
         code="IST199",
         severity="error" if error or _CERTAIN.search(failure.error) else "warning",
@@ -91,7 +92,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=(
             "no part of the step was checked"
             if failure.phase == "load"
-            else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked before; nothing after {place} was",
+            else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked; nothing after {place} was checked",
         ),
         fixes=(advice("isotype run", how, "the training script"),),
         places=(failure.module,),
@@ -99,12 +100,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _without_state(trace: Trace, failure: Failure) -> bool:
-    """Return whether the step ended in a layer that lacks its quantization state: IST402 reports such layers."""
+    """Return True if the step ended in a layer without its quantization state, which IST402 reports."""
     return any(w.module == failure.module and not state.present for w, state in quantized(trace))
 
 
 def is_about_dtypes(failure: Failure) -> bool:
-    """Return whether the error, or the condition in the code that raised it, is about dtypes."""
+    """Return True if the error is about dtypes, or if code raised the error because of a condition on dtypes."""
     name, _, message = failure.error.partition(":")
     if failure.dtype_related and "dtype" in failure.condition:
         return True

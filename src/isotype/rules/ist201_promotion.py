@@ -1,14 +1,14 @@
 """
-**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes: all operands of a matmul have
-the same wide dtype, because they were promoted or cast to it, or stored in it. The matmul runs at the lower rate of the
-wide dtype.
+**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes, because all operands of such a
+matmul have the same wide dtype: they were stored in, cast to or promoted to this dtype. The matmul runs at the lower rate
+of the wide dtype.
 
-**Why it is bad.** On a GPU with tensor cores a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
-a 16-bit matmul, and attention in float32 has no flash kernel. Every float32 operand takes twice the memory.
+**Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
+a 16-bit matmul, and float32 attention has no flash kernel. Every float32 operand takes twice the memory.
 
 **Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or a
-`.float()` of a custom layer makes the hidden states float32. A quantized layer casts a float32 input to its compute
-dtype and its result back to float32.
+`.float()` in a custom layer makes the hidden states float32. A quantized layer casts a float32 input to the layer's
+compute dtype, and casts the result back to float32.
 
 **An example that costs**
 
@@ -23,12 +23,12 @@ dtype and its result back to float32.
 
 - matmuls that autocast runs in float32 on purpose, matmuls of adapters, and products of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
-- casts in the code of a published transformers model, whose authors chose that arithmetic (routers, state-space scans), and TRL's fused head;
+- casts in the code of a published transformers model (routers, state-space scans), because its authors chose them, and TRL's fused head;
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
-- matmuls that have less than 2 % of the FLOPs of all matmul-like calls and make the step less than 1.1 times slower.
+- matmuls that have less than 2 % of the FLOPs of all matmul-like operators and make the step less than 1.1 times slower.
 
-**How safe is the fix?** Running under autocast, or returning outputs in the compute dtype, changes no stored weight. A
-cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight, else unsafe.
+**How safe is the fix?** A fix by autocast, or by outputs in the compute dtype, changes no stored weight. A
+cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
 
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """
@@ -52,14 +52,14 @@ from isotype.rules.kit.words import TRANSFORMERS, actions, and_others, cause_tex
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 
 _OF_TRL = "/trl/kernels/"
-"""TRL's fused head adds up its gradients in float32. On a GPU its products stay in 16 bits."""
+"""TRL's fused head adds up its gradients in float32. On a GPU, the head's products stay in 16 bits."""
 _LEAST_SHARE = 0.02
 _LEAST_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a wide dtype, with the operand to blame and the origins of all its wide operands."""
+    """A matmul in a wide dtype, the operand that is blamed for the dtype, and the origins of all wide operands."""
 
     call: Call
     mismatched: Operand
@@ -78,7 +78,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _groups(trace: Trace) -> list[list[_Wide]]:
-    """Return wide matmuls, grouped by cause; matmuls of the backward belong to the group of their module."""
+    """Group the matmuls in a wide dtype by cause. A matmul of the backward joins the group of the same line in the forward."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
     # Adapters are wide on purpose, IST404 judges quantized layers, and by_ranges needs float32 for large values.
@@ -175,7 +175,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
 
 
 def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield first the fix that casts weights and inputs together: if only one of them is cast, their dtypes differ."""
+    """Yield the fixes. The first casts weights and inputs together, because their dtypes would differ if one were cast alone."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

@@ -1,11 +1,11 @@
 """
-**What it means.** The same tensors are cast from one float dtype to another at every step: autocast casts
-frozen float32 weights to 16 bits at each matmul, or PEFT casts inputs to the float32 of an adapter and
-autocast casts them to 16 bits again.
+**What it means.** The same tensors are cast from one float dtype to another at every step. Autocast casts
+frozen float32 weights to 16 bits at each matmul, or PEFT casts an adapter's input to float32 and
+autocast casts the input back to 16 bits.
 
 **Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of trainable
-weights for the whole step, but it casts frozen weights at every use, and again in the recomputation of a checkpointed
-layer. The float32 weights take twice the memory, although no matmul uses their additional digits.
+weights for the whole step. Autocast casts frozen weights at every use, and again when gradient checkpointing recomputes
+their layer. Float32 weights take twice the memory, although no matmul uses their additional digits.
 
 **An example that costs**
 
@@ -19,12 +19,12 @@ layer. The float32 weights take twice the memory, although no matmul uses their 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     with peft.helpers.disable_input_dtype_casting(model):      # no cast of the adapters' inputs under autocast
 
-**What is not reported.** Trainable weights, which are masters; weights that the model's author keeps in
-float32; casts below 2 % of all bytes that the step reads and writes. A cast moves elements x (item size
-before + item size after) bytes.
+**What is not reported.** Casts of trainable weights, casts of weights that the model's author keeps in float32, and
+casts that move less than 2 % of all bytes that the step reads and writes. A cast reads every element in the old dtype
+and writes it in the new dtype.
 
-**How safe is the fix?** The matmuls get the same 16-bit digits as before. The dropped float32 digits matter only if
-the weights are merged or saved: the fix is safe if the 16-bit dtype represents every value, else unsafe.
+**How safe is the fix?** The matmuls get the same 16-bit digits as before. The dropped float32 digits matter only if the
+weights are merged or saved. The fix is safe if the 16-bit dtype represents every value; otherwise it is unsafe.
 
 **Seen in** huggingface/peft #1172; AgileRL #623.
 """
@@ -61,7 +61,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
-    """Return whether autocast or the layer itself casts a frozen weight to a narrower compute dtype."""
+    """Return True if `cast` casts a whole frozen weight to a compute dtype that is narrower than the weight's dtype."""
     origin = cast.operand.origin
     weight = trace.owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not is_frozen_base(weight):
@@ -101,7 +101,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
 
 
 def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
-    """Yield (cast, adapter weight) for casts in an adapter that reverse the cast of its input by the layer around it."""
+    """Yield a pair (cast, adapter weight) for each cast in an adapter that undoes the layer's cast of the adapter's input."""
     adapters = {weight.module: weight for weight in trace.weights if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)
@@ -124,14 +124,14 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     return Finding(
         code="IST202",
         severity="note",
-        message=f"adapter inputs are cast to {wide}, and by autocast back to {narrow}: {format_bytes(moved)}",
+        message=f"adapter inputs are cast to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",
         module=up.module,
         op=first.call.op,
         phase=first.call.phase,
         source=up.source,
         cause=f"{weight.name} is {wide}, so the layer around it casts the adapter's input to {wide} at {short(up.source)}",
         notes=(
-            f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} and as many back in a step",
+            f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} in a step, and as many casts back",
             *costs.estimate(cost, trace),
         ),
         fixes=(advice("cast_input_dtype_enabled", how, "False"),),

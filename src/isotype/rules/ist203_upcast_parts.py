@@ -2,12 +2,12 @@
 **What it means.** Most of the model is in 16 bits or quantized, but embeddings, the head, norms or other
 frozen weights are float32.
 
-**Why it is bad.** Float32 weights take twice the memory that they need: for a vocabulary of 128,256 and a hidden size
-of 4,096, embedding and head take 2.1 GB more. Float32 results promote the residual stream. Then every layer casts its
-input, and without autocast, attention runs in float32.
+**Why it is bad.** Float32 weights take twice the memory of 16-bit weights. With a vocabulary of 128,256 and a hidden size
+of 4,096, embedding and head take 2.1 GB more. Float32 weights also make the hidden states float32: then every layer casts
+its input, and without autocast, attention runs in float32.
 
-**Why it happens.** Trainers call PEFT's `prepare_model_for_kbit_training` for quantized models. It casts
-every parameter that is not quantized to float32.
+**Why it happens.** For quantized models, trainers call PEFT's `prepare_model_for_kbit_training`, which casts all
+parameters except the quantized ones to float32.
 
 **An example that costs**
 
@@ -21,11 +21,11 @@ every parameter that is not quantized to float32.
     both
 
 **What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with less than 1
-% of the memory of all weights. Trainable weights in float32 are masters: without them, small updates are lost. A note
-reports the memory of the masters.
+% of the memory of all weights. Trainable weights should be float32, because a 16-bit weight loses small updates. For
+trainable float32 weights, a note reports the additional memory.
 
-**How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without
-loss. For other weights, or without access to their values, the report marks the fix as unsafe.
+**How safe is the fix?** The fix is safe if the weights came from a 16-bit checkpoint: every value is cast back without
+loss. If the weights have other values, or if the check cannot read them, the report marks the fix as unsafe.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """
@@ -77,7 +77,7 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
 
 
 def _elements(weights: Sequence[Weight]) -> int:
-    """Return the number of elements of the dense weights: a packed byte holds two elements of 4 bits."""
+    """Return the number of elements of the weights before packing: a packed byte holds two 4-bit elements."""
     total = 0
     for weight in weights:
         packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS

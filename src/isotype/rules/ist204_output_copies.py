@@ -1,9 +1,9 @@
 """
-**What it means.** A large 16-bit result (logits, hidden states) is cast to float32 as a whole, but no
-operator uses the float32 copy, or the loss uses it piece by piece.
+**What it means.** A large 16-bit result, such as the logits, is cast to float32 as a whole. But no
+operator uses the float32 copy, or the loss uses the copy piece by piece.
 
-**Why it is bad.** The logits are the largest activation of a language model: batch x length x vocabulary. For
-2 x 2,048 tokens and a vocabulary of 128,256 each float32 copy takes 2.1 GB.
+**Why it is bad.** The logits are the largest activation of a language model, with one value for each token and each entry
+of the vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
 
 **Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output,
 although the loss inside the model has already cast the outputs that it needs. Megatron's `Float16Module` does the same
@@ -21,11 +21,11 @@ with `fp32_output=True`, before the trainer computes log-probabilities chunk by 
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** A float32 copy that a loss uses as a whole: softmax and loss need float32. The rule
+**What is not reported.** A float32 copy that a loss uses as a whole, because softmax and loss need float32. The rule
 ignores copies below 1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the
-bytes of the copies.
+size of the copies.
 
-**How safe is the fix?** Softmax and loss compute with the same digits.
+**How safe is the fix?** Softmax and loss still compute in float32, with the same values.
 
 **Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
 """
@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return the calls, except views, that read the result of a cast, by (id of the operand's origin, line, module) of the cast."""
+    """Return the calls that read the result of each cast, without views; keys are (id of the operand's origin, line, module)."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -84,7 +84,7 @@ def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return whether several loss operators read the result of a cast, a part of its rows each."""
+    """Return True if several loss operators each read some of the rows that a cast produced."""
     whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     losses = [

@@ -1,9 +1,9 @@
 """
-**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them: a division by the scale in
-float16 would turn small gradients into zero. A gradient has its parameter's dtype, so some
-trainable parameter is float16:
+**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them, because a division by the scale in
+float16 would turn small gradients into zero. A gradient has the dtype of its parameter, so the cause is a float16
+parameter that is trained:
 
-- an adapter in the base model's dtype, or a trained copy (`modules_to_save`);
+- an adapter or a trained copy (`modules_to_save`) that was created in the base model's dtype;
 - an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
@@ -22,8 +22,8 @@ gradients.`
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
-**How safe is the fix?** float32 represents every float16 value: nothing is lost. Frozen weights stay float16,
-and float32 adapters are a small part of the memory.
+**How safe is the fix?** float32 represents every float16 value, so nothing is lost. Frozen weights stay float16.
+Float32 adapters take only a small part of the memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39.

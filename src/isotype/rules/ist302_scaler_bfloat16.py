@@ -1,10 +1,10 @@
 """
-**What it means.** A GradScaler runs in a step without float16. Loss scaling moves gradients into float16's
-narrow range. bfloat16 and float32 have a wide range and need no scaling. CUDA's unscale kernel does not
-support bfloat16 gradients, so a bfloat16 trainable parameter stops the run.
+**What it means.** A GradScaler runs in a step that does not use float16. Loss scaling moves gradients into float16's
+narrow range. bfloat16 and float32 have a wide range and need no scaling. On CUDA, a GradScaler does not support
+bfloat16 gradients, so a trainable bfloat16 parameter stops the run.
 
 **Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented
-for 'BFloat16'`. On other devices a GradScaler has no use: it only skips steps.
+for 'BFloat16'`. On other devices, a GradScaler is useless: its only effect is that it skips steps.
 
 **An example that fails**
 
@@ -16,7 +16,7 @@ for 'BFloat16'`. On other devices a GradScaler has no use: it only skips steps.
     SFTConfig(bf16=True)                                   # no scaler
     # or, where the device has no bfloat16, float32 adapters under float16 autocast
 
-**How safe is the fix?** Dropping the scaler from a bfloat16 run changes no gradient. A cast of the parameters
+**How safe is the fix?** A bfloat16 run has the same gradients without the GradScaler. A cast of the parameters
 to float32 keeps every digit.
 
 **Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124;

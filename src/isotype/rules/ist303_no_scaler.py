@@ -1,9 +1,9 @@
 """
-**What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8:
-smaller gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 is zero
-too, and the update of a parameter with a zero gradient is 0 / 0.
+**What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so
+smaller gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 also becomes
+zero, and a parameter whose gradient is zero gets the update 0 / 0.
 
-**Why it is bad.** Small gradients are silently lost; with float16 parameters the weights turn to NaN within a
+**Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16, they become NaN within a
 few steps.
 
 **An example that fails**
@@ -17,8 +17,8 @@ few steps.
     scaler = torch.amp.GradScaler()            # float16 compute
     model.float()                              # float32 masters, float16 by autocast
 
-**How safe is the fix?** Loss scaling multiplies the loss by a power of two and divides the gradients by it;
-float32 masters keep every digit.
+**How safe is the fix?** A GradScaler multiplies the loss by a power of two, and later divides the gradients by the same
+number. A cast of the parameters to float32 keeps every digit.
 
 **Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39.
 """
@@ -81,7 +81,7 @@ def _measured(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:
-    """Yield fixes that add a GradScaler, and cast 16-bit masters to float32 first, because a GradScaler refuses them.
+    """Yield fixes that add a GradScaler. If the trainable parameters have 16 bits, the fixes also cast them to float32.
 
     A step that computes in bfloat16 or float32 needs no scaler (IST302).
     """
@@ -102,7 +102,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _backward_in_float16(trace: Trace) -> bool:
-    """Return whether a matmul of the backward runs in float16; 4-bit layers, which IST404 checks, do not count."""
+    """Return True if a matmul of the backward runs in float16, outside of the 4-bit layers that IST404 reports."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
     return any(costs.run_dtype(call) == torch.float16 for call in backward)

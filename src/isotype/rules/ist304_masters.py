@@ -1,11 +1,11 @@
 """
-**What it means.** Trainable parameters are not in the policy's master dtype: a trainer cast them (TRL casts
-every trainable parameter of a quantized model to bfloat16), a loader made them float32, or PEFT created them
-in the base model's dtype.
+**What it means.** Trainable parameters do not have the dtype that the policy requests for them (the master dtype). A
+trainer cast them (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them float32, or
+PEFT created them in the base model's dtype.
 
-**Why it is bad.** 16-bit masters lose updates that are too small for their digits (IST801), and 32-bit
-masters take twice the memory of 16-bit masters. Under float16 autocast, bfloat16 parameters have fewer digits
-than the arithmetic around them.
+**Why it is bad.** A 16-bit parameter loses updates that are too small for its digits (IST801). A 32-bit parameter takes
+twice the memory of a 16-bit parameter. Under float16 autocast, bfloat16 parameters have fewer digits than the float16
+matmuls.
 
 **An example that fails**
 

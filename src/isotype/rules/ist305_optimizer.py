@@ -1,9 +1,9 @@
 """
 **What it means.** An optimizer step mixes dtypes: a fused kernel gets parameters, gradients and moments of
-different dtypes, or some trainable parameters are float32 masters and the others have 16 bits.
+different dtypes, or some trainable parameters are float32 and the others have 16 bits.
 
-**Why it is bad.** Fused kernels need one dtype for parameter, gradient and both moments; otherwise they raise
-an error. In a mix, 16-bit parameters lose small updates and float32 parameters do not.
+**Why it is bad.** A fused kernel raises an error unless a parameter, its gradient and both moments have one dtype. If some
+parameters have 16 bits, they lose small updates, but the float32 parameters do not.
 
 **An example that fails**
 
@@ -90,12 +90,12 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return `[3]` for the role `grads[3]`: an operator's lists have the tensors of one parameter at the same index."""
+    """Return `[3]` for the role `grads[3]`. Operands with the same index belong to the same parameter."""
     return "".join(operand.role.partition("[")[1:])
 
 
 def _mismatched(call: Call) -> Operand:
-    """Return the operand to blame: an existing state of the optimizer, else a gradient, else a parameter."""
+    """Return the operand that has the wrong dtype: an optimizer state if there is one, else a gradient, else a parameter."""
     floats = call.floats
     updated: dict[str, torch.dtype] = {}
     for operand in floats:
@@ -108,7 +108,7 @@ def _mismatched(call: Call) -> Operand:
 
 
 def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
-    """Return the name of the parameter whose gradient `operand` is; "" if it is no gradient."""
+    """If `operand` is a gradient, return the name of its parameter; otherwise return ""."""
     if operand.origin.kind != "gradient":
         return ""
     neighbours = (other.origin for other in call.operands if _entry(other) == _entry(operand))
@@ -128,7 +128,7 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
         text = "accumulate each gradient in its parameter's dtype"
         yield Fix(text, "safe", actions=tuple(dict.fromkeys(changes)))
     if mismatched.origin.kind == "outside":
-        how = "make the optimizer after the model has its final dtypes, or load its state again"
+        how = "create the optimizer after the last cast of the model, or load the optimizer's state again"
         yield advice("optimizer", how)
     optimizer = trace.setup.optimizer
     if optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer):

@@ -1,9 +1,9 @@
 """
-**What it means.** The step runs under autocast to another dtype than the policy's compute dtype: a trainer sets
-`fp16=True` by default, or the script does not pass its flag on to the trainer.
+**What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
+`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer.
 
-**Why it is bad.** The run does not use the requested dtype. float16 instead of bfloat16 overflows above
-65504. bfloat16 instead of float16 is slow on devices that emulate it in software.
+**Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, where bfloat16 does not.
+bfloat16 is slow on devices that emulate it in software.
 
 **An example that fails**
 
@@ -13,7 +13,7 @@
 
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
-**How safe is the fix?** The step then follows the policy; its numbers change, because the two dtypes round
+**How safe is the fix?** The step then uses the policy's dtype. The results change slightly, because the two dtypes round
 differently.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598.
@@ -43,7 +43,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield Finding(
         "IST306",
         "warning",
-        f"autocast is set to {dtype_name(setup.autocast)}, the policy computes in {dtype_name(setup.policy.compute)}",
+        f"autocast is set to {dtype_name(setup.autocast)}, but the policy computes in {dtype_name(setup.policy.compute)}",
         cause=f"autocast to {dtype_name(setup.autocast)}",
         fixes=(Fix(f"set autocast to {value}", "safe", actions=actions),),
     )

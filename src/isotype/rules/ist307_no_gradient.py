@@ -1,16 +1,15 @@
 """
-**What it means.** Trainable parameters get no gradient in the backward: the forward uses them with
-gradients off, the loss does not depend on them, or nothing requires a gradient at all.
+**What it means.** Trainable parameters get no gradient in the backward. Either the forward uses them with gradients
+off, or the loss does not depend on them, or no tensor requires a gradient.
 
 **Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require
 grad and does not have a grad_fn`, or a GradScaler raises `No inf checks were recorded for this optimizer`. If
-some parameters have a gradient (a trained head), the others (adapters inside of checkpointed layers) silently
-do not change.
+only some parameters have a gradient, there is no error, but the parameters without a gradient never change.
 
 **Why it happens.** One of these:
 
-- Reentrant gradient checkpointing (`use_reentrant=True`, DeepSpeed's and others) computes without gradients unless one
-  of its inputs requires a gradient. The output of a frozen embedding requires none.
+- Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes no gradients unless an input of the
+  checkpointed layer requires a gradient. The output of a frozen embedding requires no gradient.
 - `PeftModel.from_pretrained` loaded an adapter for inference.
 - The loss was detached, or a tower runs under `torch.no_grad()`.
 
@@ -25,11 +24,11 @@ do not change.
     model.enable_input_require_grads()                         # or use_reentrant=False
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
-**What is not reported.** Parameters that the step does not use (experts without tokens, a tower without
-images), and parameters of the base model that do not affect the loss. Adapters that do not affect the loss
-(in the pooling head of a vision tower) get a note.
+**What is not reported.** Parameters that the step does not use, such as experts that get no tokens, and parameters of the
+base model that do not affect the loss. Adapters that do not affect the loss get a note; an example is an adapter in the
+pooling head of a vision tower.
 
-**How safe is the fix?** Safe: if hidden states require gradients, no number in the forward changes.
+**How safe is the fix?** The fix is safe, because hidden states that require gradients have the same values.
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient
 checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
@@ -101,7 +100,7 @@ def _finding(
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
-    """Return (cause, fixes) if reentrant checkpointing, or another function with its own backward, is the reason."""
+    """Return (cause, fixes) for parameters inside of reentrant checkpointing or another function with its own backward."""
     cause = (
         f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
     )
@@ -115,13 +114,13 @@ def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[
 
 
 def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
-    """Return (cause, fixes) for `torch.no_grad()` around a trained part of the model."""
+    """Return (cause, fixes) for parameters that the forward uses under `torch.no_grad()`."""
     how = f"run {first.module or 'the trained part'} outside of torch.no_grad(){_at(first)}, or freeze its parameters"
     return f"gradients are off where {named} is used{_at(first)}", [advice(first.weight, how)]
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return the parameters in `ignored` that checkpointing does not use when it computes their layer again."""
+    """Return the parameters in `ignored` that gradient checkpointing does not use when it recomputes their layer."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed}
     used = {operand.origin.name for call in recomputed for operand in call.operands}
@@ -135,7 +134,7 @@ def _at(unreached: Unreached) -> str:
 
 
 def _none_reached(trace: Trace, refused: Call | None) -> Finding:
-    """Return the finding for a frozen adapter, an unused trainable parameter, or a detached loss."""
+    """Return a finding for a step in which no parameter gets a gradient."""
     weights = trained(trace)
     if not weights:
         frozen = [weight for weight in trace.weights if weight.adapter and weight.dtype.is_floating_point]

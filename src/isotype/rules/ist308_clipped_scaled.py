@@ -1,9 +1,9 @@
 """
 **What it means.** Gradients are clipped while they are still multiplied by the loss scale of a GradScaler.
 
-**Why it is bad.** The scale begins at 65,536, so that nearly every norm exceeds the limit: each step's gradients are
-cut to the limit divided by the scale, whatever their size. Adam divides by the gradients' size and hides most of the
-error, but its epsilon is large compared with such gradients. SGD stops learning. No error is raised.
+**Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling, the
+gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides most of
+the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised.
 
 **An example that costs**
 
@@ -18,10 +18,10 @@ error, but its epsilon is large compared with such gradients. SGD stops learning
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)                                  # does not unscale a second time
 
-**What is not reported.** A check of a model does not run the script's clipping: only `isotype run` reports it. Trainers of
-transformers, accelerate and Lightning unscale before they clip.
+**What is not reported.** `isotype check` does not run the clipping of a script; only `isotype run` reports this finding.
+The trainers of transformers, accelerate and Lightning unscale before they clip.
 
-**How safe is the fix?** Safe: the limit then applies to the gradients of the loss.
+**How safe is the fix?** The fix is safe: the limit then applies to the unscaled gradients, as intended.
 
 **Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599; harubaru/waifu-diffusion #64.
 """
@@ -39,11 +39,11 @@ from isotype.rules.kit.words import advice
 TITLE = "Gradients that are clipped before they are unscaled"
 
 _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
-"""In-place operators of `clip_grad_norm_` and `clip_grad_value_`."""
+"""The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if code of the step clips gradients between the backward and the GradScaler's unscale."""
+    """Yield a finding if the step clips gradients after the backward, but before the GradScaler unscales them."""
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
     backward = [call for call in trace.calls[:unscaled] if call.by_script and _of_gradients(call)]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))

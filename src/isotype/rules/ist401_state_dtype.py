@@ -1,11 +1,11 @@
 """
 **What it means.** The quantization state of a 4-bit layer names the dtype to which the weight is dequantized,
-and this dtype is not the layer's compute dtype. The state comes from the checkpoint: neither another `dtype=`
-at loading nor `.to()` changes it.
+and this dtype is not the layer's compute dtype. The state comes from the checkpoint, and neither `dtype=`
+at loading nor `.to()` changes the dtype that the state names.
 
 **Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, and each cast copies the
-whole weight. Other code that dequantizes the weight (fused LoRA kernels, merges) gets the weight in the
-state's dtype, but activations in another dtype: `expected m1 and m2 to have the same dtype, but got:
+whole weight. Other code that dequantizes the weight, such as a fused LoRA kernel, gets the weight in one dtype and
+the activations in another. Then a matmul fails: `expected m1 and m2 to have the same dtype, but got:
 c10::Half != c10::BFloat16`.
 
 **An example that fails**
@@ -17,8 +17,8 @@ c10::Half != c10::BFloat16`.
 
     layer.weight.quant_state.dtype = torch.bfloat16
 
-**How safe is the fix?** The fix does not change the codes and the float32 scales; only the dtype of the
-dequantized weight changes.
+**How safe is the fix?** The fix changes only the dtype of the dequantized weight. The packed codes and their float32
+scales do not change.
 
 **Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
 """
@@ -60,7 +60,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         "IST401",
         "error" if crashes else "warning",
         f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
-        f"the layers compute in {dtype_name(compute)}",
+        f"but the layers compute in {dtype_name(compute)}",
         weights,
         cause=f"the quantization state of {named(weights[0].module)} names {dtype_name(state)}",
         notes=(f"{crashes} operators with the dequantized weight fail",)

@@ -1,7 +1,7 @@
 """
-**What it means.** A quantized layer has packed codes without their state (scales, code book, shape). Other
-code has replaced the parameter: FSDP2's unshard (older versions of bitsandbytes did not keep the state beside
-the weight), `load_state_dict` or `setattr` with plain tensors, or a copy without the parameter's attributes.
+**What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). Code
+has replaced the parameter: `load_state_dict` or `setattr` with plain tensors, a copy without the parameter's
+attributes, or FSDP2's unshard with an older version of bitsandbytes.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
 is required` or a bare `AssertionError`.
@@ -14,7 +14,7 @@ is required` or a bare `AssertionError`.
 
     load the model again, without quantizing the layers whose weights your code replaces (llm_int8_skip_modules)
 
-**How safe is the fix?** The scales cannot be rebuilt from the codes: load the model again.
+**How safe is the fix?** The scales cannot be computed from the packed codes, so the model has to be loaded again.
 
 **Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
 """

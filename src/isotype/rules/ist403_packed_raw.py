@@ -1,12 +1,11 @@
 """
-**What it means.** Packed codes (4-bit weights as bytes in one column, int8 weights, GPTQ's int32) are used as
-if they were a weight: they are multiplied, cast or replaced by a dense tensor, or activations are cast to their
-dtype.
+**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. It multiplies or casts
+the codes, replaces them with a plain tensor, or casts activations to the dtype of the codes. Packed codes are 4-bit weights
+in a column of bytes, int8 weights, or GPTQ's int32.
 
 **Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
 (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
-the step runs without an error, but a cast has changed the codes, or has rounded the activations to integers from 0 to
-255.
+there is no error, but a cast has changed the codes, or has rounded the activations to integers.
 
 **An example that fails**
 
@@ -18,8 +17,7 @@ the step runs without an error, but a cast has changed the codes, or has rounded
     layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
     BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose parent reads its weight
 
-**How safe is the fix?** The code that uses the weight has to change, or an option has to avoid it: only you can do
-this.
+**How safe is the fix?** Only you can change the code that uses the weight, or set an option that avoids this code.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
 unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; MNoorFawi/curlora #5;
@@ -102,7 +100,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
-    """Return whether the step ended because code uses packed codes as a weight."""
+    """Return True if the step ended because code uses packed codes as a plain weight."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
 
@@ -140,9 +138,9 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Return casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
+    """Return the casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
 
-    If the code rounds the activations before the cast, it quantizes them on purpose.
+    A cast directly after a rounding is left out, because the code then quantizes the activations on purpose.
     """
     codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}
@@ -185,7 +183,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
 
 
 def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | None:
-    """Return (cause, fix) of a failure by packed codes; None for another failure."""
+    """Return (cause, fix) if packed codes caused the failure; otherwise return None."""
     column = _COLUMN.search(failure.error)
     if column is not None:
         columns = int(column[1] or column[2])
@@ -212,15 +210,15 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
 
 
 def _is_column(weight: Weight) -> bool:
-    """Return whether a weight has the shape of bitsandbytes' packed 4-bit weights: one column of codes."""
+    """Return True if a weight is one column of codes, the shape of bitsandbytes' packed 4-bit weights."""
     codes = weight.quantization is not None or (not weight.buffer and weight.dtype in _CODES)
     return codes and weight.shape[-1:] == (1,)
 
 
 def _unpack(weight: Weight, failure: Failure) -> Fix:
     how = (
-        "unpack it at that line: bitsandbytes.functional.dequantize_4bit(weight, quant_state), or "
-        "bitsandbytes.matmul_4bit; where the state is lost, load the model again"
+        "unpack the weight at that line: bitsandbytes.functional.dequantize_4bit(weight, quant_state), or "
+        "bitsandbytes.matmul_4bit; if the quant_state is lost, load the model again"
     )
     if weight.kind == "linear4bit" and weight.module != failure.module:
         how = (

@@ -1,10 +1,10 @@
 """
 **What it means.** 4-bit layers compute in float32 while the model runs in 16 bits.
-`BitsAndBytesConfig(load_in_4bit=True)` leaves the compute dtype at float32 and marks it as set, so that bitsandbytes
-does not warn. If no compute dtype is marked as set, the layer computes in the dtype of its first input.
+`BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about it.
+A layer without a compute dtype computes in the dtype of its first input.
 
-**Why it is bad.** The layer casts its input and dequantizes its weight to float32, multiplies, and casts the
-output to 16 bits. On GPUs this is several times slower, and it adds no digits to the 4-bit codes.
+**Why it is bad.** The layer casts its input and dequantizes its weight to float32, multiplies them, and casts the
+output to 16 bits. On GPUs, such a layer is several times slower, and float32 adds no digits to 4-bit codes.
 
 **An example that costs**
 
@@ -14,8 +14,8 @@ output to 16 bits. On GPUs this is several times slower, and it adds no digits t
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
-**How safe is the fix?** The products are then rounded to 16 bits, as in the other layers. Codes and scales
-are unchanged.
+**How safe is the fix?** The layer's results are then rounded to 16 bits, as in the other layers. The packed codes and
+their scales do not change.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682;
 bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
@@ -54,10 +54,10 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield finding_of(
         "IST404",
         "warning",
-        f"{agree(count(layers), '4-bit layer', 'compute')} in {name}, the model runs in {target}",
+        f"{agree(count(layers), '4-bit layer', 'compute')} in {name}, but the model runs in {target}",
         layers,
         cause=f"{named(layers[0].module)}: the compute dtype is "
-        + (name if compute else "unset, its first input is float32"),
+        + (name if compute else "unset, and the layer's first input is float32"),
         notes=("without loss scaling, gradients below 6e-8 become zero in float16",) if narrow else (),
         cost=Cost(flops_share=costs.flops_share(trace, wide)),
         fixes=(Fix(f"set the 4-bit layers' compute dtype to {target}", "safe", actions=changes),),
@@ -71,7 +71,7 @@ def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
 
 
 def _in_other_dtype(trace: Trace, wanted: torch.dtype | None) -> list[tuple[Weight, Quantization]]:
-    """Return the 4-bit layers that do not compute in `wanted`; none if `wanted` is not a 16-bit dtype."""
+    """Return the 4-bit layers that do not compute in `wanted`. If `wanted` is not a 16-bit dtype, return no layers."""
     # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
     right = (wanted,) if _plain(trace) == torch.float32 else (wanted, None)
     layers = ((weight, state) for weight, state in quantized(trace) if state.format != "int8")

@@ -1,10 +1,10 @@
 """
-**What it means.** The scales (absmax) of a quantized layer are not float32: some code cast them with the
-whole model, or with its state dict.
+**What it means.** The scales (absmax) of a quantized layer are not float32, because some code cast the
+whole model or its state dict.
 
-**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 has 8 significant bits, so every
-weight of the block is off by up to 0.4 %. CUDA kernels interpret the bytes of the scales as float32 and
-return noise.
+**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 has 8 significant bits, so a bfloat16 scale
+changes every weight of its block by up to 0.4 %. CUDA kernels read the bytes of the scales as float32, so their results
+are noise.
 
 **An example that costs**
 
@@ -14,10 +14,9 @@ return noise.
 
     load the model again; when casting a state dict, skip names that end in absmax
 
-**How safe is the fix?** Rounded digits can only be restored from the checkpoint.
+**How safe is the fix?** Only the checkpoint still has the digits that the cast rounded away.
 
-**Seen in** bitsandbytes 0.50 itself: its layout for CPUs with AVX512-BF16, packed in the first evaluation
-forward, rounds the scales to bfloat16.
+**Seen in** bitsandbytes 0.50: on CPUs with AVX512-BF16, the first forward in eval mode rounds the scales to bfloat16.
 """
 
 from __future__ import annotations

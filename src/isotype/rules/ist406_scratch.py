@@ -1,10 +1,9 @@
 """
-**What it means.** An operator reads or writes a tensor that the code stores outside of the model, and this tensor
-has another dtype than the model.
+**What it means.** An operator reads or writes a tensor that is stored outside of the model, such as in a global. This
+tensor has another dtype than the model.
 
-**Why it happens.** A library allocates a scratch buffer (for dequantized weights, a cache, a table of
-positions) for the first model, and reuses it for the next model. The first model was bfloat16, the second is
-float16.
+**Why it happens.** A library allocates a buffer in the dtype of the first model, for example bfloat16, and uses the same
+buffer for the next model, which is float16. The buffer holds dequantized weights, a cache or a table of positions.
 
 **An example that fails**
 
@@ -19,9 +18,9 @@ float16.
 
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
 
-**How safe is the fix?** With one buffer per device, stream and dtype, the models do not share buffers of different
-dtypes. A new buffer for each call is safe too, but slower. isotype does not change a library's code, so the fix is
-advice.
+**How safe is the fix?** If there is one buffer for each device, stream and dtype, every model gets a buffer of its own
+dtype. A new buffer for each call is safe too, but slower. isotype does not change a library's code, so the report only
+describes the fix.
 
 **Seen in** unslothai/unsloth #4026.
 """

@@ -1,15 +1,15 @@
 """
 **What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the first forward
-in eval mode. For some shapes the repacking raises an error. Repacked weights pass no gradient, so a training that
-continues is wrong.
+in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no gradient to its input, so training
+after an evaluation is wrong.
 
-**Why it is bad.** The new layout has blocks of 32 rows and scales per row. If a weight's rows are not a
-multiple of 32, or its columns are not a multiple of the block size (64 × 96), `evaluate` or `generate` raises
-an error. The scales of a repacked weight are rounded to bfloat16. bitsandbytes has no backward for the new layout, so no
-gradient passes through the layer: a loop that evaluates between steps learns from wrong gradients.
+**Why it is bad.** The new layout has blocks of 32 rows, and each row has its own scales. `evaluate` or `generate` raises an
+error if the number of rows is not a multiple of 32, or the number of columns is not a multiple of the block size (64 × 96).
+The scales of a repacked weight are rounded to bfloat16. bitsandbytes has no backward for the new layout, so a training
+loop that evaluates between steps learns from wrong gradients.
 
-**Why it happens.** `Linear4bit.forward` repacks when the module is in eval mode and its input needs no
-gradient. GPUs and CPUs without AVX512-BF16 keep the layout.
+**Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no
+gradient. On GPUs, and on CPUs without AVX512-BF16, it does not repack the weight.
 
 **An example that fails**
 
@@ -21,8 +21,8 @@ gradient. GPUs and CPUs without AVX512-BF16 keep the layout.
     isotype.enforce(model, policy)                      # or isotype.load: keeps the training layout
     for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
 
-**How safe is the fix?** The weights keep the loaded layout; generation on such a CPU cannot use bitsandbytes'
-fused kernel.
+**How safe is the fix?** The weights stay in the layout in which they were loaded. Generation on such a CPU then cannot use
+bitsandbytes' fused kernel.
 
 **Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
 """
@@ -58,6 +58,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"bitsandbytes repacks {weights[0].module} when it is evaluated"
     else:
         return
-    keep = fix("keep the layout that trains", "layout", modules(weights), "training")
+    keep = fix("keep the layout that has a backward", "layout", modules(weights), "training")
     severity = severity if "generate" in setup.phases else "note"
     yield finding_of("IST407", severity, message, weights, cause=cause, fixes=(keep,))

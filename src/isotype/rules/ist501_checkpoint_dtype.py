@@ -1,14 +1,14 @@
 """
 **What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and no
-policy requests it.
+policy requests this dtype.
 
-**Why it is bad.** A bfloat16 checkpoint in float32 takes twice the memory and runs at the float32 rate, but
-has no more digits. A bfloat16 checkpoint in float16 may overflow (largest value 65,504 against 3.4e38) and
-rounds small weights to zero. A float16 checkpoint in bfloat16 loses three of eleven bits of each weight.
+**Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and runs at the float32 rate, but
+has no more digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights
+become zero. A float16 checkpoint that is loaded in bfloat16 loses three of eleven bits of each weight.
 
 **Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader
-with a fixed dtype has cast the weights, or `.float()` or `.half()` has cast them after loading. Or the config
-names another dtype than that of the weights in the file.
+with a fixed dtype has cast the weights, or `.float()` or `.half()` has cast them after loading. Or the dtype in the
+config is not the dtype of the weights in the file.
 
 **An example that costs**
 
@@ -23,10 +23,10 @@ names another dtype than that of the weights in the file.
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
-- a float32 checkpoint in 16 bits: a script has to request this cast.
+- a float32 checkpoint that is loaded in 16 bits, because this cast happens only on request.
 
-**How safe is the fix?** Safe if the checkpoint's dtype represents every value of the weights (it does if the values
-come from the checkpoint), else unsafe. Rounded digits can only be restored by loading the weights again.
+**How safe is the fix?** The fix is safe if the checkpoint's dtype represents every value of the loaded weights; otherwise it
+is unsafe. If the cast has rounded the weights, only loading the checkpoint again restores them.
 
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """
@@ -50,10 +50,13 @@ TITLE = "Weights that do not have their checkpoint's dtype"
 _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
     (torch.bfloat16, torch.float32): ("warning", ""),
     (torch.float16, torch.float32): ("warning", ""),
-    (torch.bfloat16, torch.float16): ("warning", "values above 65,504 become infinite, small ones zero"),
+    (torch.bfloat16, torch.float16): (
+        "warning",
+        "values above 65,504 become infinite, and small values become zero",
+    ),
     (torch.float16, torch.bfloat16): ("note", "three of eleven bits of each weight are gone"),
 }
-"""(Dtype of the checkpoint, dtype of the loaded weights) -> severity, and the loss in words."""
+"""For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and a description of the loss."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -1,13 +1,13 @@
 """
 **What it means.** The trained adapters have several dtypes.
 
-**Why it is bad.** The saved adapter file has several dtypes. PEFT loads it in float32
-(`autocast_adapter_dtype`) or in the base model's dtype, so that a resumed run does not continue with the
-trained values. FSDP cannot flatten parameters of several dtypes into one tensor. Adapters in a narrow dtype
-lose small updates, and the other adapters do not.
+**Why it is bad.** The saved adapter file has several dtypes, but PEFT loads the whole file in float32
+(`autocast_adapter_dtype`) or in the base model's dtype. So a resumed run does not continue with the
+trained values. FSDP cannot flatten parameters of several dtypes into one tensor. 16-bit adapters
+lose small updates, but float32 adapters do not.
 
-**Why it happens.** A trainer casts some trainable parameters and not others (TRL casts those of a quantized
-model to bfloat16, except DoRA's magnitudes), a new adapter is added to an adapter from a float16 file, or a
+**Why it happens.** A trainer casts only some of the trainable parameters: TRL casts those of a quantized model to
+bfloat16, except DoRA's magnitudes. Or the model has an adapter from a float16 file and a new adapter. Or a
 trained copy (`modules_to_save`) keeps the base model's dtype.
 
 **An example**
@@ -21,7 +21,7 @@ trained copy (`modules_to_save`) keeps the base model's dtype.
 
     isotype.enforce(model, policy)        # every adapter in the master dtype
 
-**What is not reported.** Frozen adapters; a wrong dtype that all adapters have (see IST3xx and IST8xx).
+**What is not reported.** Frozen adapters, and adapters that all have the same wrong dtype (see IST3xx and IST8xx).
 
 **How safe is the fix?** A cast of all adapters to the widest of their dtypes loses nothing.
 
@@ -60,6 +60,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         f"trained adapters are of different dtypes: {counts}",
         narrow,
         phase="load",
-        notes=("they are saved as they are; loading the adapter again casts them to one dtype",),
+        notes=("the adapters are saved in these dtypes; loading the adapters again casts them to one dtype",),
         fixes=(fix(f"cast every adapter to {target}", "parameter", names(narrow), target),),
     )

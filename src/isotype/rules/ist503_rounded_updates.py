@@ -1,20 +1,20 @@
 """
-**What it means.** The step adds to a frozen 16-bit weight or buffer in place, outside of the optimizer: it merges an
+**What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer in place. The code merges an
 adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
 
-**Why it is bad.** The sum is rounded to the weight's dtype: addends below half the spacing of neighbouring numbers are
-lost, larger addends are rounded.
+**Why it is bad.** The sum is rounded to the weight's dtype. An addend below half the distance to the weight's next number
+is lost, and a larger addend is rounded.
 
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
-  unmerge before each rollout. In bfloat16, the base weights are off by 1 % of their size after one round, and by two
-  thirds after a thousand rounds.
-- A moving average with decay 0.999 adds a thousandth of the difference at each step: in 16 bits it never changes. A
-  counter in bfloat16 stops at 256.
-- PEFT's adapters of parameters (`target_parameters`, used for experts) are added to the weight in each forward, in the
+  unmerge before each rollout. In bfloat16, one such round changes the base weights by 1 % of their size, and a thousand
+  rounds change them by two thirds.
+- At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, this addition never
+  changes the average. A counter in bfloat16 stops at 256.
+- PEFT adds an adapter of a parameter (`target_parameters`, used for experts) to the weight in each forward, in the
   weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the adapter's
-  product and its gradient for every expert, even for experts without tokens.
+  product and the product's gradient for every expert, even for experts that get no tokens.
 
-**Why it happens.** The base is loaded in 16 bits for the training, and the merge uses that dtype. A moving
+**Why it happens.** The base model is loaded in 16 bits for the training, and the merge uses the same dtype. A moving
 average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 
 **An example that costs**
@@ -29,11 +29,11 @@ average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
     average = copy.deepcopy(model).float()       # averages and statistics in float32
     isotype.fuse(model)                          # adapters of experts act on activations
 
-**What is not reported.** Updates by the optimizer (IST801); other sums that each forward computes and does
-not store; weights whose sum is float32.
+**What is not reported.** Updates by the optimizer (IST801), sums that are not stored in a weight or buffer, and
+sums that are computed in float32.
 
-**How safe is the fix?** A cast of an average to float32 keeps every digit. Rounded digits can only be
-restored from the checkpoint.
+**How safe is the fix?** A cast of an average to float32 keeps every digit. If weights were already rounded, only the
+checkpoint has their digits.
 
 **Seen in** huggingface/peft #1388; huggingface/trl #6688; modelscope/ms-swift #10154;
 d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16.
@@ -60,13 +60,13 @@ TITLE = "An in-place addition to a 16-bit weight"
 _LOST = "what is smaller than half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
-"""PEFT (0.21) adds an adapter's delta to a stacked weight with this operator (`_LoraFactorsProxy`)."""
+"""PEFT 0.21 adds an adapter to the stacked weights of experts with this operator (`_LoraFactorsProxy`)."""
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
     "delta": ("whole deltas of adapters are computed and added to {}", "stacked weight", "stacked weights"),
     "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
-"""For each kind of addition: the headline, a name for the changed tensor, and a name for several tensors."""
+"""For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _kind(call: Call, trace: Trace) -> str:
-    """Return the key of `_HEADLINES` for a call that adds to a weight; "" for other calls."""
+    """If a call adds to a weight in place, return the kind of addition, a key of `_HEADLINES`; otherwise return ""."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
     if call.phase not in ("forward", "generate") or call.recomputed or not ADDS_IN_PLACE.match(call.op):
@@ -154,7 +154,7 @@ _FIXES = {
         ),
         advice(
             "unmerge",
-            "after a temporary merge, put a saved copy of the weights back: unmerging rounds once more",
+            "after a temporary merge, restore the weights from a saved copy, because unmerging rounds once more",
         ),
     ),
 }

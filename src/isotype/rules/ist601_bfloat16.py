@@ -1,8 +1,8 @@
 """
-**What it means.** The step computes in bfloat16, and the device has no bfloat16 matmuls in hardware.
+**What it means.** The step computes in bfloat16, but the device has no bfloat16 matmuls in hardware.
 
-**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx) bfloat16 runs
-without tensor cores, at the float32 rate at best. float16 would run several times faster. Some kernels (flash
+**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx), bfloat16 runs
+without tensor cores, at most at the float32 rate. float16 would run several times faster. Some kernels (flash
 attention, Triton's `tl.dot`) refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all, the
 step crashes.
 
@@ -17,12 +17,12 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**The estimate.** The roofline model computes the step time with float32's rate for bfloat16. The estimate is this time,
-divided by the step time in the dtype of the fix. The estimate is a lower bound, since the conversion in software takes
-more time.
+**The estimate.** The estimated slowdown is the step time in bfloat16, divided by the step time in the dtype of the fix.
+The rule computes both times with a roofline model, and counts bfloat16 matmuls at float32's rate. The real slowdown is
+larger, because the conversion in software takes more time.
 
-**How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, since
-float16 ends at 65,504 and models trained in bfloat16 (Gemma, T5) may exceed this limit: watch the loss.
+**How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, because
+models that were trained in bfloat16 (Gemma, T5) may exceed 65,504, the largest float16 value. Watch the loss.
 
 **Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory
 #2090; Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line with bfloat16 products whose results are float32: GPUs without bfloat16 refuse them."""
+    """Yield a finding for each line in which a product of bfloat16 operands has a float32 result, which such GPUs refuse."""
     wide = (
         call
         for call in trace.calls
@@ -80,6 +80,6 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
 
 
 def _kernel(product: Call) -> str:
-    """Return the kernel that torch's error names: gemm for one matrix, bgemm for a batch (`CUDABlas.cpp`)."""
+    """Return the kernel's name in torch's error (`CUDABlas.cpp`): gemm for one matrix, bgemm for a batch of matrices."""
     batch = next(shape[0] for _, shape in product.results)
     return "bgemm" if "bmm" in product.op and batch > 1 else "gemm"

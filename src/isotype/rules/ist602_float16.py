@@ -1,11 +1,11 @@
 """
-**What it means.** The step computes in float16, and the device has no fast float16 matmuls: most CPUs, and
-NVIDIA GPUs of compute capability 6.1 and 5.x.
+**What it means.** The step computes in float16, but the device has no fast float16 matmuls. Such devices are most CPUs,
+and NVIDIA GPUs of compute capability 6.1 and 5.x.
 
 **Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software. On a CPU with
-AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AVX512-BF16 they ran 40 times slower
-than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. A CPU with AMX runs float16 in
-hardware, as fast as float32 and three times slower than bfloat16. float16 also needs loss scaling.
+AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AVX512-BF16, they ran 40 times slower
+than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. On a CPU with AMX, float16 runs as
+fast as float32, and three times slower than bfloat16. float16 also needs loss scaling.
 
 **Why it happens.** A script for a GPU, with `fp16=True` or a float16 checkpoint, is tested on a CPU.
 
@@ -17,11 +17,12 @@ hardware, as fast as float32 and three times slower than bfloat16. float16 also 
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** On CPUs the rule computes the matmuls' time from measured rates. On devices with data-sheet rates it
-uses the roofline model, with float32's rate for float16. The rule reports float16 matmuls that take 1 % of the matmuls'
-time or more, even if their share of the FLOPs is smaller.
+**The estimate.** For CPUs, the rule computes the matmuls' time from measured rates. For devices with data-sheet rates, the
+rule uses a roofline model that counts float16 matmuls at float32's rate. The rule reports float16 matmuls that take at least
+1 % of the time of all matmuls, even if their share of the FLOPs is smaller.
 
-**How safe is the fix?** A cast to float32 is safe. A cast of weights from float16 to bfloat16 loses three bits: unsafe.
+**How safe is the fix?** A cast to float32 is safe. A cast of float16 weights to bfloat16 is unsafe, because it loses three
+bits.
 
 **Seen in** LoRA runs on CPUs; pytorch/pytorch reports of slow half matmuls.
 """

@@ -1,11 +1,11 @@
 """
 **What it means.** Installed libraries are incompatible with each other, or with this machine's device.
 
-**Why it is bad.** The import fails, a quantized layer finds no kernel, or a library silently disables another
-library.
+**Why it is bad.** An import fails, a quantized layer finds no kernel, or a library disables another library without an
+error.
 
-**Why it happens.** One of torch, transformers, peft, trl, accelerate, bitsandbytes was upgraded alone; a
-wheel was built for another CUDA version than torch's.
+**Why it happens.** Only one of torch, transformers, peft, trl, accelerate and bitsandbytes was upgraded. Or a library was
+built for another CUDA version than torch was.
 
 **An example**
 
@@ -15,10 +15,10 @@ wheel was built for another CUDA version than torch's.
 
     pip install --upgrade "torch>=2.6"
 
-**What is not reported.** Incompatible versions if `--device` names a device of another machine: its libraries
-are unknown. The rule compares the requirements that packages declare, the minimum versions that some packages
+**What is not reported.** If `--device` names a device of another machine, the rule reports nothing, because that machine's
+libraries are unknown. The rule checks the requirements that packages declare, the minimum versions that some packages
 check only at run time, and known incompatible pairs with a public link. `isotype doctor` reports the same
-without a model.
+incompatible versions without a model.
 
 **How safe is the fix?** The fix changes the environment, so only you can apply it.
 

@@ -2,13 +2,13 @@
 **What it means.** The attention kernel that the model requests does not exist on the device, or does not
 support the dtype of queries, keys and values.
 
-**Why it is bad.** FlashAttention supports only float16 and bfloat16, and only NVIDIA GPUs of compute capability 8.0
-and later and AMD's CDNA. With float32 it raises "FlashAttention only support fp16 and bf16 data type"; on
-a T4 or V100 it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
-CPUs. `sdpa` selects a slower kernel instead, which materializes all scores or runs in float32.
+**Why it is bad.** FlashAttention supports only float16 and bfloat16, and only AMD's CDNA GPUs and NVIDIA GPUs of compute
+capability 8.0 or later. In float32, FlashAttention raises "FlashAttention only support fp16 and bf16 data type"; on
+a T4 or V100, it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
+CPUs. In these cases, `sdpa` selects a slower kernel, which stores all attention scores or runs in float32.
 
-**Why it happens.** The script asks for `attn_implementation="flash_attention_2"` on older hardware, or for a float32
-model without autocast. Or float32 norms (PEFT, `prepare_model_for_kbit_training`) make the queries float32.
+**Why it happens.** The script requests `attn_implementation="flash_attention_2"` on older hardware, or with a float32
+model and no autocast. Or float32 norms (PEFT's `prepare_model_for_kbit_training`) make the queries float32.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ model without autocast. Or float32 norms (PEFT, `prepare_model_for_kbit_training
 
     AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
 
-**How safe is the fix?** `sdpa` and FlashAttention compute the same attention. A cast of queries, keys and values to
-16 bits rounds them, as the flash kernel requires.
+**How safe is the fix?** `sdpa` and FlashAttention compute the same function. A cast of queries, keys and values to
+16 bits rounds their values; FlashAttention requires this cast.
 
 **Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406.
 """

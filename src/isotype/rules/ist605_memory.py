@@ -1,26 +1,26 @@
 """
-**What it means.** The peak memory of the tensors, in a step or an evaluation, exceeds the available memory:
-85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the limit is this share
-of its free memory. Check, plan and `--gradient_checkpointing auto` use the same peak and the same share.
+**What it means.** In a step or an evaluation, the peak memory of the tensors exceeds the available memory: 85 % of a GPU's
+memory, or half of a CPU's memory. If the device is in this machine, only the device's free memory counts.
+`isotype check`, `isotype plan` and `--gradient_checkpointing auto` use the same peak and the same percentages.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
-**What is counted.** Every storage counts once, from its creation until its last tensor is freed. The report groups
+**What is counted.** A storage is counted once, from its allocation until its last tensor is freed. The report groups
 storages by kind: weights with their quantization states, adapters, gradients, optimizer states, activations. From the
-second step on, memory holds optimizer states and activations at the same time. From the second micro-batch of a step
-on, it also holds gradients. The rest of the memory is reserved for what is not counted: the allocator's rounding and
-fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
+second step on, optimizer states and activations are in memory at the same time. From the second micro-batch of a step
+on, gradients and activations are also in memory at the same time. The uncounted part of the memory is left for the
+allocator's rounding and fragmentation, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
-**What helps, and by how much.** The report estimates each saving as if it were the only one:
+**What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
-- Gradient checkpointing keeps the inputs of all n layers, and the activations of one layer: about `1/n` of all
+- Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of all
   activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
-- nf4 takes 0.5625 bytes per weight: 4 bits, and a float32 scale for 64 weights (Dettmers et al., "QLoRA", 2023).
-- Frozen float32 weights take half of their memory in 16 bits, and optimizer states take a quarter in 8 bits.
-- Activations shrink in proportion to batch times length.
-- FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and optimizer states, and its
-  own activations. It also stores everything outside of the repeated layers, and up to three whole layers: the layer in
-  use, the buffer that gathers it, and the buffer of the next layer.
+- nf4 takes 0.5625 bytes per weight: 4 bits, and a share of the float32 scale of 64 weights (Dettmers et al., "QLoRA", 2023).
+- In 16 bits, frozen float32 weights take half of their memory. In 8 bits, optimizer states take a quarter of it.
+- The memory of activations is proportional to the batch size times the length of the rows.
+- FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and optimizer states, and the
+  activations of its own batch. Each device also stores all weights outside of the repeated layers, and up to three whole
+  layers: the layer in use, the buffer that gathers this layer, and the buffer of the next layer.
 
 **An example**
 
@@ -30,8 +30,7 @@ fragmentation, workspaces of kernels, and the driver's context (0.3 to 0.6 GB of
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Gradient checkpointing changes no digit, nor do shorter or fewer rows. Quantization
-rounds the base weights.
+**How safe is the fix?** Gradient checkpointing does not change the results. Quantization rounds the base weights.
 
 **Seen in** every forum.
 """
@@ -88,7 +87,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def unquantized_experts(trace: Trace) -> Iterator[str]:
-    """Yield a sentence on the experts of a quantized model that stay float parameters, and on the reason."""
+    """If the experts of a quantized model are not quantized, yield a sentence that names them and the reason."""
     formats = {state.format for _, state in quantized(trace)}
     experts = [
         weight
@@ -107,7 +106,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """Yield a sentence on each of the largest tensors and weights; tensors of equal shape in several layers count as one."""
+    """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers share one sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls:
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
@@ -141,7 +140,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (advice, saved bytes, argument, value of the argument) for every applicable saving."""
+    """Yield a tuple (advice, saved bytes, argument, value of the argument) for every way to save memory in this step."""
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
@@ -168,11 +167,11 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
-        yield (f"reduce batch x length to {100 * share:.0f} %", over, "max_length", f"{share:.2f} of it")
+        yield (f"reduce batch size x length to {100 * share:.0f} %", over, "max_length", f"{share:.2f} of it")
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield the saving per device under FSDP2 for the smallest number of devices on which the step fits."""
+    """Yield the saving by FSDP2 on each device, for the smallest number of devices on which the step fits."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
@@ -199,7 +198,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _layers(trace: Trace) -> int:
-    """Return the number of repeated layers: modules in the longest numbered list."""
+    """Return the number of modules in the longest numbered list, which are the model's repeated layers."""
     repeats: dict[str, int] = {}
     for weight in trace.weights:
         repeats[weight.module] = max(weight.repeats, repeats.get(weight.module, 1))

@@ -1,11 +1,11 @@
 """
-**What it means.** The step computes in float64 on a device without float64: an Apple GPU.
+**What it means.** The step computes in float64 on an Apple GPU, which does not support float64.
 
 **Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
 doesn't support float64. Please use float32 instead."
 
 **Why it happens.** The code computes rotary angles or time steps in float64 for more digits, calls `.double()`, or
-makes a tensor from a NumPy array or from a list of NumPy numbers, which are float64 by default.
+makes a tensor from NumPy numbers, which are float64 by default.
 
 **An example that fails**
 
@@ -15,11 +15,11 @@ makes a tensor from a NumPy array or from a list of NumPy numbers, which are flo
 
     angles = torch.outer(positions, frequencies.float())
 
-**What is not reported.** 0-dim tensors, which stay on the CPU; published models of transformers and
-diffusers, whose code uses float32 on such a device.
+**What is not reported.** Zero-dimensional tensors, because they stay on the CPU, and models of transformers and
+diffusers, because their code uses float32 on an Apple GPU.
 
-**How safe is the fix?** float32 has 24 significant bits: integer positions up to 16 million are exact, and angles are
-rounded at the 7th digit.
+**How safe is the fix?** float32 has 24 significant bits, so integer positions up to 16 million are exact. Angles are
+rounded to 7 digits.
 
 **Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3.
 """
@@ -59,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the origins of float64 in a call: float64 operands that no operator computed, or the result if no operand is float64."""
+    """Yield each place where float64 first appears in a call: an operand that was given as float64, or else the result."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         if operand.shape and operand.origin.kind in _GIVEN:

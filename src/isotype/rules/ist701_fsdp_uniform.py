@@ -1,8 +1,8 @@
 """
-**What it means.** FSDP1 flattens all parameters of a unit (usually a decoder layer) into one tensor, which
-has one dtype; FSDP2 reduces the gradients of a unit's trained parameters in one collective. Here a unit has
-parameters of several dtypes: float32 adapters on a bfloat16 base (FSDP1), norms that were upcast, 4-bit codes
-packed in another dtype.
+**What it means.** A unit of FSDP (usually a decoder layer) has parameters of several dtypes. FSDP1 flattens all parameters
+of a unit into one tensor, which has one dtype. FSDP2 reduces the gradients of a unit's trained parameters in one
+collective. The cause is float32 adapters on a bfloat16 base (FSDP1), norms that were cast to float32, or 4-bit codes that
+are packed in another dtype.
 
 **Why it is bad.** FSDP1 raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32` when it
 wraps the model. FSDP2 raises `FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}` in the
@@ -18,10 +18,10 @@ first forward.
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**What is not reported.** FSDP2 for a model with a policy: isotype shards it with one group for each trained dtype.
+**What is not reported.** FSDP2 for a model with a policy, because isotype then shards each trained dtype as its own group.
 
 **How safe is the fix?** FSDP2 changes no dtype. The report marks a cast of the adapters to 16 bits as unsafe,
-because 16-bit masters lose small updates (IST801).
+because 16-bit adapters lose small updates (IST801).
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
 bitsandbytes-foundation/bitsandbytes #1709.
@@ -101,8 +101,10 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     if not safe:
         yield cast
     if not first:
-        how = "shard the modules of another dtype separately, before the layer: fully_shard(layer.norm)"
+        how = (
+            "before you shard a layer, shard its modules of another dtype separately: fully_shard(layer.norm)"
+        )
         yield advice("fully_shard", how)
     elif any(weight.adapter for weight in mismatched):
-        how = "wrap adapters by themselves: peft.utils.other.fsdp_auto_wrap_policy(model)"
+        how = "put the adapters into units of their own: peft.utils.other.fsdp_auto_wrap_policy(model)"
         yield advice("auto_wrap_policy", how)

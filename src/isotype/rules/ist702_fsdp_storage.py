@@ -1,9 +1,9 @@
 """
-**What it means.** The model is sharded by FSDP1 and its quantized weights are stored as integers. 4-bit codes
+**What it means.** FSDP1 shards the model, and the model's quantized weights are stored as integers. 4-bit codes
 can be stored in several dtypes: `bnb_4bit_quant_storage` sets the dtype, and the default is uint8. int8
-weights have no such setting.
+weights are always stored as integers.
 
-**Why it is bad.** FSDP1 flattens float parameters only. Before the first step it raises `Cannot flatten
+**Why it is bad.** FSDP1 flattens float parameters only. Before the first step, FSDP1 raises `Cannot flatten
 integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch.float16 and torch.int8`.
 
 **An example that fails**
@@ -16,8 +16,7 @@ integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16,
                        bnb_4bit_quant_storage=torch.bfloat16)
 
-**How safe is the fix?** The stored bytes stay the same and only their declared dtype changes, so no digit
-changes.
+**How safe is the fix?** The stored bytes stay the same; only the dtype that the tensor declares for them changes.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
 axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
@@ -54,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         how = (
             f"load with bnb_4bit_quant_storage={storage}"
             if four_bit
-            else "use nf4 with a float storage, or dense weights"
+            else "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
         )
         yield finding_of(
             "IST702",

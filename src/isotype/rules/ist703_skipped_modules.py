@@ -1,11 +1,11 @@
 """
-**What it means.** Some batches run a part of the model and others do not: rows with pictures run the vision
-tower, but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather its weights in a collective,
+**What it means.** Only some batches run a part of the model. For example, rows with pictures run the vision
+tower, but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather the part's weights in a collective,
 in which all processes must take part.
 
 **Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips
-the tower and starts its next collective, while the other processes gather the tower's weights. The sizes differ, and
-the run hangs (NCCL) or crashes (gloo).
+the tower and starts its next collective, while the other processes gather the tower's weights. The two collectives have
+different sizes, so the run hangs (NCCL) or crashes (gloo).
 
 **An example that fails**
 
@@ -16,15 +16,15 @@ the run hangs (NCCL) or crashes (gloo).
 
     batch = collate([*rows, row_with_a_picture])               # for a batch without pictures: one more row, its labels -100
 
-`isotype sft` adds such a row without labels automatically.
+`isotype sft` adds a row with a picture and without labels automatically.
 
 The check runs the batches of two processes under FSDP2 with torch's fake process group, and compares every collective of
 their steps.
 
-**What is not reported.** Experts and other modules inside of a layer: their weights are gathered with the
-layer. IST705 reports DDP.
+**What is not reported.** Experts and other modules inside of a layer, because their weights are gathered with the
+layer. IST705 reports the same problem under DDP.
 
-**How safe is the fix?** Safe: a row without labels adds nothing to the loss or the gradients.
+**How safe is the fix?** The fix is safe, because a row without labels adds nothing to the loss or the gradients.
 
 **Seen in** isotype's own training of rows with and without pictures over two processes.
 """
@@ -50,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         how = "add a row that runs these modules, with labels of -100, to every batch that does not run them"
     else:
         what = "the gradients of some batches do not reach the same modules"
-        how = "let every batch use all trained modules: a term of 0 times their result in the loss is enough"
+        how = "let every batch use all trained modules: it is enough to add 0 times their result to the loss"
     notes = ["measured on the first batches of the training data"]
     if reach.parting is not None:
         first, other = (call or "is at its end" for call in (reach.parting.first, reach.parting.other))
@@ -61,7 +61,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         "error",
         f"{what}: processes that share the model wait for each other",
         module=reach.skipped[0] if reach.skipped else "",
-        cause="FSDP gathers the weights of a module in all processes together, when it runs",
+        cause="when a module runs, FSDP gathers the module's weights in all processes together",
         notes=tuple(notes),
         fixes=(advice("data_collator", how),),
         places=reach.skipped,

@@ -1,9 +1,9 @@
 """
-**What it means.** After the optimizer's step DeepSpeed's ZeRO-3 gathers small parameters of several dtypes,
-such as float32 adapters and a bfloat16 base.
+**What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. Here these parameters
+have several dtypes, such as float32 adapters and a bfloat16 base.
 
-**Why it happens.** DeepSpeed 0.19.2 allocates the results of this gather in the dtype of the first parameter.
-Earlier releases first convert every parameter and buffer to one dtype, even rotary frequencies and adapters.
+**Why it happens.** DeepSpeed 0.19.2 allocates the gathered parameters in the dtype of the first parameter.
+Earlier releases of DeepSpeed convert all parameters and buffers to one dtype, even rotary frequencies and adapters.
 Later releases gather each parameter in its own dtype.
 
 **An example that fails**
@@ -19,7 +19,7 @@ Later releases gather each parameter in its own dtype.
 
 **What is not reported.** ZeRO-1 and ZeRO-2; other releases of DeepSpeed; a model whose parameters have one dtype.
 
-**How safe is the fix?** A newer DeepSpeed changes no digit. Adapters in 16 bits lose small updates (IST801).
+**How safe is the fix?** A newer DeepSpeed does not change the results. Adapters in 16 bits lose small updates (IST801).
 
 **Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.
 """
@@ -58,7 +58,10 @@ def find(trace: Trace) -> Iterator[Finding]:
         phase="optimizer",
         notes=("DeepSpeed raises: TypeError: output tensor must have the same type as input tensor",),
         fixes=(
-            advice("deepspeed", "install deepspeed 0.19.3 or newer: each parameter is gathered in its dtype"),
+            advice(
+                "deepspeed",
+                "install deepspeed 0.19.3 or newer, which gathers each parameter in its own dtype",
+            ),
             cast,
         ),
     )

@@ -1,6 +1,6 @@
 """
-**What it means.** DDP averages the gradient of every trainable parameter over the processes. Here a parameter gets no
-gradient from a batch: the batch does not run the parameter's module, or the loss does not depend on the module's
+**What it means.** DDP averages the gradient of every trainable parameter over the processes, but some batch gives a
+parameter no gradient. The batch does not run the parameter's module, or the loss does not depend on the module's
 result.
 
 **Why it happens.** Rows with only text do not run the vision tower, whose adapters are trained. Or the
@@ -16,11 +16,11 @@ prior iteration before starting a new one`, or the processes hang.
 
     DistributedDataParallel(model, find_unused_parameters=True)        # or train only what every batch uses
 
-**What is not reported.** Trainings with `find_unused_parameters=True`, the default of TrainingArguments
-without gradient checkpointing.
+**What is not reported.** Trainings with `find_unused_parameters=True`. TrainingArguments set this by default if gradient
+checkpointing is off.
 
-**How safe is the fix?** Safe: a parameter without a gradient counts as zero, as in one process. The search for such
-parameters costs one more walk through the graph per step.
+**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, as in one process. DDP then searches the
+autograd graph for unused parameters once per step.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

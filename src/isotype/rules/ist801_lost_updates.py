@@ -1,13 +1,12 @@
 """
-**What it means.** Trainable parameters are in 16 bits, and their updates are too small: the updates are less than half
-the distance to the next number of the dtype, so that the sum rounds to the old value. An Adam update is about as large
-as the learning rate; an SGD update is the learning rate times the gradient, and the rule checks it only if the gradient
-was measured. The distance from x to the next number is 2^(floor(log2 |x|) - 7) in bfloat16 and 2^(floor(log2 |x|) - 10)
-in float16.
+**What it means.** Trainable parameters have 16 bits, and their updates are too small. If an update is less than half of
+the distance to the next number of the dtype, the sum is rounded back to the old value. An Adam update is about as large
+as the learning rate. An SGD update is the learning rate times the gradient; the rule checks SGD only if the gradient
+was measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7) in bfloat16 and 2^(n-10) in float16.
 
-**Why it is bad.** Most weights do not change. Larger weights are affected first, especially the weights of norms, which
-are near one. Weight decay subtracts learning rate times decay times the weight. This change is smaller than the update,
-and is lost even at learning rates at which the update is not. The loss falls a little and stops, without an error.
+**Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
+which are near one. Weight decay subtracts an even smaller number, the learning rate times the decay times the weight. So
+the decay can be lost although the update is not. The loss falls a little and then stops, without an error.
 
 **An example that costs**
 
@@ -19,7 +18,7 @@ and is lost even at learning rates at which the update is not. The loss falls a 
     model.float()                                            # float32 masters
     with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16
 
-**How safe is the fix?** A cast to float32 keeps every digit; float32 masters and their moments take more memory.
+**How safe is the fix?** A cast to float32 keeps every digit. Float32 parameters and their moments take more memory.
 
 **Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
 kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.
@@ -70,9 +69,9 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """Return the largest change of a weight's values in the first step; infinity if it is unknown.
+    """Return the largest change that the first optimizer step makes to a weight's values; infinity if it is unknown.
 
-    Adam changes them by the learning rate, whatever the gradient is. SGD changes them by the learning rate times the
+    Adam changes each value by the learning rate, for any gradient. SGD changes each value by the learning rate times the
     gradient.
     """
     rate, optimizer = trace.setup.learning_rate or 0.0, trace.setup.optimizer.lower()
@@ -83,19 +82,19 @@ def _update(weight: Weight, trace: Trace) -> float:
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
-    """Return the measured range of `module`, by default the weight's module; zeros without a measurement."""
+    """Return the measured value range of `module`, by default the weight's module. If none was measured, return zeros."""
     name = base_name(weight.module if module is None else module)
     measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
 
 
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
-    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase on its source.
+    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase that states its source.
 
-    If the values of a DoRA magnitude are unknown, its median is computed from the weight of its layer. A DoRA magnitude
-    contains the norms of this weight's rows (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally
-    distributed values with median magnitude m has the norm sqrt(n) m / 0.6745. If m was not measured, the values'
-    standard deviation is assumed: the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
+    If the values of a DoRA magnitude are unknown, the function estimates them from the layer's weight: a magnitude is the
+    norm of a row of the weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with
+    median magnitude m has the norm sqrt(n) m / 0.6745. If m was not measured, the row's standard deviation is assumed to be
+    that of an initialised weight: the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values"

@@ -1,1 +1,1 @@
-"""The report of a check: the record, and its text, JSON, SARIF and HTML forms."""
+"""The report of a check as data, and the functions that write it as text, JSON, SARIF and HTML."""

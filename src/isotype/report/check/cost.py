@@ -1,4 +1,4 @@
-"""Descriptions of a step's devices, set-up, memory, FLOPs and least time."""
+"""Functions that describe a training step in words: its devices, set-up, memory, FLOPs and least time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def device_words(setup: Setup) -> str:
 
 
 def sharding_words(setup: Setup) -> str:
-    """Describe how several devices train together: `"FSDP2 over 8 devices"`; return "" for one device without FSDP."""
+    """Describe how several devices train together, as in `"FSDP2 over 8 devices"`. Return "" if one device trains without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
         return f"DDP on {setup.devices} devices, each with all weights"
-    kept = "" if setup.reshard else ", gathered weights kept for the backward"
+    kept = "" if setup.reshard else ", which keep gathered weights for the backward"
     return f"FSDP{setup.fsdp} over {setup.devices} devices{kept}"
 
 
 def setup_words(setup: Setup, whole: bool = True) -> str:
-    """Describe the set-up of the step; if `whole` is False, name only the first input and no adapted layers."""
+    """Describe the set-up of the step. If `whole` is False, name only the step's first input, and do not name adapted layers."""
     autocast = f"autocast {dtype_name(setup.autocast)}" if setup.autocast else ""
     scaler = "GradScaler" if setup.scaler else ""
     if whole:
@@ -51,7 +51,7 @@ def setup_words(setup: Setup, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Describe the memory of a step that fits, and its least time; return "" if both are unknown."""
+    """Describe the step's peak memory if it fits on the device, and the step's least time. Return "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
@@ -65,7 +65,7 @@ def step_words(report: Record) -> str:
 
 
 def parts_words(report: Record) -> str:
-    """Describe the phase of the peak and the kinds of memory in it."""
+    """Name the phase in which memory peaks, and give the bytes of each kind of memory at the peak."""
     memory = report.memory
     if memory.peak_phase is None:
         return "not measured"
@@ -73,7 +73,7 @@ def parts_words(report: Record) -> str:
 
 
 def memory_words(report: Record) -> str:
-    """Describe the peak, the memory limit, the phase of the peak and the kinds of memory in it."""
+    """Describe the step's peak memory: its size, the limit, the phase, and the bytes of each kind of memory."""
     memory, limit, devices = report.memory, report.trace.setup.limit, report.trace.setup.devices
     if memory.peak_phase is None:
         return "not measured"
@@ -83,7 +83,7 @@ def memory_words(report: Record) -> str:
 
 
 def flops_words(report: Record) -> str:
-    """Describe the FLOPs of a step and their shares by dtype, the largest first."""
+    """Give a step's FLOPs and the share of each dtype, with the largest share first."""
     total = sum(report.flops.values())
     if not total:
         return "no matmul was traced"
@@ -97,7 +97,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Describe the step's least time by the data sheet, and the resource that bounds it; return "" if no rates are known."""
+    """Give the least time that the device's data sheet allows for the step. Return "" if the device has no published rates."""
     time, setup = report.time, report.trace.setup
     if time is None:
         return ""
@@ -112,7 +112,7 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Describe the parts of the step's least time; return "" if the device has no published rates."""
+    """Give the parts of the step's least time: products, memory traffic, launches. Return "" if no rates are published."""
     time = report.time
     if time is None:
         return ""
@@ -130,7 +130,7 @@ def roofline_words(report: Record) -> str:
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
-    """Return a pair (label, description) for the step's least time and for each of its parts."""
+    """Return two pairs (label, description): one for the step's least time, one for the parts of this time."""
     return ("time", seconds_words(report)), ("roofline", roofline_words(report))
 
 

@@ -1,7 +1,7 @@
 """The report of a check as one self-contained HTML file.
 
-The page's content security policy forbids all external resources and all scripts except `check.js`. This script shows
-the places of the finding that has the mouse pointer or the keyboard focus.
+The page's content security policy forbids all external resources and all scripts except `check.js`. The script
+`check.js` marks the places of the finding that is under the mouse pointer or has the keyboard focus.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def _memory(report: Record) -> Content | None:
-    """Return the template's data: a memory bar for each phase, an axis, the peak's bytes by kind, and a timeline."""
+    """Return the template's data: a memory bar for each phase, an axis, the bytes of each kind at the peak, and a timeline."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
@@ -305,11 +305,11 @@ def _setup(report: Record) -> list[tuple[str, str]]:
 
 
 SIDE = 14
-"""Distance in pixels between two squares of the picture that `reach_picture` describes."""
+"""Distance in pixels between two neighbouring squares in the picture from `reach_picture`."""
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data for a picture of the tokens that change each prediction; None if these were not measured."""
+    """Return the template's data for a picture of the tokens that change each prediction; None if `reach` has no matrix."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

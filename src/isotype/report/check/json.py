@@ -1,4 +1,4 @@
-"""The report of a check as JSON and as SARIF. `python -m tools.schemas` writes `schema.json` from the records."""
+"""The report of a check as JSON and as SARIF. The command `python -m tools.schemas` writes `schema.json`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes
 from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
-"""Version of the JSON form. The number increases if a reader of the previous version would misread the new one."""
+"""Version of the JSON form. The version increases when a program that reads the old form would misread the new form."""
 
 
 @dataclass(frozen=True)
 class Check(Record):
-    """A traced and judged training step, in the JSON form of `isotype check --json` and `Report.to_json()`."""
+    """The result of a check, as `isotype check --json` and `Report.to_json()` write it in JSON."""
 
     @property
     def isotype(self) -> str:
@@ -38,7 +38,7 @@ class Check(Record):
 
     @property
     def headroom(self) -> float | None:
-        """65504 divided by the largest measured float16 value of the forward; null if not measured."""
+        """65504 divided by the largest float16 value that was measured in the forward; null if no values were measured."""
         return None if self.largest is None else self.largest.headroom
 
     @property
@@ -49,22 +49,21 @@ class Check(Record):
 
     @property
     def verdict(self) -> str:
-        """The status in a sentence."""
+        """Sentence that states the result of the check."""
         return verdict(self)
 
     @property
     def resolved_by(self) -> Mapping[Outlook, int]:
-        """Number of errors and warnings by who can apply their first fix.
+        """Number of errors and warnings in each group; a finding's first fix decides its group.
 
-        `repair` counts those whose fix `isotype.repair` applies, `unsafe` those whose fix it applies with `unsafe=True`,
-        and `caller` those whose fix the user applies. `untried` counts findings whose first fix was not verified, and
-        `left` findings without a known fix.
+        `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`.
+        `caller`: the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
         """
         return {kind: len(findings) for kind, findings in repair_outlook(self).items()}
 
     @property
     def contracts(self) -> str:
-        """Source of the contracts by which the operators were judged: a measured table, or rules for families of operators."""
+        """Source of the operators' contracts (the dtypes that they accept): a measured table, or rules for operator families."""
         return judged_by(self.trace.setup.profile)
 
     @property
@@ -74,7 +73,7 @@ class Check(Record):
 
     @property
     def not_traced(self) -> tuple[str, ...]:
-        """Descriptions of what the trace does not contain."""
+        """Descriptions of the parts of the step that the trace does not contain."""
         return (*sharding_notes(self.trace.setup), *self.trace.notes)
 
 
@@ -100,7 +99,7 @@ NAMES: Names = {
 
 
 def to_json(report: Record) -> str:
-    """Return a check as strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are not rounded."""
+    """Return the result of a check as strict JSON with a `schema_version`. Numbers are not rounded."""
     return text_of(Check(report.trace, report.findings, report.seconds), SCHEMA_VERSION, NAMES)
 
 
@@ -109,7 +108,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
 def to_sarif(report: Record) -> str:
-    """Return a check as a SARIF log with one run: the rules with findings, the findings, and how the trace ended."""
+    """Return a check as a SARIF log with one run: the findings, their rules, and the error that ended the trace, if any."""
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}
@@ -129,7 +128,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Return SARIF's description of a rule: its page, or only the code if the rule belongs to another package."""
+    """Describe a rule for SARIF with the text of its page, or with only its code if the rule belongs to another package."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()
@@ -197,7 +196,7 @@ def _location(finding: Finding) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    """Return a path as a URI reference; only absolute paths get the scheme `file:`."""
+    """Return a path as a URI reference. Absolute paths get the scheme `file:`; relative paths get no scheme."""
     windows = PureWindowsPath(path)
     if windows.drive:
         return windows.as_uri()

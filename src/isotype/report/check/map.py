@@ -1,7 +1,7 @@
-"""The dtype map of a model: its parts in order of execution, with the dtypes of their weights and of their computation.
+"""The dtype map of a model: a table of the model's parts, with the dtypes in which each part stores and computes.
 
-The map works for every architecture. Modules whose names are equal up to the first number form a stack of layers; later
-numbers, such as those of experts, become `*`. Consecutive equal layers share one row for each part.
+Modules whose names are equal up to the first number form a stack of layers. Later numbers in a name, such as the number
+of an expert, become `*`. For consecutive equal layers, the map has one row for each part of a layer.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Row:
     """A row of the dtype map: a part of the model, or the same part of several equal layers.
 
     Attributes:
-        part: name of the part, relative to a layer or to the model, with `*` for numbers.
-        stack: common name of the layers; "" outside of a stack.
-        first, last: numbers of the first and the last layer; None outside of a stack.
-        layers: number of layers of the real model in this row.
+        part: name of the part within its layer, or within the model outside of layers; numbers are written as `*`.
+        stack: name that the layers have in common, such as `model.layers`; "" for a part outside of layers.
+        first, last: numbers of the first and the last layer in this row; None for a part outside of layers.
+        layers: number of layers of the real model that this row describes.
         module_class: class of the module; "" for a part without weights.
-        count: number of such modules in one layer, for example of experts.
+        count: number of modules in one layer that this row describes, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
         buffers: dtypes of the buffers, the most frequent first.
-        runs: dtypes of the matmuls, the most FLOPs first; if there are no matmuls, dtypes of the outputs.
-        adapters, adapter_runs: dtypes of the adapters' weights and of their matmuls.
+        runs: dtypes of the matmuls, the dtype with the most FLOPs first; if there are no matmuls, dtypes of the outputs.
+        adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
         trainable: True if base weights are trained.
         pinned: True if the model's author keeps a weight in float32.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
-        findings: indices in `Report.findings` of the findings about this part.
+        findings: for each finding about this part, its index in `Report.findings`.
     """
 
     part: str
@@ -61,20 +61,20 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name of the row with the layer numbers of the real model: `model.layers.0–29.mlp.up_proj`."""
+        """Name of the row, with the range of layers that it describes: `model.layers.0–29.mlp.up_proj`."""
         last = "" if self.last == self.first else f"–{self.last}"
         number = "" if self.first is None else f"{self.first}{last}"
         return ".".join(filter(None, (self.stack, number, self.part)))
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; return None outside of a stack."""
+    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; return None if the name has no layer number."""
     match = _LAYER.fullmatch(name)
     return match and (match["stack"] or "", int(match["number"]), match["part"])
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Map (stack, number) of each traced layer to the number of layers of the real model that it represents."""
+    """Count the real model's layers that each traced layer represents; the keys are (stack, number)."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
@@ -85,7 +85,7 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return the rows in order of execution, then a row for each layer that has findings outside of its parts."""
+    """Return the rows in order of execution, then a row for each layer with findings that belong to none of its parts."""
     parts = _gather(trace)
     for call in trace.calls:
         _add_call(parts, call)

@@ -1,4 +1,4 @@
-"""The result of a check as data, from which its writers make text, JSON, SARIF and HTML."""
+"""The result of a check as data. Other modules write this data as text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Known = Literal["measured", "known", "unknown"]
 
 @dataclass(frozen=True)
 class Record:
-    """A training step that was traced and judged by the rules.
+    """The result of a check: the trace of a training step, and the findings of the rules.
 
     Attributes:
         trace: trace of the step on fake tensors, before any fix.
-        findings: findings of the rules, errors first, then sorted by code.
+        findings: findings of the rules, sorted by severity (errors first) and then by code.
         seconds: wall-clock time of the whole check, in seconds.
-        again: function that traces the step again with fixes applied, and returns the findings; None if the report was
+        again: function that applies fixes, traces the step again and returns the findings; None if the report was
             read from a file.
     """
 
@@ -42,32 +42,32 @@ class Record:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings about what crashes or corrupts the step."""
+        """Findings about problems that crash the step or make its result wrong."""
         return self._of("error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Findings about what silently costs speed, memory or precision."""
+        """Findings about problems that cost speed, memory or precision without an error message."""
         return self._of("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings about something that costs neither speed, memory nor precision."""
+        """Findings that are worth knowing but cost no speed, memory or precision."""
         return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """True if no finding is an error, even if the trace ended early; see `complete`."""
+        """True if no finding is an error. A trace that ended early can also be `ok`; see `complete`."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end. Else no rule has seen the operators after the error that ended the trace."""
+        """True if the step was traced to its end. If an error ended the trace, no rule saw the later operators."""
         return self.trace.failure is None
 
     @property
     def memory(self) -> Memory:
-        """Bytes of the tensors alive at the peak of each phase, by kind."""
+        """For each phase: the bytes of each kind of tensor that are allocated when the phase's memory peaks."""
         return self.trace.memory
 
     @property
@@ -82,18 +82,18 @@ class Record:
 
     @property
     def time(self) -> StepTime | None:
-        """Least time of the step by the device's data sheet; None without published rates, or if the trace ended early."""
+        """Least time that the data sheet allows for the step; None if the device has no rates or the trace ended early."""
         return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is at most the device memory that a step may take; None if the peak or limit is unknown."""
+        """True if the step's peak memory is within the device's limit; None if the peak or the limit is unknown."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 
     @property
     def status(self) -> Status:
-        """The worst known result of the check, in one word."""
+        """The worst known result of the check, in one to three words."""
         if any(finding.kind != "memory" for finding in self.errors):
             return "fails"
         if self.errors or self.fits is False:
@@ -108,7 +108,7 @@ class Record:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Vision and audio towers that the step does not use, since its inputs have no picture or no sound."""
+        """Vision and audio towers that the step does not use, because its inputs contain no image or no sound."""
         towers = self.trace.setup.towers
         modules = {plain_name(call.module) for call in self.trace.calls} if towers else set()
         return tuple(t for t in towers if not any(f"{module}.".startswith(f"{t}.") for module in modules))
@@ -120,7 +120,7 @@ class Record:
 
     @property
     def ranges(self) -> Known | None:
-        """Source of a float16 step's value ranges: measured, published for the model's family, or unknown; None for other steps."""
+        """Source of the ranges of float16 values: measured, known of the model's family, or unknown. None without float16."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -129,12 +129,12 @@ class Record:
 
     @property
     def largest(self) -> Held | None:
-        """Largest measured value that the forward computes in float16, or None if values were not measured."""
+        """The largest measured value that the forward computes in float16; None if no values were measured."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators that were not measured on the device and whose operands the rule of their family refuses."""
+        """Unmeasured operators whose operands break the rule of their operator family."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
@@ -143,11 +143,11 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 
 
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
-    """Group the errors and warnings by who can apply their first fix.
+    """Group the errors and warnings by their first fix.
 
-    `isotype.repair` applies the fixes in group `repair`, and with `unsafe=True` also those in group `unsafe`. The user
-    has to apply the fixes in group `caller`. The fixes in group `untried` were not verified by a second trace. No fix
-    is known for the findings in group `left`.
+    `isotype.repair` applies the fixes in group `repair`, and with `unsafe=True` it also applies the fixes in group
+    `unsafe`. The user has to apply the fixes in group `caller`. The fixes in group `untried` were not verified by a
+    second trace. The findings in group `left` have no known fix.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

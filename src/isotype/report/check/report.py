@@ -1,4 +1,4 @@
-"""The public report of a check: the record with its writers (text, JSON, SARIF, HTML) as methods."""
+"""The public report of a check: its data, and methods that write it as text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from isotype.report.html import write_report
 
 @dataclass(frozen=True)
 class Report(Record):
-    """The report of a traced and judged training step. `Record` describes its data."""
+    """The report of a check of one training step. The class `Record` describes the report's data."""
 
     def raise_for_errors(self) -> None:
         """Raise an error if the report has error findings.
 
         Raises:
-            PrecisionError: the report is not `ok`. The error lists every error finding with its first fix.
+            PrecisionError: the report is not `ok`. The message lists each finding of severity "error" with its first fix.
         """
         error = self.error()
         if error is not None:
@@ -38,15 +38,15 @@ class Report(Record):
         return PrecisionError(verdict(self), problems, hint)
 
     def to_json(self) -> str:
-        """Return the report as strict JSON with a `schema_version`; bytes, FLOPs, shares and seconds are not rounded."""
+        """Return the report as strict JSON with a `schema_version`. Bytes, FLOPs, shares and seconds are not rounded."""
         return to_json(self)
 
     def to_sarif(self) -> str:
-        """Return the report as a SARIF 2.1.0 log with one run, for code scanning and editors."""
+        """Return the report as a SARIF 2.1.0 log, which code scanning services and editors can read."""
         return to_sarif(self)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report as one self-contained HTML file, atomically, and return its path.
+        """Write the report as one self-contained HTML file and return the path. The write is atomic.
 
         Raises:
             SaveError: the file cannot be written.

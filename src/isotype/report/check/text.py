@@ -1,7 +1,7 @@
-"""The report of a check as text: the verdict, findings in the style of a compiler, next steps, and the cost.
+"""The report of a check as text: the verdict, the findings as a compiler prints them, next steps, and the cost.
 
-A line is a sequence of (text, style) spans; plain text has the same lines without styles. Wrapped text starts below the
-first word of its column, so that the left margin stays readable at any width.
+A line is a sequence of pairs (text, style); plain text has the same lines without styles. If a text is too long for a
+line, each further line starts below the text's first word.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATUS: Mapping[Status, tuple[str, str]] = {
     "partial": ("interrupted", "? text alone"),
     "clean": ("finished", "✓ runs clean"),
 }
-"""Status of a check -> its style on a page, and words for it."""
+"""For each status of a check: its style on an HTML page, and its label."""
 _COLOURS = {"failed": "bold red", "interrupted": "bold yellow", "finished": "bold green"}
 _PATTERNS_SHOWN = 8
 # The space between a number and its unit, where a line must not break.
@@ -57,13 +57,13 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
 
 def counts(report: Record) -> str:
-    """Count findings: `"1 error, 2 warnings"`; `""` without findings."""
+    """Return the number of findings of each severity, as in `"1 error, 2 warnings"`; return "" if there are no findings."""
     numbers = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
     return ", ".join(plural(len(findings), noun) for findings, noun in numbers if findings)
 
 
 def verdict(report: Record) -> str:
-    """Return one sentence: the step runs on the device or not, and with which findings."""
+    """State in one sentence if the step runs on the device, and count the findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -105,7 +105,7 @@ def _where(phase: str, module: str) -> str:
 
 
 def cost_clauses(cost: Cost, title: str) -> list[str]:
-    """Return the costs of a finding as clauses: slowdown, FLOPs, casts, memory; an empty list if there are none."""
+    """Return a phrase for each cost of a finding: slowdown, FLOPs in a slower dtype, casts and memory."""
     clauses = []
     times = "" if cost.slowdown is None else f"{cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}"
     if times not in ("", "1.0"):
@@ -129,22 +129,22 @@ _SCOPES: Mapping[Scope, str] = {
 
 
 def fix_scope(fix: Fix) -> str:
-    """Name what the user has to change for a fix: `"a setting"`; `""` if `isotype.repair` applies it."""
+    """Name the thing that the user has to change, such as `"a setting"`. Return "" if `isotype.repair` applies the fix."""
     return _SCOPES[fix.scope]
 
 
 def fix_standing(fix: Fix) -> str:
-    """Describe how a fix is applied, its safety and outcome: `"a setting; safe; verified: the step then runs clean"`."""
+    """Describe a fix's scope, safety and outcome, as in `"a setting; safe; verified: the step then runs clean"`."""
     tried = "verified" if fix.verified else "not verified"
     words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
     return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Group places that differ only in their layer; return (layers, part, number of places in the real model) per group.
+    """Group the modules that differ only in their layer number, and return a tuple for each group.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`; layers with gaps are written
-    `0-2,5`. The first item is "" for places outside of layers. `layers` is the result of `layer_counts`.
+    The modules `model.layers.0.mlp` … `model.layers.29.mlp` become the tuple `("model.layers.0-29", "mlp", 30)`. The last
+    item counts the modules of the real model. For modules outside of layers, the first item is "".
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -160,7 +160,7 @@ def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) ->
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Abbreviate ascending numbers: `[0, 1, 2, 5]` -> `"0-2,5"`."""
+    """Write ascending numbers as ranges: `[0, 1, 2, 5]` becomes `"0-2,5"`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -171,7 +171,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def elide(name: str, width: int) -> str:
-    """Shorten a name to at most `width` columns by a `…` in its middle."""
+    """If a name is longer than `width` columns, replace its middle with `…` so that it fits."""
     if len(name) <= width:
         return name
     head = max(0, (width - 1) // 3)
@@ -179,7 +179,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Describe the largest measured value in float16 and its measurement; "" if no values were measured."""
+    """Give the largest measured float16 value, and the measurement's date and data; return "" if nothing was measured."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -190,7 +190,7 @@ def ranges_words(report: Record) -> str:
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
-    """Return a (label, sentence) for each limit of the verdict: unmeasured contracts, untraced parts, other notes."""
+    """Return a pair (label, sentence) for each reason why the verdict may be wrong or incomplete."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
@@ -212,17 +212,17 @@ def trust(report: Record) -> list[tuple[str, str]]:
 
 
 def sharding_notes(setup: Setup) -> Iterator[str]:
-    """Yield the assumptions behind the memory of a sharded step."""
+    """Yield the assumptions that the memory figures of an FSDP step depend on."""
     if setup.fsdp and setup.devices == 1:
-        yield "the number of devices that FSDP shards over: memory is counted for one device with all weights; give --devices N (devices=N)"
+        yield "FSDP's number of devices: without --devices N (devices=N), memory is counted for one device that holds all weights"
     elif setup.fsdp == 1:
-        yield "buffers that only FSDP1 has: memory is counted as for FSDP2"
+        yield "buffers that only FSDP1 needs: the memory is that of FSDP2"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return a (label, sentence) for each next step of the user.
+    """Return a pair (label, sentence) for each thing that the user can do next.
 
-    The sentence about a fix contains the fix's command if `commands` is true; if not, the command is printed above it.
+    If `commands` is true, the sentence about a fix contains the command of the fix.
     """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
@@ -253,7 +253,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each distinct fix that the user applies, with the code of the first finding that it fixes."""
+    """Return a line for each fix that the user has to apply, with the code of a finding that it fixes."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
@@ -265,7 +265,7 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
-    """Return a (label, sentence) for each thing to do after a check of the user's script. No command can repair a script."""
+    """Return a pair (label, sentence) for each thing that the user can do after `isotype run`."""
     rows, setup = [], report.trace.setup
     fixes = [fix for finding in report.findings for fix in finding.fixes]
     safeties = {fix.safety for fix in fixes if fix.verified and fix.scope == "model"}
@@ -287,12 +287,12 @@ def lines(
     command_width: int | None = None,
     whole: bool = True,
 ) -> list[Line]:
-    """Return the report as styled lines: the verdict, the findings, what to do, and the cost of the step.
+    """Return the report as styled lines: the verdict, the findings, the next steps for the user, and the cost of the step.
 
     Args:
         width: maximum columns of a line; only very long words exceed it.
-        in_script: True if the step was run by a script under `isotype run`.
-        command_width: maximum columns of a command; None to write each command on one line, as in a file.
+        in_script: True if a script ran the step under `isotype run`.
+        command_width: maximum columns of a command; None writes each command on one line.
         whole: True to include all details of findings, and the parts of memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
@@ -351,7 +351,7 @@ def to_text(report: Record, width: int = LOG_WIDTH) -> str:
 
 
 def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
-    """Print the report; `lines` describes `in_script` and `whole`."""
+    """Print the report. The docstring of `lines` describes the arguments."""
     from rich.text import Text
 
     for line in lines(report, console.width, in_script, width_of(console), whole):
@@ -360,7 +360,7 @@ def render(report: Record, console: Console, *, in_script: bool = False, whole: 
 
 
 _NOTES_SHOWN, _FIXES_SHOWN = 2, 3
-"""Maximum numbers of notes and of fixes that a report without `-v` shows for a finding."""
+"""Without `-v`, a report shows at most two notes and three fixes for each finding."""
 
 
 def _finding(
@@ -448,7 +448,7 @@ def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:
-    """Return `head` followed by the words of `text`, wrapped under the first word."""
+    """Return lines that start with `head`; further lines of `text` are indented by the width of `head`."""
     indent = sum(len(part) for part, _ in head)
     unbroken = _UNIT.sub("\N{NO-BREAK SPACE}", text)
     wrapped = textwrap.wrap(unbroken, max(24, width - indent), break_long_words=False, break_on_hyphens=False)

@@ -1,1 +1,1 @@
-"""The report of a training run: the record, and its JSON and HTML forms."""
+"""The report of a training run as data, and the functions that write it as JSON and as HTML."""

@@ -1,6 +1,6 @@
-"""The share of float16's range that the outputs of a model's blocks use during a run: samples, and a description.
+"""Compares the largest outputs of a model's blocks during a run with float16's largest number.
 
-Limits are quantiles over the samples, and changes are ratios of medians: one unusual batch hardly affects them.
+The results are quantiles and medians over sampled micro-batches, so one unusual batch hardly changes them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.report.html import escape, format_number
 
 _LEAST = 6
-"""Minimum number of samples to measure a change over the run."""
+"""With fewer samples, no change over the run is computed."""
 _LITTLE = 2.0
-"""Headroom below which a warning is printed: the largest value of another batch may be larger by this factor."""
+"""A headroom below this factor gives a warning, because another batch may have values that are larger by this factor."""
 
 
 @dataclass(frozen=True)
 class HeadroomSample:
-    """The largest magnitudes of the blocks' outputs in one micro-batch.
+    """The largest magnitude of each block's output in one micro-batch.
 
     Attributes:
-        step: optimizer step of the micro-batch.
+        step: number of the optimizer step to which the micro-batch belongs.
         largest: largest magnitude of each block's output, in the order of the blocks; infinite after an overflow.
     """
 
@@ -33,11 +33,11 @@ class HeadroomSample:
 
 @dataclass(frozen=True)
 class Headroom:
-    """The largest magnitudes of the blocks' outputs over a run that computes in float16.
+    """The largest magnitude of each block's output in each sampled micro-batch of a float16 run.
 
     Attributes:
         blocks: fully qualified names of the blocks, in forward order.
-        dtype: dtype of the blocks' outputs. Values beyond 65504 are lost only in `"float16"`.
+        dtype: dtype of the blocks' outputs. Values above 65504 overflow only if the dtype is `"float16"`.
         samples: sampled micro-batches, in the order of the steps.
     """
 
@@ -48,13 +48,13 @@ class Headroom:
 
 @dataclass(frozen=True)
 class BlockHeadroom:
-    """The largest magnitudes of one block's output over the run.
+    """Statistics of one block over the run. Each sample is the largest magnitude of the block's output in a micro-batch.
 
     Attributes:
-        median: median over the samples.
-        high: 0.9 quantile over the samples.
+        median: median of the samples.
+        high: 0.9 quantile of the samples.
         headroom: 65504 / `high`; infinite if the block returned only zeros.
-        change: median of the last third of the samples divided by the median of the first third; None if there are
+        change: median of the last third of the samples, divided by the median of the first third; None if there are
             fewer than six samples.
     """
 
@@ -79,7 +79,7 @@ def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
 
 
 def in_words(headroom: Headroom) -> str:
-    """Describe the block with the least headroom, and how its values changed over the run."""
+    """Describe the block with the least headroom, and the change of its values over the run."""
     blocks = by_block(headroom)
     least = min(blocks, key=lambda block: block.headroom)
     sampled = f"{len(headroom.samples):,} sampled"
@@ -88,22 +88,22 @@ def in_words(headroom: Headroom) -> str:
     if math.isinf(least.high):
         return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({sampled})."
     said = (
-        f"{least.name} gives the largest values, up to {format_number(least.high, 4)} {where}; "
-        f"65,504, float16's largest number, is {format_number(least.headroom, 3)} times that."
+        f"{least.name} has the largest outputs: up to {format_number(least.high, 4)} {where}. "
+        f"float16's largest number, 65,504, is {format_number(least.headroom, 3)} times as large."
     )
     if headroom.dtype == "float16" and least.headroom < _LITTLE:
-        said += " Other batches may exceed this headroom. bfloat16 or a float32 residual stream has more headroom."
+        said += " Other batches may exceed float16's range. bfloat16 or a float32 residual stream has more headroom."
     if least.change and not 0.9 < least.change < 1.1:
         ratio = least.change if least.change > 1 else 1 / least.change
         grew = "grew" if least.change > 1 else "shrank"
-        said += f" The values {grew} by a factor of {format_number(ratio, 3)} over the run."
+        said += f" The block's outputs {grew} by a factor of {format_number(ratio, 3)} over the run."
     if headroom.dtype != "float16":
-        said += f" The blocks return their outputs in {headroom.dtype}, which holds far larger values."
+        said += f" The blocks return their outputs in {headroom.dtype}, which can hold far larger values."
     return said
 
 
 def bar(block: BlockHeadroom) -> str:
-    """Return a bar of the part of float16's range that a block uses, on a logarithmic scale, as SVG."""
+    """Return an SVG bar that shows how much of float16's range a block uses, on a logarithmic scale."""
     used = min(1.0, max(0.0, math.log2(max(block.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
     words = escape(f"{block.name}: up to {format_number(block.high, 4)}")
     return (

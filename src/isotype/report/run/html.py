@@ -41,9 +41,9 @@ from isotype.report.run.record import (
 from isotype.report.text import format_count, format_duration, format_share
 
 _MEMORY = (
-    "Peak memory is the largest memory in use during a step. On a GPU this is the memory that torch had allocated; on a CPU "
-    "the resident size of the process, sampled every 20 ms, so that shorter peaks can be missed. Loading, evaluation and "
-    "saving are not included."
+    "Peak memory is the largest memory in use during a step. On a GPU, memory in use is the memory that torch has allocated. "
+    "On a CPU, memory in use is the resident size of the process, sampled every 20 ms, so short peaks can be missed. Peak "
+    "memory does not include loading, evaluation and saving."
 )
 
 _STATUS = {
@@ -176,18 +176,18 @@ def _share(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a run report; `run.js` draws it.
+    """A chart of a run report. The script `run.js` draws the chart.
 
     Attributes:
         id: identifier of the chart's element in the page.
-        columns: names of the curves' values: fields of a step, values that `run.js` computes from them
-            (`tokens_per_second`, `memory_gib`, `loss_scale_exponent`), or metrics that the trainer logged.
-        labels: names of the columns in the chart's legend and readout.
-        remark: text shown while the pointer is not over the chart.
+        columns: for each curve, the name of its values: a field of `StepRecord`, a metric that the trainer logged, or
+            `tokens_per_second`, `memory_gib` or `loss_scale_exponent`, which `run.js` computes.
+        labels: names of the curves in the chart's legend.
+        remark: text that is shown while the mouse pointer is not over the chart.
         zero: True if the value axis includes 0.
         smooth: True if a smoothed curve is drawn over the values.
-        held: True if the losses on held-back data are drawn, too.
-        stairs: True if a value is drawn as a horizontal line to the next step.
+        held: True if the chart also shows the losses on held-back data.
+        stairs: True if each value is drawn as a horizontal line that ends at the next step.
         format: format of the values; `"power"` treats them as exponents of 2.
         marks: steps that are marked at the foot of the chart.
     """
@@ -221,7 +221,7 @@ _METRICS = (
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:
-    """Return the charts of a run for which values were measured."""
+    """Return each chart whose values were measured in the run."""
     steps, summary = record.steps, summarize(record)
     if not steps and not record.evals:
         return ()
@@ -248,7 +248,7 @@ def charts_of(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def _line(name: str, title: str, unit: str, column: str, remark: str, label: str = "") -> Chart:
-    """Return a chart of one column with a value axis from 0; the column is labelled with `label`, or else `unit`."""
+    """Return a chart with one curve and a value axis that starts at 0. The curve's label is `label`, or `unit` if empty."""
     return Chart(name, title, unit, (column,), (label or unit,), remark, zero=True)
 
 
@@ -271,7 +271,7 @@ def in_words(chart: Chart, record: RunRecord) -> str:
 
 
 def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
-    """Return the data that `run.js` draws, as JSON that can be embedded safely in a `<script>` element."""
+    """Return the data that `run.js` draws, as JSON that is safe inside a `<script>` element."""
     names = [field.name for field in fields(StepRecord) if field.name != "metrics"]
     metrics = list(dict.fromkeys(name for step in record.steps for name, _ in step.metrics))
     logged = [dict(step.metrics) for step in record.steps]

@@ -1,4 +1,4 @@
-"""The record of a training run, its JSON form, and sentences about its losses and rewards."""
+"""The data of a training run, the run's JSON form, and sentences about the run's losses and rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON form. The number increases if a reader of the previous version would misread the new one."""
+"""Version of the JSON form. The version increases when a program that reads the old form would misread the new form."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -30,17 +30,17 @@ class StepRecord:
 
     Attributes:
         step: global step, counted from 1.
-        loss: training loss; NaN and infinities are kept.
+        loss: training loss of the step; can be NaN or infinite.
         learning_rate: learning rate of the step.
-        grad_norm: norm of the gradients, unscaled and before clipping; None if not measured.
-        tokens: number of tokens in the sequences that the loss is computed from, in all processes, without padding.
-            Completions that GRPO and RLOO reuse count in every step that uses them.
+        grad_norm: norm of the gradients before clipping, without the loss scale; None if not measured.
+        tokens: number of tokens, without padding, in the sequences of the step's loss, summed over all processes.
+            A completion that GRPO or RLOO uses in several steps is counted in each of these steps.
         seconds: duration of the step in seconds, including the generation of completions.
-        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, it is the memory that torch
-            allocated. On a CPU, it is the largest resident size in samples every 20 ms; shorter peaks can be missed.
-        loss_scale: the GradScaler's scale of the step; None without loss scaling.
+        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, bytes in use are those that torch
+            allocated. On a CPU, they are the process's resident size, sampled every 20 ms, so short peaks can be missed.
+        loss_scale: scale that the GradScaler used in the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
-        metrics: names and values of other metrics that the trainer logged after the step (`rewards/margins`).
+        metrics: names and values of the other metrics that the trainer logged after the step, such as `rewards/margins`.
     """
 
     step: int
@@ -70,13 +70,13 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question of the data set and its answers.
+    """A question from the data set, the data set's answer, and the model's answers before and after training.
 
     Attributes:
         question: text of the question.
-        before, after: the model's answer before and after training; None if not recorded.
+        before, after: the model's answers before and after training; None if not recorded.
         reference: the data set's answer.
-        pictures: the question's pictures, scaled down, as data URLs.
+        pictures: the pictures in the question, made smaller and written as data URLs.
     """
 
     question: str
@@ -88,18 +88,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """The training data of a run.
+    """A summary of the training data of a run.
 
     Attributes:
         rows: number of training rows.
-        held_back: number of rows for the held-back loss.
-        effective_batch: rows (or packs) of one optimizer step, in all its micro-batches and processes.
-        epochs: number of passes over the rows until the end of the run.
+        held_back: number of rows that are not trained on but give the held-back loss.
+        effective_batch: number of rows (or packs) in one optimizer step, over all micro-batches and processes.
+        epochs: number of times that the run passes over the rows.
         lengths: the 50, 90 and 99 % quantiles of the number of tokens per row, before rows are cut; None if unknown.
-        cut_rows: number of rows longer than the length limit.
-        cut_share: share of all tokens beyond the length limit, 0 to 1.
-        padding_share: share of a batch's tokens that are padding, 0 to 1; None if unknown.
-        packs: number of packs of `--max_length` tokens (`--packing`); None if rows are not packed.
+        cut_rows: number of rows that are longer than the length limit.
+        cut_share: share of all tokens that are cut off because of the length limit, 0 to 1.
+        padding_share: share of padding among the tokens of a batch, 0 to 1; None if unknown.
+        packs: number of packs that `--packing` makes, each of `--max_length` tokens; None if rows are not packed.
     """
 
     rows: int
@@ -114,13 +114,13 @@ class DataSummary:
 
     @property
     def step_words(self) -> str:
-        """Size of an optimizer step in words: `8 rows`, `1 pack`."""
+        """Number of rows or packs in an optimizer step, as in `8 rows` or `1 pack`."""
         return plural(self.effective_batch, "row" if self.packs is None else "pack")
 
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A line of the precision policy: a role, its dtype and the reason for that dtype."""
+    """A line of the precision policy: a role such as compute, its dtype, and the reason for this dtype."""
 
     role: str
     dtype: str
@@ -129,7 +129,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A training run, as `run_report.json` in its output directory contains it.
+    """A training run. The file `run_report.json` in the run's output directory contains these fields.
 
     Attributes:
         method: the training method: "sft", "dpo", "grpo", …
@@ -140,17 +140,17 @@ class RunRecord:
         error: the error that ended a failed run.
         policy: the precision policy.
         versions: libraries and their versions.
-        parameters_total: number of parameters of the model, adapters included.
+        parameters_total: number of parameters of the model, including adapters.
         parameters_trainable: number of trained parameters.
-        weight_bytes: bytes of the weights by storage dtype, such as `("nf4", n)`.
+        weight_bytes: for each storage dtype of the weights, its name and its bytes, such as `("nf4", n)`.
         settings: names and values of the hyperparameters.
-        resumed_from: step of the checkpoint from which the run was resumed; None if it was not resumed.
+        resumed_from: step of the checkpoint from which the run was resumed; None if the run was not resumed.
         data: the training data; None if unknown.
-        headroom: the used part of float16's range; None for a run in another dtype.
-        earlier_seconds: duration in seconds of the earlier commands of a resumed run, which ended before `started`.
+        headroom: the part of float16's range that the run used; None if the run used another dtype.
+        earlier_seconds: for a resumed run, the total duration in seconds of the commands before this one.
 
     Raises:
-        IsotypeError: a time is not ISO-8601, or only one of `started` and `finished` has a UTC offset.
+        IsotypeError: a time is not in ISO-8601 form, or only one of `started` and `finished` has a UTC offset.
     """
 
     method: str
@@ -198,25 +198,25 @@ class RunRecord:
 
 
 def parse_time(text: str) -> datetime:
-    """Return the time of an ISO-8601 text; raise ValueError for other texts."""
+    """Parse a time in ISO-8601 form; raise ValueError for any other text."""
     return datetime.fromisoformat(text)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of a run. Values that were not measured are None.
+    """A summary of a run's steps. A value that was not measured is None.
 
     Attributes:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time from start to end, plus the earlier commands of a resumed run; the duration of all
-            steps if the end is unknown.
+        seconds: wall-clock time of the run and of the commands that it resumes; the duration of all steps if the end
+            of the run is unknown.
         first_loss: mean training loss of the first `window` steps.
-        final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
-        window: number of steps in each of the two means: a tenth of the run, between 1 and 10.
-        tokens_per_second: median over the steps.
-        peak_memory_bytes: largest `memory_bytes` of a step; loading, evaluation and saving are not included.
+        final_loss: mean training loss of the last `window` steps; NaN if the loss of one of these steps is NaN.
+        window: number of steps that `first_loss` and `final_loss` average: a tenth of the run, at least 1, at most 10.
+        tokens_per_second: median throughput of the steps.
+        peak_memory_bytes: largest `memory_bytes` of a step; does not include loading, evaluation and saving.
     """
 
     steps: int
@@ -254,14 +254,14 @@ def summarize(record: RunRecord) -> RunSummary:
 
 
 def tokens_per_second(step: StepRecord) -> float | None:
-    """Return the throughput of one step; None if its duration is not a positive number."""
+    """Return the throughput of one step; None if the step's duration is not a positive number."""
     return step.tokens / step.seconds if 0 < step.seconds < math.inf else None
 
 
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
-    """Return sentences about the training loss, the held-back loss and, with a reward function, the rewards.
+    """Return sentences about the training loss, the held-back loss and, if there are any, the rewards.
 
-    A sentence is a tuple of pieces: text and numbers alternate, and text is first.
+    A sentence is a tuple of strings that starts with text; after that, numbers and texts alternate.
     """
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
@@ -311,13 +311,13 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of GRPO's or RLOO's completions between two logs of the trainer.
+    """The rewards that GRPO's or RLOO's trainer logged once, for all completions since its previous log.
 
     Attributes:
         step: step after which the trainer logged the rewards.
-        mean, spread: mean and standard deviation over all completions.
-        equal: share of groups (completions of one prompt) whose rewards are all equal, 0 to 1. Such a group has no
-            gradient.
+        mean, spread: mean and standard deviation of the rewards.
+        equal: share of groups in which all rewards are equal, 0 to 1. A group is the completions of one prompt; if its
+            rewards are all equal, it has no gradient.
     """
 
     step: int
@@ -333,13 +333,13 @@ def rewards_of(step: StepRecord) -> Rewards | None:
 
 
 def reward_words(rewards: Rewards) -> str:
-    """Format rewards: `reward 0.250 ± 0.433, all equal in 40 % of groups`."""
+    """Format rewards, as in `reward 0.250 ± 0.433, all equal in 40 % of groups`."""
     mean, spread = format_loss(rewards.mean), format_loss(rewards.spread)
     return f"reward {mean} ± {spread}, all equal in {format_share(rewards.equal)} of groups"
 
 
 def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
-    """Return the share of all groups whose rewards are all equal, 0 to 1; None without rewards."""
+    """Return the share of groups in which all rewards are equal, 0 to 1. Return None if no rewards were logged."""
     logged = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
     numbers = [0, *(rewards.step for rewards in logged)]
     weights = [after - before for before, after in pairwise(numbers)]
@@ -348,7 +348,7 @@ def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
 
 
 def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
-    """Return a warning if all rewards of every group were equal."""
+    """Return a warning if all rewards were equal in every group; otherwise return an empty tuple."""
     if equal_rewards(steps) != 1:
         return ()
     return (
@@ -371,16 +371,16 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""Minimum number of training losses to distinguish a trend from noise, since every step has other rows."""
+"""With fewer training losses, a trend cannot be told from noise, because every step trains on other rows."""
 _SAME = 1e-3
-"""Relative difference of two losses that counts as no change."""
+"""Two losses whose relative difference is below this count as equal."""
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
-    """Return how far the means of the first and last `window` losses may differ by noise alone: two standard errors.
+    """Return two standard errors of the difference between the mean of the first and of the last `window` losses.
 
-    The noise is estimated from the differences of neighbouring losses, which a trend over the run hardly changes. If
-    the noise is normal, the median magnitude of these differences is 0.954 standard deviations of the noise.
+    The noise is estimated from the differences of neighbouring losses, because a trend hardly changes these. For normal
+    noise, the median magnitude of the differences is 0.954 times the standard deviation of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
@@ -402,7 +402,7 @@ def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
 
 
 def format_loss(loss: float) -> str:
-    """Format a loss with three decimals, or with an exponent if three do not suffice; `NaN`, `∞`, `−∞`."""
+    """Format a loss with three decimals, or with an exponent if the loss is below 0.001 or is 1e6 or more."""
     if not math.isfinite(loss):
         return format_number(loss)
     plain = loss == 0 or 0.001 <= abs(loss) < 1e6
@@ -415,13 +415,13 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def to_json(record: RunRecord) -> str:
-    """Return a run as strict JSON, with `schema_version` and the fields of `RunRecord`.
+    """Write a run as strict JSON with `schema_version` and the fields of `RunRecord`.
 
-    NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+    NaN and infinities become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """
     return text_of(record, SCHEMA_VERSION)
 
 
 def from_json(text: str) -> RunRecord:
-    """Return the run that `to_json` wrote; raise ValueError for other text or another version."""
+    """Read a run from the JSON of `to_json`; raise ValueError for any other text or another version."""
     return record_of(text, RunRecord, SCHEMA_VERSION)
