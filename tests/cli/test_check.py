@@ -320,7 +320,7 @@ def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tm
 
 def test_a_fix_that_arguments_make_has_its_command(capsys, config):
     _, out, _ = run(capsys, config, "--dtype", "bfloat16", "--device", "v100")
-    assert "; its values end at 65,504 (a setting; unsafe; " in " ".join(out.split())
+    assert "; float16 ends at 65,504 (a setting; unsafe; " in " ".join(out.split())
     (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
     program, check, *words = shlex.split(line)
     assert (program, check) == ("isotype", "check")

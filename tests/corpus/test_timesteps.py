@@ -98,4 +98,4 @@ def test_wavelengths_in_a_buffer(waves: torch.Tensor, cause: str | None) -> None
     model.proj.to(BF16)
     findings = isotype.check(model, {"mass": torch.tensor([1234.5, 2.0])}, device="h100").findings
     assert [finding.cause for finding in findings] == ([] if cause is None else [cause])
-    assert all("after the model was cast" in finding.fixes[0].text for finding in findings)
+    assert all("cast the model first" in finding.fixes[0].text for finding in findings)

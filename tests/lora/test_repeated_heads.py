@@ -131,7 +131,7 @@ def tiny_model_without_groups() -> Any:
             "t4",
             torch.float16,
             False,
-            "grouped heads in float16; where layers are fused",
+            "grouped heads in float16; with fused layers",
             marks=before_torch_2_14,
         ),
         ("t4", torch.float16, True, None),

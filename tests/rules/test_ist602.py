@@ -15,7 +15,7 @@ def test_float16_on_a_cpu_without_it() -> None:
     (finding,) = found(RULE, on(of_llama(FP16), "cpu-generic"))
     assert finding.severity == "warning"
     assert finding.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX2")
-    assert "measured: its matmuls run 36 times slower than float32's" in finding.notes
+    assert "measured: float16 matmuls run 36 times slower than float32's" in finding.notes
     assert finding.cost is not None
     assert finding.cost.slowdown == pytest.approx(31.2, abs=0.1)  # the adapters' float32 products stay
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float16"
@@ -28,9 +28,9 @@ def test_float16_where_bfloat16_is_fast() -> None:
     trace = of_llama(FP16)
     (slow,), (gainless,) = (found(RULE, on(trace, name)) for name in ("cpu-avx512", "cpu-amx"))
     assert slow.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16")
-    assert "measured: its matmuls run 40 times slower than bfloat16's" in slow.notes
+    assert "measured: float16 matmuls run 40 times slower than bfloat16's" in slow.notes
     assert [fix.description for fix in slow.fixes] == [
-        "run the step in bfloat16 and cast the weights; this rounds their values to 8 bits",
+        "run the step in bfloat16 and cast the weights; bfloat16 keeps 8 bits of each",
         "run the step in float32 and cast the weights",
     ]
     assert (gainless.severity, gainless.message) == (
@@ -38,9 +38,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
         "float16 matmuls run 3 times slower than bfloat16 on x86 CPU with AMX: 87 % of the FLOPs",
     )
     (fix,) = gainless.fixes  # float32 would be no faster
-    assert (
-        fix.description == "run the step in bfloat16 and cast the weights; this rounds their values to 8 bits"
-    )
+    assert fix.description == "run the step in bfloat16 and cast the weights; bfloat16 keeps 8 bits of each"
     assert found("ist601_bfloat16", on(of_llama(BF16), "cpu-amx")) == []
 
 

@@ -65,7 +65,7 @@ def test_masks_whose_fill_becomes_infinite(late: bool, padded: bool) -> None:
     assert bool(found) == bool(torch.isnan(model(**inputs))) == (padded and not late)
     if found:
         assert found[0].message == (
-            "a cast to float16 makes 1 whole row of a mask minus infinity: softmax returns NaN"
+            "a cast to float16 fills 1 whole row of a mask with minus infinity: softmax returns NaN"
         )
 
 

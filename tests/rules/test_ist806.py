@@ -33,7 +33,7 @@ def test_a_float32_softmax_behind_a_rounded_product_comes_too_late() -> None:
     assert finding.severity == "note"
     assert finding.message == "experts are chosen from bfloat16 scores"
     assert finding.module == GATE
-    assert finding.cause == f"{GATE}.weight and its other operand are bfloat16"
+    assert finding.cause == f"{GATE}.weight and the router's input are bfloat16"
     wide, narrow, by_hand = finding.fixes
     assert [(each.kind, each.target, each.value) for each in wide.actions] == [
         ("parameter", "model.layers.*.mlp.gate.bias", "float32"),

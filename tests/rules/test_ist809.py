@@ -179,7 +179,7 @@ def test_what_it_says() -> None:
     assert "values that float16 holds on NVIDIA T4" in str(error)
     first = finding.fixes[0]
     assert first.description == (
-        "carry the residual stream in float32, run 5 modules in float32; matmuls stay in float16"
+        "keep the residual stream in float32, run 5 modules in float32; matmuls stay in float16"
     )
     assert (first.safety, first.verified, first.scope) == ("safe", True, "model")
 

@@ -60,7 +60,7 @@ def test_a_row_that_sees_nothing(name: str, dtype: torch.dtype) -> None:
     assert model(**batch(dtype)).isnan().any(), "the real step returns what the rule reports"
     (finding,) = found(RULE, traced(model, batch(dtype)))
     assert finding.severity == "error"
-    assert finding.message == "2 rows of a softmax have no position that the mask leaves: the result is NaN"
+    assert finding.message == "2 rows of a softmax have no visible position: the result is NaN"
     assert line(finding.source).startswith("test_ist814.py:")
 
 
@@ -84,4 +84,4 @@ def test_a_batch_without_labels(label: int, expected: int) -> None:
         RULE, traced(nn.Linear(8, 8), lambda model: F.cross_entropy(model(torch.ones(8, 8)), labels))
     )
     messages = [finding.message for finding in findings]
-    assert messages == ["no label of the batch counts in the loss: its mean is NaN"] * expected
+    assert messages == ["no label of the batch counts in the loss: the mean loss is NaN"] * expected

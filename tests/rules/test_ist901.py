@@ -10,10 +10,10 @@ def test_a_mask_of_ones_beside_positions_is_named_with_a_verified_fix() -> None:
     assert finding.message == "the sequences of a packed row attend to each other"
     assert (
         finding.cause
-        == "the batch has attention_mask and position_ids: LlamaAttention then attends to the whole row"
+        == "the batch has attention_mask as well as position_ids, so LlamaAttention attends to the whole row"
     )
     assert finding.notes == (
-        "16 of 16 predictions change, the first at row 0, token 7; the largest change is 1.2 of the largest logit",
+        "16 of 16 predictions change, the first at row 0, token 7; the largest change is 1.2 times the largest logit",
         "measured in float64 on a copy of the model, with 2 rows of 16 tokens",
     )
     (fix,) = finding.fixes

@@ -17,7 +17,7 @@ def test_a_module_that_mixes_rows_and_tokens_is_one_error() -> None:
     (finding,) = find(both)
     assert (finding.severity, finding.message) == (
         "error",
-        "a row's predictions depend on the other rows of the batch, and on its own later tokens",
+        "a row's predictions depend on the other rows of the batch, and on later tokens of the same row",
     )
     assert not list(later_tokens(both))
 

@@ -147,7 +147,7 @@ def test_nothing_trainable_is_a_note() -> None:
 def test_an_optimizer_that_is_not_traced_is_a_note() -> None:
     trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, optimizer="adamw_bnb_8bit"))
     assert trace.notes == (
-        "the step of optimizer adamw_bnb_8bit is not traced: it runs in kernels of its own",
+        "the step of optimizer adamw_bnb_8bit is not traced: the optimizer has its own kernels",
     )
 
 

@@ -1,11 +1,11 @@
 """
 **What it means.** float16's largest number is 65504. The finding is one of these:
 
-- A weight is already infinite, or becomes infinite by a cast to float16.
-- The weight of a norm is so large that the norm's output can exceed the limit: a normalized vector of n values has
-  entries up to sqrt(n), and the norm multiplies them by its weight.
-- A mask that is filled with float32's lowest number is cast to float16. The number becomes minus infinity, and the
-  softmax of a fully masked row (padding on the left) becomes NaN.
+- A weight is infinite, or a cast to float16 makes it infinite.
+- The weight of a norm is so large that the norm's output can exceed 65504. A norm multiplies its weight by normalized
+  values, and one of n normalized values can be as large as sqrt(n).
+- A mask that is filled with float32's lowest number is cast to float16. The cast turns the number into minus infinity,
+  and the softmax of a row that is wholly masked (left padding) is NaN.
 
 **Why it is bad.** The next norm or softmax turns one infinity into NaN. The loss is then NaN, or sampling
 stops with `probability tensor contains either inf, nan or element < 0`.
@@ -18,8 +18,8 @@ stops with `probability tensor contains either inf, nan or element < 0`.
 
     AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.bfloat16)    # or float32
 
-**How safe is the fix?** bfloat16 has float32's range with fewer digits. No cast repairs infinite weights:
-load them again.
+**How safe is the fix?** bfloat16 has float32's range, but fewer digits. No cast repairs infinite weights: load the
+weights again.
 
 **Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq
 #254; axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
@@ -103,9 +103,9 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _emptied_rows(trace: Trace) -> Iterator[Finding]:
-    """Yield findings for masks with fully masked rows, whose fill value a cast turns into minus infinity.
+    """Yield a finding for each cast that makes whole rows of a mask minus infinity.
 
-    torch's fused attention returns zeros for such a row; a plain softmax returns NaN.
+    For a row of minus infinity, torch's fused attention returns zeros, and a plain softmax returns NaN.
     """
     if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
         return
@@ -114,10 +114,10 @@ def _emptied_rows(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "IST802",
             "error",
-            f"a cast to float16 makes {plural(first.emptied, 'whole row')} of a mask minus infinity: softmax returns NaN",
+            f"a cast to float16 fills {plural(first.emptied, 'whole row')} of a mask with minus infinity: softmax returns NaN",
             first,
             others,
-            cause=f"the fill value is below float16's -65504, cast at {short(source) or 'an unknown line'}",
+            cause=f"the cast at {short(source) or 'an unknown line'} gets a fill value below -65504, float16's lowest number",
             fixes=(advice(source, "fill the mask after the cast, with torch.finfo(torch.float16).min"),),
         )
 
@@ -127,5 +127,5 @@ def _largest(weight: Weight) -> float:
 
 
 def _reach(weight: Weight) -> float:
-    """Return the bound of a norm's output: a normalized vector of n values has entries of at most sqrt(n)."""
+    """Return the largest value that a norm of width n can return: its largest weight times sqrt(n)."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

@@ -6,8 +6,8 @@ autocast for it.
 
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
 error is raised, but distant positions become equal, and training and serving compute different results. The timesteps
-of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times 1000 becomes 996. If the batch
-or a buffer (wavelengths) contains such numbers, the check computes the error of each angle.
+of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times 1000 becomes 996. If the batch or
+a buffer contains timesteps, positions or wavelengths, the check computes how far each angle is off.
 
 **An example that costs**
 
@@ -17,7 +17,7 @@ or a buffer (wavelengths) contains such numbers, the check computes the error of
 
     isotype.repair(model, isotype.check(model, batch))      # frequencies are recomputed in float32
 
-**How safe is the fix?** The fix computes the frequencies from the config in float32. The buffer takes a few
+**How safe is the fix?** The fix computes the frequencies from the config in float32. The float32 buffer takes a few
 hundred bytes.
 
 **Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
@@ -76,7 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
-    """Yield sines and cosines of timesteps, positions and times that had been rounded to 16 bits, in other modules."""
+    """Yield findings for sines and cosines of angles that come from numbers rounded to 16 bits, outside of `reported`."""
     off = (c for c in trace.calls if c.off > _OFF and not c.recomputed and c.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
@@ -92,7 +92,7 @@ def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
         yield finding_at(
             "IST803",
             "warning",
-            f"{first.op} of an angle that is off by up to {first.off:.2g} radians: it is computed from a number rounded to 16 bits",
+            f"{first.op} gets an angle that is wrong by up to {first.off:.2g} radians, because a number was rounded to 16 bits",
             first,
             calls,
             cause=cause,
@@ -111,8 +111,8 @@ def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
 
 
 def _recomputed(buffer: Weight) -> Fix:
-    how = "after the model was cast: a cast back to float32 does not restore their digits"
-    return advice(buffer.module, f"compute the numbers of {buffer.name} in float32 {how}")
+    how = "in float32: a cast back to float32 does not restore lost digits"
+    return advice(buffer.module, f"cast the model first, then compute {buffer.name} {how}")
 
 
 def _is_rounded_product(call: Call, trace: Trace) -> bool:

@@ -1,7 +1,7 @@
 """
-**What it means.** A parameter that the model's author keeps in float32 (`_keep_in_fp32_modules`: T5's `wo`,
-routers, some norms) is in 16 bits. `from_pretrained(dtype=torch.float16)` follows this list, but `.half()`
-and `.to(dtype)` do not.
+**What it means.** A parameter is in 16 bits, but the model's author keeps it in float32: `_keep_in_fp32_modules` lists
+it (T5's `wo`, routers, some norms). `from_pretrained(dtype=torch.float16)` follows the author's list, but `.half()` and
+`.to(dtype)` do not.
 
 **Why it is bad.** The author keeps a parameter in float32 because the model fails otherwise: T5's `wo`
 overflows in float16, and the loss is NaN.
@@ -14,8 +14,8 @@ overflows in float16, and the loss is NaN.
 
     T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
 
-**How safe is the fix?** The parameter is float32 again, as its author requires. Rounded digits can only be restored
-from the checkpoint.
+**How safe is the fix?** The parameter is float32 again, as its author requires. Only the checkpoint still has the
+digits that were rounded away.
 
 **Seen in** huggingface/transformers #5651.
 """
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of
@@ -39,15 +40,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     for dtype in HALVES:
         of_model = (w for w in trace.weights if not w.adapter and not w.quantization)
         rounded = [weight for weight in of_model if weight.pinned and weight.dtype == dtype]
-        are = "is" if count(rounded) == 1 else "are"
         if rounded:
             yield finding_of(
                 "IST804",
                 "warning" if dtype == torch.float16 else "note",
-                f"{count(rounded)} of the parameters that the model's author keeps in float32 {are} {dtype_name(dtype)}",
+                f"{agree(count(rounded), 'parameter', 'are')} {dtype_name(dtype)}; the model's author requires float32",
                 rounded,
                 phase="load",
-                notes=("rounded values can only be restored from the checkpoint",),
+                notes=("only the checkpoint still has the digits that were rounded away",),
                 fixes=_fixes(trace, rounded),
             )
 

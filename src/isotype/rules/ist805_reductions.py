@@ -33,7 +33,7 @@ TITLE = "A long reduction returned in 16 bits"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
-"""Results over shorter axes (experts, classes) lose nothing significant."""
+"""A result over fewer values (experts, classes) loses too little to report."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

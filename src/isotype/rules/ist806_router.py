@@ -1,10 +1,10 @@
 """
-**What it means.** A mixture-of-experts router multiplies in 16 bits, and chooses experts by scores with 8
+**What it means.** A mixture-of-experts router multiplies in 16 bits. The scores that choose the experts then have 8
 (bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not restore the lost bits.
 
-**Why it is bad.** Scores that differ by less than a rounding step become equal or swap, so a token goes to
-other experts than in float32. Its experts can also change with the padding of the batch or with the kernel.
-The balance loss and the routing weights use the same rounded numbers.
+**Why it is bad.** If two scores differ by less than a rounding step, they become equal or change their order, and a
+token goes to other experts than in float32. A token's experts can also change with the batch's padding or with the
+kernel. The balance loss and the routing weights use the same rounded numbers.
 
 **An example that costs**
 
@@ -59,7 +59,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
         "note",
         f"experts are chosen from {dtype_name(dtype)} scores",
         product,
-        cause=f"{owner.name} and its other operand are {dtype_name(dtype)}",
+        cause=f"{owner.name} and the router's input are {dtype_name(dtype)}",
         evidence=evidence(weight.origin),
         fixes=(
             Fix("let the router take and return float32", "safe", actions=wide),

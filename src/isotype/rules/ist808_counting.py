@@ -1,11 +1,11 @@
 """
-**What it means.** `torch.arange` counts in 16 bits, or its numbers are cast to 16 bits, or an optimizer
-counts its steps in 16 bits. bfloat16 represents every integer up to 256, and float16 up to 2048. Beyond this
-limit, neighbouring integers become equal.
+**What it means.** `torch.arange` counts in 16 bits, a cast rounds its result to 16 bits, or an optimizer counts steps
+in 16 bits. bfloat16 represents every integer up to 256, and float16 up to 2048. Above these limits, some integers
+become equal to their neighbours.
 
-**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on bfloat16
-represents only every fourth position. Nothing fails, and short test sequences are not affected. A step count
-in bfloat16 stops at 256, so Adam's bias correction stops too, and every later update is too small.
+**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on, bfloat16 represents only
+every fourth position. Nothing fails, and short test sequences are not affected. A step count in bfloat16 stops at 256,
+so Adam's bias correction stops too, and every later update is too small.
 
 **An example that costs**
 
@@ -15,8 +15,7 @@ in bfloat16 stops at 256, so Adam's bias correction stops too, and every later u
 
     positions = torch.arange(hidden.shape[1])                          # integers, or dtype=torch.float32
 
-**How safe is the fix?** Safe: the values computed from the positions are rounded once, and the positions are
-not rounded.
+**How safe is the fix?** Safe: the positions are exact, and only the values computed from them are rounded.
 
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915.
 """
@@ -37,7 +36,7 @@ from isotype.rules.kit.words import advice, cause_text, fix
 TITLE = "Integers too large for a 16-bit dtype"
 
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}
-"""The largest integer up to which the dtype represents every integer."""
+"""For each dtype: the integer up to which it represents every integer."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -70,7 +69,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _counters(trace: Trace) -> Iterator[Finding]:
-    """Yield the 16-bit numbers that an optimizer creates and increments in each step."""
+    """Yield a finding for each line where an optimizer creates a 16-bit step count."""
     counters = filter(_is_counter, trace.calls)
     for source, calls in grouped(counters, lambda call: call.operands[0].origin.cause.source).items():
         cause = calls[0].operands[0].origin.cause
@@ -84,13 +83,13 @@ def _counters(trace: Trace) -> Iterator[Finding]:
             calls[0],
             calls,
             cause=cause_text(cause),
-            notes=(f"in {name} {last} + 1 is {last}",),
+            notes=(f"in {name}, {last} + 1 is {last}",),
             fixes=(in_float32, in_python) if source else (in_python,),
         )
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether the optimizer adds an integer to a tensor of one element that was created as a counter."""
+    """Return whether the optimizer adds an integer to a one-element 16-bit tensor that does not come from weights or data."""
     if call.phase != "optimizer" or not call.op.startswith("aten.add_.") or call.numbers:
         return False
     operand, *others = call.operands
@@ -103,7 +102,7 @@ def _counts(call: Call) -> bool:
 
 
 def _casts(call: Call, before: Call) -> bool:
-    """Return whether a call casts the result of `before`, which is an `arange` on the same line."""
+    """Return whether `before` is an `arange`, and `call` casts its result on the same line."""
     return _counts(before) and call.op.startswith("aten._to_copy.") and call.source == before.source
 
 

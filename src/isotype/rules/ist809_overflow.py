@@ -4,8 +4,8 @@ float16's largest number. The residual stream is the most frequent place: every 
 large in models that were trained in bfloat16. Other frequent places are the gated product before `down_proj`, the
 queries, the keys and the gradients.
 
-**Why it is bad.** Larger values become infinite, the next norm or softmax turns them into NaN, and the loss
-is NaN from the first step to the last. A GradScaler skips every such step, so nothing is trained.
+**Why it is bad.** Values above 65504 become infinite, the next norm or softmax turns them into NaN, and the loss is NaN
+in every step. A GradScaler skips every such step, so nothing is trained.
 
 **An example that fails**
 
@@ -17,14 +17,14 @@ is NaN from the first step to the last. A GradScaler skips every such step, so n
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16. Values that are too large for float16 become float32, or the fix
-multiplies them by a power of two before a matmul and divides the result by it, which changes no digit. Hidden states in
-float32 take twice the memory. bfloat16 has the range of float32 with fewer digits.
+**How safe is the fix?** Safe: matmuls stay in float16. Values that are too large for float16 are computed in float32.
+Or the fix divides a matmul's input by a power of two and multiplies the result by the same power, which changes no
+digit. Hidden states in float32 take twice as much memory as in float16. bfloat16 has float32's range, but fewer digits.
 
-**What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace
-shows which operators run in float16. Magnitudes do not depend on dtypes, so a fix is verified by the same
-measurement and a new trace. The comparison ignores fill values of attention masks. Other data can have larger
-values, so the report gives the headroom: 65504 divided by the largest measured value.
+**What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace shows which
+operators run in float16. A value's magnitude does not depend on its dtype, so the check verifies a fix with the same
+measurement and a new trace. The comparison ignores fill values of attention masks. Other data can have larger values,
+so the report gives the headroom: 65504 divided by the largest measured value.
 
 **Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
 #4005; unslothai/unsloth-zoo #600.
@@ -105,7 +105,7 @@ def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str
         yield f"the residual stream reaches {number(large.output)} at {large.name}{ends}"
     if first.call.phase == "backward" and trace.setup.scaler:
         exponent = math.floor(math.log2(FLOAT16_LARGEST / max(value.value for value in beyond)))
-        yield f"the loss scale has to fall to 2^{exponent}, and every halving skips a step"
+        yield f"the loss scale has to fall to 2^{exponent}, and each halving costs a skipped step"
     yield f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text} ({plural(ranges.tokens, 'token')})"
 
 
@@ -115,7 +115,7 @@ def _fixes(trace: Trace, ranges: Ranges) -> Iterator[Fix]:
     if decision.wide or decision.exceptions:
         exceptions = tuple((layer.module, layer.how, layer.exponent) for layer in decision.exceptions)
         wanted = RangeBoundaries("float16", decision.wide, exceptions)
-        parts = ["carry the residual stream in float32"] if decision.wide else []
+        parts = ["keep the residual stream in float32"] if decision.wide else []
         scaled = sum(layer.how == "scale" for layer in decision.exceptions)
         float32 = len(exceptions) - scaled
         parts += [f"scale {plural(scaled, 'matmul')} by powers of two"] if scaled else []

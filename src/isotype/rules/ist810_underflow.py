@@ -1,8 +1,8 @@
 """
-**What it means.** The gradients of this model were measured. A GradScaler multiplies them by 65536 at first.
-Even then, more than half of their values are below 3e-8, and float16 rounds such values to zero.
+**What it means.** The gradients of this model were measured. A GradScaler multiplies gradients by 65536 at first. Even
+then, more than half of the measured gradient values are below 3e-8, and float16 rounds numbers below 3e-8 to zero.
 
-**Why it is bad.** Parameters that depend on these values do not change. A GradScaler doubles its scale, but
+**Why it is bad.** A parameter whose gradient is rounded to zero does not change. A GradScaler doubles its scale, but
 only once in 2000 steps without an overflow: most of a short training is over by then.
 
 **An example that costs**
@@ -18,12 +18,12 @@ only once in 2000 steps without an overflow: most of a short training is over by
 **How safe is the fix?** Safe: the scaler multiplies the loss by a power of two and divides the gradients by
 the same number. If the scale is too large, the scaler skips one step and halves the scale.
 
-**What was compared.** The rule computes which share of the nonzero values becomes zero in each float16
-gradient, and averages the shares, weighted by the gradients' sizes. Without a GradScaler, IST303 reports the
-share.
+**What was compared.** For each float16 gradient, the rule computes the share of its nonzero values that become zero. A
+gradient with more elements weighs more in the average of these shares. Without a GradScaler, IST303 reports the
+average.
 
-**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: detection networks whose
-training diverged because most values of their gradients were below float16's range.
+**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: the training of detection networks
+diverged because most of their gradients were too small for float16.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         f"{100 * shares.scaled:.0f} % of the gradients' values become zero in float16 at a loss scale of 65536",
         phase="backward",
         cause=f"the largest measured gradient is {shares.gradient:.2g}",
-        notes=(f"without loss scaling it is {100 * shares.plain:.0f} %",),
+        notes=(f"without loss scaling, {100 * shares.plain:.0f} % become zero",),
         fixes=(advice("init_scale", f"begin with a larger loss scale: {scaler}"),),
     )

@@ -1,10 +1,9 @@
 """
-**What it means.** A number that keeps a divisor above zero is itself zero in float16, whose smallest
-number is 6e-8: `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, `F.normalize`, whose default is 1e-12.
+**What it means.** An epsilon should keep a divisor above zero, but is zero in float16, whose smallest positive number
+is 6e-8. Examples are `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, and `F.normalize` with its default epsilon, 1e-12.
 
-**Why it is bad.** The first zero row (padding, an empty span, a closed gate, a sum of squares that float16
-rounds to zero) becomes 0 / 0 or log(0), and the loss of this step is NaN. Steps without a zero row are not
-affected.
+**Why it is bad.** The first row of zeros (padding, an empty span, squares that float16 rounds to zero) makes the line
+compute 0 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected.
 
 **An example that costs**
 
@@ -18,7 +17,7 @@ affected.
 are never zero.
 
 **How safe is the fix?** Safe: float16 numbers below 6e-5 have fewer digits, so a divisor below the new epsilon is
-inexact anyway. If the line computes in float32, it keeps its epsilon.
+inexact anyway. A line that computes in float32 needs no other epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368.
@@ -41,7 +40,7 @@ _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), "min"),
 }
-"""Operators that keep a value away from zero, and the argument that does so."""
+"""For each operator that can keep a value above zero: the name of its epsilon argument."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -67,7 +66,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _epsilon(call: Call) -> float:
-    """Return the epsilon of a call (clamp, addition) if it is zero in float16; 0 if there is nothing to report."""
+    """Return the epsilon that a call adds or clamps to, if float16 rounds it to zero. Return 0 for any other call."""
     if TRANSFORMERS in call.source:
         return 0.0
     number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)

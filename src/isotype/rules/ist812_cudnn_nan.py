@@ -1,14 +1,14 @@
 """
-**What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. In torch 2.11 to
-2.14, the backward of this kernel may return NaN as the gradient of the queries. NaN occurs at lengths that
-are 64 more than a multiple of 128, if all scores of a row are below -88. Heads of Qwen2.5 that attend to one
-token only have such scores.
+**What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. In torch 2.11 to 2.14, the
+backward of this kernel may return NaN as the gradient of the queries. NaN occurs at lengths that are 64 more than a
+multiple of 128, if all scores of a row are below -88. Qwen2.5 has scores below -88 in heads that attend to a single
+token.
 
 **Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next
 step on. Padded batches differ in length, so the first NaN comes after minutes or days.
 
-**Why it happens.** The kernel works on tiles of 128 keys. It uses scores of 0 instead of minus infinity for
-the empty half of the last tile. If the row's other scores are below -88, exp(0 + 88) is infinite in float32.
+**Why it happens.** The kernel works on tiles of 128 keys. For the empty half of the last tile, the kernel uses scores
+of 0 instead of minus infinity. If the real scores of the row are below -88, exp(0 + 88) is infinite in float32.
 
 **An example that fails**
 
@@ -39,7 +39,7 @@ TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
-"""cuDNN's kernel, and the kernel that represents every GPU kernel on fake tensors."""
+"""cuDNN's kernel, and the CPU kernel that a trace on fake tensors records for every GPU kernel."""
 _MASKS = ("attn_mask", "attn_bias")
 _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 

@@ -17,11 +17,11 @@ accumulated micro-batches train worse than the same rows in one large batch.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     SFTConfig(bf16=True, gradient_accumulation_steps=64)     # float32 gradients, products in bfloat16
 
-**What is not reported.** Errors below 0.5 %, which means fewer than 20 micro-batches in bfloat16, or fewer
-than 1,259 in float16.
+**What is not reported.** Errors below 0.5 %, as with fewer than 20 micro-batches in bfloat16 or fewer than 1,259 in
+float16.
 
-**How safe is the fix?** A cast to float32 keeps every digit; it costs memory for the weights, their gradients
-and moments. A larger micro-batch needs fewer additions, but more memory for activations.
+**How safe is the fix?** A cast to float32 keeps every digit. Float32 weights, gradients and moments take more memory. A
+larger micro-batch needs fewer additions, but more memory for activations.
 
 **Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6.
 """
@@ -39,7 +39,7 @@ from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, sp
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
 _VISIBLE = 0.005
-"""The least relative error that is reported; the noise of a gradient over many rows is smaller."""
+"""A smaller relative error is not reported. The noise of a gradient over many rows is smaller than this number."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -55,6 +55,8 @@ def find(trace: Trace) -> Iterator[Finding]:
                 f"gradients of {micro_batches} micro-batches are added up in {dtype_name(dtype)}",
                 weights,
                 phase="backward",
-                notes=(f"{of_all} trainable parameters; the sums are off by about {100 * error:.1f} %",),
+                notes=(
+                    f"affects {of_all} trainable parameters; the sums are off by about {100 * error:.1f} %",
+                ),
                 fixes=float32_masters(trace, weights),
             )

@@ -1,12 +1,12 @@
 """
-**What it means.** The result is NaN whatever the weights are: a mask hides every position of a row of a softmax, or no
-label of the batch counts in the loss, so that its mean is 0 / 0.
+**What it means.** The result of an operator is NaN, whatever the weights are. Either a mask hides every position of a
+softmax row, or no label of the batch counts in the loss, whose mean is then 0 / 0.
 
-**Why it happens.** Code fills scores with `float("-inf")`. With padding on the left, the first tokens of a causal row
-may attend to nothing; a row of padding alone attends to nothing either. Labels are all -100 if `max_length` cuts off
-every answer, or if the template's markers are not found in the text.
+**Why it happens.** Code fills scores with `float("-inf")`. In a causal model with padding on the left, a row's first
+tokens may have nothing to attend to. A row that is only padding has nothing to attend to either. Labels are all -100 if
+`max_length` cuts off every answer, or if the template's markers are not found in the text.
 
-**Why it is bad.** The loss, or every gradient, of the step is NaN, and after the optimizer's step every weight.
+**Why it is bad.** The step's loss or all of its gradients are NaN, and the optimizer then makes every weight NaN.
 
 **An example that fails**
 
@@ -38,7 +38,7 @@ TITLE = "A softmax or a mean over nothing"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding per line whose result is NaN, because a mask or the labels leave nothing to compute with."""
+    """Yield one finding for each line whose result is NaN because every score of a row or every label is masked."""
     undefined = (call for call in trace.calls if call.undefined and call.phase == "forward")
     for calls in grouped(undefined, lambda call: (call.op, call.source)).values():
         yield (_labels if "nll_loss" in calls[0].op else _rows)(calls[0], calls)
@@ -49,7 +49,7 @@ def _rows(call: Call, calls: list[Call]) -> Finding:
     return finding_at(
         "IST814",
         "error",
-        f"{plural(call.undefined, 'row')} of a softmax have no position that the mask leaves: the result is NaN",
+        f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN",
         call,
         calls,
         cause=f"every score of the row is minus infinity at {where}",
@@ -62,11 +62,11 @@ def _rows(call: Call, calls: list[Call]) -> Finding:
 
 
 def _labels(call: Call, calls: list[Call]) -> Finding:
-    how = "leave out rows without labels: raise max_length, or correct the mask of the answers"
+    how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
     return finding_at(
         "IST814",
         "error",
-        "no label of the batch counts in the loss: its mean is NaN",
+        "no label of the batch counts in the loss: the mean loss is NaN",
         call,
         calls,
         cause="every label is the ignored index (-100)",

@@ -2,11 +2,11 @@
 **What it means.** Sequences packed into one row attend to each other: a prediction in one sequence depends
 on the tokens of another one.
 
-**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of
-its inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers
-builds it from `position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create
-an `attention_mask` of ones: positions then restart with each sequence, but attention crosses the borders.
-State-space, linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
+**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its
+inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers builds it from
+`position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask` of
+ones: positions then restart with each sequence, but each sequence still attends to those before it. State-space,
+linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
 
 **An example that fails**
 
@@ -20,8 +20,8 @@ State-space, linear-attention and convolution layers need `seq_idx`, but many of
 **What is not reported.** Rows whose inputs mark no sequence boundaries: it is common to train on texts that
 only end-of-text tokens separate.
 
-**How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check
-verifies the fix on the small copy of the model on which it measured the finding.
+**How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check measures
+the finding on a small copy of the model, and verifies the fix on the same copy.
 
 **Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;
 modelscope/ms-swift #4439.
@@ -45,10 +45,12 @@ def find(trace: Trace) -> Iterator[Finding]:
     if leak is None:
         return
     if leak.without:
-        cause = f"the batch has {leak.without} and position_ids: {where(leak)} then attends to the whole row"
+        cause = (
+            f"the batch has {leak.without} as well as position_ids, so {where(leak)} attends to the whole row"
+        )
         order = f"leave {leak.without} out of the batch"
         action = Action("advice", leak.without, order)
-        outcome = "no sequence then reaches another one"
+        outcome = "each sequence then attends only to itself"
         fix = Fix(order, "safe", verified=True, actions=(action,), outcome=outcome)
     else:
         cause = f"{where(leak)} does not separate the sequences of a row"

@@ -1,10 +1,10 @@
 """
 **What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
-**Why it happens.** No `attention_mask` reaches the layer: the collator creates no mask, a wrapper drops it,
-or a part of the model ignores it (a convolution, a recurrent layer, a tower). A causal model does not attend
-to padding on the right, but without a mask it attends to padding on the left. A model with learned positions
-also counts the padding on the left as positions, unless it gets `position_ids`.
+**Why it happens.** The collator creates no `attention_mask`, a wrapper drops the mask, or a part of the model ignores
+it (a convolution, a recurrent layer, a vision tower). A causal model does not attend to padding on the right, but
+without a mask it attends to padding on the left. A model with learned positions also counts the padding on the left as
+positions, unless it gets `position_ids`.
 
 **An example that fails**
 

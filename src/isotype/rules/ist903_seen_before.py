@@ -2,8 +2,8 @@
 **What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
 learns nothing useful for generation.
 
-**Why it happens.** A causal model runs without its causal mask, or the loss compares the label of a token with the
-prediction at the same position instead of the prediction one token earlier. The mask is missing if
+**Why it happens.** A causal model runs without its causal mask, or the loss compares a token with the prediction made
+at the same position. The correct prediction is the one made a token earlier. The causal mask is missing if
 
 - an encoder's class is used for a language model (`BertLMHeadModel` without `is_decoder=True`);
 - a 4-D mask of zeros replaces the model's mask;
@@ -51,8 +51,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield leak_finding(trace, later, "IST903", "error", message, cause, advice("causal mask", how))
     if label is not None:
         message = "predictions depend on their own labels"
-        cause = f"{where(label)} uses the labels as an input of the predictions at the same positions"
-        how = "shift the labels that are an input of the model by one token"
+        cause = f"{where(label)} uses the labels as an input, and the prediction at a position depends on its own label"
+        how = "if the model must read the labels, shift its copy of them by one token"
         yield leak_finding(trace, label, "IST903", "error", message, cause, advice("labels", how))
     reach = trace.reach
     if reach is not None and reach.labels is not None and reach.labels.shift == 0:

@@ -1,10 +1,10 @@
 """
-**What it means.** Tokens that should not count in the loss (padding, pictures) have labels, or each label is
-compared with the wrong prediction: the prediction two tokens earlier.
+**What it means.** Tokens that should not count in the loss (padding, pictures) have labels, or the loss compares each
+label with the wrong prediction, such as the one made two tokens earlier.
 
-**Why it happens.** A collator writes `labels = input_ids.clone()` and forgets -100 where the mask is 0. The
-model then learns to predict padding: in short rows most labels are padding. Or the collator shifts the
-labels, and the model shifts them again: all models of transformers shift labels.
+**Why it happens.** A collator writes `labels = input_ids.clone()` and does not set the labels of padding to -100. The
+model then learns to predict padding: in short rows most labels are padding. Another collator shifts the labels, and the
+model shifts them again: all models of transformers shift labels.
 
 **An example that fails**
 
@@ -53,9 +53,9 @@ def find(trace: Trace) -> Iterator[Finding]:
             notes=(f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach)),
             fixes=fixes,
         )
-    padding = "where padding is: attention_mask is 0 there", "labels.masked_fill(attention_mask == 0, -100)"
+    padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"
     pictures = (
-        "at pictures: these tokens stand for pictures or sounds",
+        "at tokens that stand for pictures or sounds",
         "labels[labels == image_token_id] = -100",
     )
     for count, what, (place, how) in (
@@ -67,7 +67,7 @@ def find(trace: Trace) -> Iterator[Finding]:
                 "IST904",
                 "warning",
                 f"{plural(count, 'token')} of {what} {'counts' if count == 1 else 'count'} in the loss",
-                cause=f"labels are not -100 {place}",
+                cause=f"the labels {place} are not -100",
                 notes=(measured_on(reach),),
                 fixes=(advice("labels", how),),
             )

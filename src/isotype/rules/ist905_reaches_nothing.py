@@ -15,12 +15,11 @@ or the model overwrites the picture's features or the mask.
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-The check changes the values of the input and runs a small copy of the model with them. If the check cannot
-make a copy, it follows the input through the operators of the step: an input that no operator passes on to
-the loss cannot change the loss.
+The check changes the values of the input and runs a small copy of the model with them. If the check cannot make a copy,
+it looks for a chain of operators from the input to the loss. Without such a chain, the input cannot change the loss.
 
-**What is not reported.** A mask of ones, and a mask that hides only positions without effect (padding after the
-rows of a causal model).
+**What is not reported.** A mask of ones, and a mask that hides only positions that affect nothing (padding at the end
+of a causal model's rows).
 
 **How safe is the fix?** The fix changes the computation: the model then uses the whole batch.
 

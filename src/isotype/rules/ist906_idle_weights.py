@@ -1,8 +1,8 @@
 """
-**What it means.** The loss does not depend on an adapter or another trainable weight. The gradient of this
-weight is exactly zero, whatever its values are.
+**What it means.** The loss does not depend on an adapter or another trainable weight. Whatever the values of the weight
+are, its gradient is exactly zero.
 
-**Why it happens.** One of these:
+**Why it happens.** The cause is one of these:
 
 - The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`).
 - A gate of 0 multiplies the adapter's result, or the result is overwritten later.
@@ -79,7 +79,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
-    """Yield one note on trainable weights that the graph of the loss does not contain and IST307 does not report."""
+    """Yield one note on the trainable weights outside the loss's graph, without those that IST307 reports."""
     reported = {starred(part.weight) for part in trace.unreached}
     ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
     names = [name for name in ungraded if name not in reported]

@@ -1,9 +1,8 @@
 """
 **What it means.** A row's predictions depend on the tokens of another row of the batch.
 
-**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows),
-rows compete for the limited capacity of experts, or the model flattens the rows into one row, in which they
-attend to each other.
+**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows), rows compete
+for the limited capacity of experts, or the model flattens the rows into one row, so that they attend to each other.
 
 **Why it is bad.** A row's gradient depends on the other rows. An evaluation has other batches, so it computes other
 predictions for the same row. The result of a training depends on the number of processes and on the size of
@@ -40,7 +39,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if leak is not None:
         both = later is not None and later.module == leak.module
         message = "a row's predictions depend on the other rows of the batch"
-        message += ", and on its own later tokens" if both else ""
+        message += ", and on later tokens of the same row" if both else ""
         cause = f"{where(leak)} mixes the rows of the batch"
         how = "take statistics of each row alone, or switch this module to eval()"
         severity: Severity = "error" if both else "warning"

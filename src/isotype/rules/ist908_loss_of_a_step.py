@@ -1,11 +1,11 @@
 """
-**What it means.** A trainer counts the labels in all micro-batches of a step. It passes the number to the model as
-`num_items_in_batch` and relies on the model to divide its loss by this number. The model's loss ignores this number.
+**What it means.** A trainer counts the labels in all micro-batches of a step, and passes the count to the model as
+`num_items_in_batch`. The trainer expects the model to divide the loss by this count, but the model ignores the count.
 
 **Why it happens.** transformers' Trainer inspects the model's forward. If the forward takes `**kwargs`, the Trainer
 assumes that the model divides by `num_items_in_batch`. A custom forward, a custom loss function or a wrapper around a
-model may ignore this number. The loss is then the mean over each micro-batch, and the gradients of a step are the sum
-over its micro-batches.
+model may ignore `num_items_in_batch`. The loss is then the mean over a single micro-batch, and the gradients of all
+micro-batches are added up, not averaged.
 
 **Why it is bad.** The gradients are too large: they are multiplied by the number of micro-batches per step.
 Clipping hides the error, and Adam almost hides it. Weight decay and the displayed loss do not hide it.
@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         "IST908",
         "error" if accumulates else "note",
         "the loss ignores the number of labels in the step"
-        + (": its gradients grow with the number of micro-batches" if accumulates else ""),
+        + (": the gradients grow with the number of micro-batches" if accumulates else ""),
         cause="the loss is the same, to the last digit, with twice the num_items_in_batch",
         notes=(measured_on(reach),),
         fixes=(advice("num_items_in_batch", how),),

@@ -30,7 +30,7 @@ def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Return 2 m k n for rows [m, k] in groups with one matrix [k, n] per group, or for groups of [k, m] by [m, n]."""
+    """Return the FLOPs of a grouped matmul of [m, k] by [k, n], 2 m k n: the groups split m, or they split k."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 
@@ -47,18 +47,18 @@ def _attention_backward(args: Any, result: Any) -> int:
 
 
 def _by_lengths(args: Any, result: Any) -> int:
-    """Return the FLOPs of a forward; args[0] is the query, args[3] has the sequences' ends, args[6] the longest length."""
+    """Return the FLOPs of a forward; args[0] is the query, args[3] the sequences' ends, args[6] the greatest length."""
     return 2 * _scores(args[0], args[3], args[6]) * int(args[0].shape[-1])
 
 
 def _by_lengths_backward(args: Any, result: Any) -> int:
-    """Return the FLOPs of a backward; args[1] is the query, args[6] has the sequences' ends, args[9] the longest length."""
+    """Return the FLOPs of a backward; args[1] is the query, args[6] the sequences' ends, args[9] the greatest length."""
     query, ends, longest = args[1], args[6], args[9]
     return 5 * _scores(query, ends, longest) * int(query.shape[-1])
 
 
 def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
-    """Return twice the number of all heads' scores; if `ends` is not on a CPU, all sequences count as `longest` tokens."""
+    """Return twice the number of scores of all heads. If `ends` is not on a CPU, every sequence counts as `longest`."""
     tokens, heads = query.shape[:2]
     if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
         return 2 * heads * int(ends.diff().square().sum())

@@ -19,14 +19,15 @@ _MOST_POINTS = 512  # points of the timeline; of more points, every two neighbou
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
-    If a module represents several modules of the whole model (`multiply`), the activations that its forward saves are
-    counted for all of these modules; the bytes of the other modules are the surplus. The surplus of a storage is freed
-    with the storage. If the module's backward frees the storage, the surplus stays until that backward has ended, because
-    the other modules' backwards follow. Tensors that a function keeps (`ctx.x = x`) are freed later, with the graph.
+    A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
+    counted for all of these modules. The bytes of the modules that are not traced are the surplus. The surplus of a
+    storage is freed with the storage. But if the module's own backward frees the storage, the surplus is freed at the
+    end of that backward, because the backwards of the other modules follow. Tensors that an autograd function keeps
+    (`ctx.x = x`) are freed later, with the graph.
 
     Attributes:
         total: bytes of all live storages.
-        kind: kind of memory of new storages that are counted without a kind.
+        kind: the kind of memory of new storages, unless `count` gets another kind.
         share: the part of every new storage that this process holds, below 1 if the model is sharded.
     """
 
@@ -73,7 +74,7 @@ class Ledger:
             tensor: any tensor over the storage.
             kind: kind of memory of the storage; None for the ledger's `kind` or, if the storage is already counted, for
                 its present kind.
-            repeats: number of storages of the whole model that this storage represents.
+            repeats: how many equal storages of the model this storage represents.
             held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
         storage = tensor.untyped_storage()
@@ -89,7 +90,7 @@ class Ledger:
         self._change(kind, size)
 
     def mark(self) -> int:
-        """Return the number of the last counted storage, the argument `since` of `multiply`."""
+        """Return the number of the storage that was counted last. `multiply` takes it as `since`."""
         return self._created
 
     def multiply(
@@ -100,10 +101,11 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Multiply by `times` the bytes of the live activations that were counted in `module` after the mark `since`.
+        """Multiply the bytes of the live activations of `module` by `times`, if they were counted after the mark
+        `since`.
 
-        An output of `module` is the input of the next represented module. If `module` has saved its own input, the next one
-        is assumed to save this input. Memory freed since the mark (a weight moved to other memory) is not subtracted.
+        The next represented module gets an output of `module` as its input, and saves it if `module` has saved its own
+        input. Memory freed after `since` (of a weight that was moved) is not subtracted.
         """
         saved = {
             key
@@ -133,10 +135,10 @@ class Ledger:
                 self._leave(name)
 
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
-        """Add `size` bytes that have no tensor (states of folded layers, collectives); free them if negative.
+        """Add `size` bytes that belong to no tensor (communication buffers, states of untraced layers); `size` may be
+        negative.
 
-        Gradients of `module` that arrive during its backward are added when the backwards of the represented modules
-        are counted.
+        Gradients of a `module` that represents others are added at the end of its backward.
         """
         if not size:
             return
@@ -149,7 +151,7 @@ class Ledger:
             self._gradients[standing] = self._gradients.get(standing, 0) + size
 
     def resize(self, tensor: torch.Tensor, size: int) -> None:
-        """Set the number of bytes that this process holds of a counted tensor."""
+        """Set how many bytes of a counted tensor this process holds."""
         key = storage_of(tensor)
         if key in self._live:
             self._book_again(key, self._live[key][2], size)
@@ -159,11 +161,11 @@ class Ledger:
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return the peaks by phase and the timeline, as they are in a step after the first one.
+        """Return each phase's peak, and the timeline, of a step that is not the first.
 
         Args:
             states: bytes of the optimizer state that the first step creates.
-            gradients: bytes of gradients at the start of every micro-batch except the first one of a step.
+            gradients: bytes of gradients at the start of each later micro-batch of a step.
         """
         phases: dict[Phase, Mapping[MemoryKind, int]] = {}
         for (phase, bare), (_, kinds) in self._peaks.items():
@@ -173,7 +175,7 @@ class Ledger:
         return Memory(phases, tuple(_later(point, states, gradients) for point in self._points))
 
     def _leave(self, module: str) -> None:
-        """Count the backwards of the represented modules; their activations are freed, and their gradients added."""
+        """Count the backwards of the modules that `module` represents: free their activations, and add their gradients."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
         for bare in (False, True):
@@ -216,7 +218,7 @@ class Ledger:
         self._note_point()
 
     def _note_point(self) -> None:
-        """Add the peak of every `_stride` changes as a point to the timeline."""
+        """Add a point to the timeline for every `_stride` changes: the highest of them."""
         self._changes += 1
         if self._changes >= self._stride:
             self._close_point()
@@ -244,7 +246,7 @@ class Ledger:
 
 
 def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
-    """Return a point of the timeline as it is in a step after the first one, or in a later micro-batch."""
+    """Return a point of the timeline of a later step or micro-batch, at whose start states and gradients exist."""
     least: dict[MemoryKind, int] = {}
     if states and point.phase in ("forward", "backward", "unscale"):
         least["optimizer"] = states
@@ -255,7 +257,7 @@ def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
 
 
 def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
-    """Return the higher point of every two neighbours in the same phase."""
+    """Return half of the points: of every two neighbours in the same phase, the higher one."""
     kept: list[MemoryPoint] = []
     paired = False
     for point in points:

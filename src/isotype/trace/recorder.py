@@ -38,11 +38,11 @@ from isotype.trace.taken import DtypeReads
 aten = torch.ops.aten
 
 ORIGIN = "_isotype_origin"
-"""The attribute in which a tensor stores the origin of its dtype."""
+"""A tensor stores the origin of its dtype in this attribute."""
 
 _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph, a `torch.autograd.Function`
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
-"""The last operators of `torch.tensor`."""
+"""Each call of `torch.tensor` ends with one of these operators."""
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
@@ -51,7 +51,7 @@ _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_ten
 # Functions whose result has the dtype of another tensor -> the argument position of that tensor.
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 _CHECKPOINTS = "_gradient_checkpointing_func"
-"""The attribute of a transformers layer that holds its gradient checkpointing function."""
+"""A transformers layer stores its gradient checkpointing function in this attribute."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Place:
     backward: dict[Any, Place] = field(default_factory=dict)
 
     def written_at(self, source: Any) -> Place:
-        """Return the place of the line `source` in the backward of a `torch.autograd.Function`."""
+        """Return the place for an operator at the line `source` in the backward of a `torch.autograd.Function`."""
         if source is None:
             return self  # torch's own code runs the operator (gradient checkpointing)
         return self.backward.setdefault(source, Place(self.module, source, self.repeats))
@@ -111,7 +111,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------------------- modules
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Add hooks to the modules of `model`, and register its weights and buffers; closing the result removes the hooks."""
+        """Add hooks to the modules of `model`, and register its tensors. To remove the hooks, close the result."""
         hooks = ExitStack()
         # By name: a recomputation may enter a module without its parents.
         repeats = repeats_of(model)
@@ -155,9 +155,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
-        """Return the checkpointing function of a transformers (5.23) layer, changed to enter the layer in a recomputation.
+        """Wrap the checkpointing function of a transformers (5.23) layer, so that a recomputation enters the layer.
 
-        The layer's hooks do not run in a recomputation.
+        A recomputation runs none of the layer's hooks.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Enter the forward of a module. A cast in this module to the dtype of `returns` gets the origin `returns`."""
+        """Enter a module's forward. If the module casts to the dtype of `returns`, the result gets this origin."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -253,10 +253,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin of the dtype of the cast or new tensor that function `name` returns.
+        """Return the origin of the dtype that function `name` reads from another tensor (`x` in `y.to(x.dtype)`).
 
-        None if the code names the dtype instead of reading it from another tensor. Call this method where Python
-        calls the function.
+        Return None if the code names the dtype itself. Call this method where Python calls the function.
         """
         if name in _TAKE_FROM:
             like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
@@ -269,7 +268,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self.like if self.like is not None and self.like.dtype == dtype else None
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
-        """Return an operand, with the origin of its dtype, for each (argument name, tensor)."""
+        """Return an operand for each (argument name, tensor), with the origin of the tensor's dtype."""
         return tuple(
             Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
         )
@@ -412,7 +411,7 @@ def _is_borrowed(tensor: torch.Tensor) -> bool:
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
-    """Return whether a copy to another dtype writes into uninitialized memory that another module has allocated."""
+    """Return whether `copy_` casts a tensor into uninitialized memory that a module other than the running one allocated."""
     target, value = operands[:2]
     memory = target.origin
     unset = memory.kind == "constant" and memory.name in _UNSET
@@ -420,11 +419,10 @@ def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
 
 
 def _rank(operand: Operand) -> int:
-    """Return the rank of an operand among those that may have given a result its dtype; the lowest rank wins.
+    """Return a rank for the choice of the operand that gave a result its dtype: the operand with the lowest rank did.
 
-    An empty or filled tensor has its dtype from Python code, and a gradient has the dtype of the forward's value,
-    so both lose to other operands. An input of the step loses to a weight of the same dtype: the weight requires
-    that dtype.
+    An empty or filled tensor gets its dtype from Python code, and a gradient gets the dtype of the forward's value, so
+    other operands rank before them. A weight ranks before an input of the step, because the weight requires the dtype.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

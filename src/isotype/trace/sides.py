@@ -1,4 +1,4 @@
-"""The dtype of a part of a model: if one operator gets two dtypes, the dtype of fewer modules is out of place."""
+"""The main dtype of each part of a model. If an operator gets two dtypes, the one that fewer modules have is wrong."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def is_adapter(name: str, weight: Weight | None) -> bool:
 
 @dataclass
 class Tally:
-    """Counts by dtype in one part of a model: of the modules that compute, and of the elements of their weights."""
+    """For one part of a model and each dtype: the number of modules that compute in it, and of elements of their weights."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)
 
     def leaders(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype of most modules in a tuple, which has several dtypes in a tie, and none if no module computes."""
+        """Return the dtype that most modules have; several in a tie, none if no module computes."""
         most = max(self.modules.values(), default=0)
         return tuple(dtype for dtype, count in self.modules.items() if count == most)
 
@@ -49,10 +49,10 @@ Tallies = Mapping[str, Tally]
 
 
 def tallies(weights: Iterable[Weight]) -> Tallies:
-    """Return the tally of every module, children included, by fully qualified name; "" is the whole model.
+    """Return a tally for each module and its children, by the module's fully qualified name; "" is the whole model.
 
-    Every module counts once, in the dtype of its largest weight. Norms, adapters and pinned weights do not count:
-    their dtype differs from their neighbours' on purpose.
+    Every module counts once, in the dtype of its largest weight. Norms, adapters, and weights that the model's author
+    keeps in float32 do not count: they differ on purpose.
     """
     held = [weight for weight in weights if not weight.buffer]
     voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
@@ -99,7 +99,7 @@ def _around(module: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sides:
-    """Decides which dtype is out of place if the operands of an operator have several.
+    """Decides which dtype is wrong if the operands of an operator have several.
 
     Attributes:
         compute: the compute dtype of the whole step.
@@ -114,12 +114,12 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """Return the dtype of the smallest part of the model that decides for a call in `module`.
+        """Return the main dtype of the smallest part of the model that decides for a call in `module`.
 
-        A part contains all `causes` (the origins of the operands' dtypes), and all layers of the lists that contain a cause. If
-        an origin is outside of the modules (an input), the part must contain modules of both dtypes. A single module decides
-        nothing, and in a tie the enclosing part decides. `whole` decides for the whole model, and `compute` is returned for a
-        model without weights.
+        The part must contain `module` and every module in `causes` (the origins of the operands' dtypes). If a cause is
+        in a list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part
+        must contain modules of both dtypes. If a part has a single module or a tie, a larger part decides. For the
+        whole model, `whole` decides; a model without weights has the dtype `compute`.
         """
         if self.decided:
             return self.compute
@@ -136,16 +136,16 @@ class Sides:
 
 
 def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[torch.dtype] = ()) -> Sides:
-    """Return the sides of a step with these settings, weights and dtypes of float inputs."""
+    """Return the `Sides` of a step with these settings and weights; `input_dtypes` are the dtypes of its float inputs."""
     decided = setup.policy is not None or setup.autocast is not None
     return Sides(setup.compute, decided, tallies(weights), input_dtypes)
 
 
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
-    """Return the dtype of most modules of a model; None for a model without weights.
+    """Return the dtype that most modules of a model have; None for a model without weights.
 
-    A 16-bit input counts as one more module and decides a tie, because the user chose its dtype. The number of elements
-    decides every other tie.
+    A 16-bit dtype of an input counts as one more module and wins a tie, because the user chose it. The number of
+    elements decides every other tie.
     """
     tally = parts.get("", Tally())
     chosen = [dtype for dtype in HALVES if dtype in input_dtypes and dtype in tally.modules]
@@ -155,7 +155,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
 
 
 def _home(cause: Origin) -> str | None:
-    """Return the name of the module that a dtype comes from; None if it comes from outside of the modules."""
+    """Return the name of the module where a dtype comes from; None if the dtype comes from outside of the modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "state":
@@ -164,13 +164,12 @@ def _home(cause: Origin) -> str | None:
 
 
 def _list_of(module: str) -> str:
-    """Return the innermost list of layers that contains a module; the module itself if there is no list."""
+    """Return the name of the innermost list of layers that contains a module; without a list, the module's own name."""
     parts = module.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1]]) if numbers else module
 
 
 def _common(modules: Sequence[str]) -> str:
-    """Return the innermost module that contains all of `modules`."""
     shared = set(_around(modules[0])).intersection(*(_around(module) for module in modules[1:]))
     return max(shared, key=len)

@@ -1,9 +1,9 @@
 """The tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
 A dtype object does not show the tensor that it was read from, because all tensors of a dtype share one object. So every
-read of `Tensor.dtype` is recorded, with the running instruction of the reading function and of its callers up to the
-module. To find the read that a cast uses, isotype searches the cast's arguments, and the variables and attributes that
-these arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+read of `Tensor.dtype` is recorded, with the instruction that runs in the reading function and in each of its callers,
+up to the module. For a cast, isotype then looks for the read in the cast's arguments, and in the variables and
+attributes that the arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""The `__self__` of the function that a function mode gets for a read of `tensor.dtype`."""
+"""For a read of `tensor.dtype`, a function mode gets a function whose `__self__` is this."""
 
 _MOST_FRAMES = 8
 # Number of callers in which the value of a function's parameter is searched.
@@ -36,10 +36,10 @@ Span = tuple[int, int, int, int]  # first line, its column, last line, its colum
 
 
 class _Call:
-    """Marks one function call, as the `f_trace` of its frame.
+    """Identifies one function call: the call's frame stores the mark as its `f_trace`.
 
-    Frames allow no weak references, their addresses are reused, and a reference to a frame would keep all tensors of
-    the frame alive.
+    Python allows no weak reference to a frame, and reuses a frame's address. A strong reference would keep all tensors
+    of the frame alive.
     """
 
     __slots__ = ("__weakref__", "_tracer")
@@ -90,7 +90,7 @@ class DtypeReads:
             self._reads.setdefault(code, {})[at] = _Read(call, code, at, origin.dtype, origin, self._count)
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Return the origin of the `dtype` in the arguments of the running call; None if the code names the dtype."""
+        """Return the origin of the argument `dtype` of the running call; None if the code names the dtype itself."""
         frame = next(_frames(frame_above(1)), None) if self._reads else None
         if frame is None:
             return None
@@ -129,7 +129,7 @@ class DtypeReads:
     def _stored(
         self, frame: FrameType, in_call: Sequence[_Read], name: str, dtype: torch.dtype
     ) -> _Read | None:
-        """Return the last recorded read whose value is stored as `name`: in this call if `name` is local, else in the file."""
+        """Return the last read stored as `name`, recorded in this call or, if `name` is not local, in the whole file."""
         reads: Iterable[_Read] = in_call
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             reads = (
@@ -157,7 +157,7 @@ class DtypeReads:
 
 
 def call_of(frame: FrameType) -> _Call:
-    """Return the mark of the call in `frame`; the first use of the frame sets it."""
+    """Return the mark of the call in `frame`. If the frame has none yet, set one."""
     if not isinstance(frame.f_trace, _Call):
         frame.f_trace = _Call(frame.f_trace)
     call: Any = frame.f_trace
@@ -191,7 +191,7 @@ def is_inside(span: Span | None, outer: Span) -> bool:
 
 @lru_cache(maxsize=4096)
 def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
-    """Return the arguments of the call at byte `at`; empty if the instruction is no call or has no source."""
+    """Return the arguments of the call at byte `at`; () if the instruction is not a call or the source is not available."""
     span = position(code, at)
     if span is None:
         return ()
@@ -227,7 +227,6 @@ def _span_of(node: ast.expr, line: int, column: int) -> Span:
 
 
 def _literals(node: ast.expr) -> Iterator[torch.dtype]:
-    """Yield the dtypes that an expression names, such as `torch.float32`."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "torch":
             dtype = getattr(torch, part.attr, None)
@@ -252,7 +251,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
-    """Return (byte, line, name) of every storing instruction; the name of an attribute is `variable.attribute`."""
+    """Return (byte, line, name) for each instruction that stores a variable `name` or an attribute `variable.attribute`."""
     stores: list[tuple[int, int, str]] = []
     before: Any = None
     for instruction in dis.get_instructions(code):
@@ -269,7 +268,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Return whether the code stores the value that the instruction at byte `at` reads under `name`."""
+    """Return whether the code stores, as `name`, the value that the instruction at byte `at` reads."""
     span = position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

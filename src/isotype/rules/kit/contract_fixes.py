@@ -34,7 +34,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
             yield fix(text, "buffer", together, expected, "unsafe")
     if group.cause.kind == "state":
         stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
-        yield fix(f"let the quantization states dequantize to {expected}", "state", stale or names, expected)
+        yield fix(f"set the quantization states' dtype to {expected}", "state", stale or names, expected)
     yield from _hook_fixes(trace, group, expected)
     written = tuple(
         cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
@@ -60,7 +60,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors that share a mismatched tensor's module and dtype, such as a scale's zero point."""
+    """Yield the buffers and plain tensors that share a mismatched tensor's module and dtype (a zero point beside a scale)."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -72,9 +72,9 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 
 
 def _written_into(group: Group) -> str | None:
-    """Return the dtype of the tensor that all calls of a group write into; None if there is not one such dtype.
+    """Return the dtype of the tensors that the group's calls write into.
 
-    A cast at the line of the call does not change the dtype of that tensor.
+    Return None if they write into none, or into several dtypes. A cast at a call's line does not change that dtype.
     """
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
@@ -116,7 +116,7 @@ def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
-    """Return the layer of the adapter `module`: the nearest parent with a base layer, else the direct parent."""
+    """Return the layer that the adapter `module` adapts: its nearest parent with a `base_layer`, else its direct parent."""
     parts = module.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
@@ -197,10 +197,9 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights, and of the corresponding weights of other layers if they have the same dtype.
+    """Return the names of weights, and of the same weights in other layers if they have the same dtype.
 
-    If a weight has one dtype in all layers, `*` stands for the layer numbers. `*` also stands for layers without names,
-    because one traced layer represents them.
+    `*` replaces the layer number if all layers have this dtype, or if one traced layer represents several.
     """
 
     def written(name: str) -> Iterator[str]:
@@ -218,7 +217,7 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
     """Return module names; `*` replaces layer numbers if `modules` contains the same module of every layer.
 
-    `*` also replaces layer numbers if other layers are unknown: the step ended early, or one layer represents several.
+    `*` also replaces layer numbers if the step ended early or one traced layer represents several.
     """
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)

@@ -1,4 +1,4 @@
-"""The `find` of rules on broken contracts (IST1xx): it creates one finding for each group of breaches."""
+"""The `find` functions of rules on broken contracts (IST1xx). A finding has all operators that fail for the same cause."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from isotype.rules.kit.words import cause_text, device_error, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` of the rule in `module`: it yields a finding for each group of broken contracts with the rule's code.
+    """Return the `find` function of the rule in `module`, which yields a finding for each group of broken contracts.
 
-    In `headline`, the message of the findings, {given} and {expected} stand for dtypes and {op} for the operator.
-    `advise` returns the last fix of a finding.
+    `headline` is the findings' message, in which {given} and {expected} stand for dtypes and {op} for the operator.
+    `advise`, if given, adds a last fix to each finding.
     """
     code = code_of(module)
 
@@ -70,7 +70,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield a cause, and weights of the same class, name and dtype: without a cast, the step would end at the next of them."""
+    """Yield `cause`. If it is a weight, also yield all weights with its module class, name and dtype: they fail next."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

@@ -1,9 +1,9 @@
-"""Costs of findings that raise no error: FLOPs, casts, bytes and estimated time. The rules IST2xx and IST6xx use them.
+"""Costs of findings that raise no error (rules IST2xx and IST6xx): FLOPs, casts, bytes and estimated time.
 
-The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes
-`max(FLOPs / peak rate of its dtype, bytes read and written / memory bandwidth)`, and a step takes the sum over its
-operators. Rates are the data-sheet peaks of the device profile. Operators are not fused, as in eager PyTorch, and
-launch costs are left out. So for tiny models only the ratios between large operators are meaningful.
+The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes as
+long as its FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth, whichever is longer. A step's
+time is the sum over its operators. Rates are the data-sheet peaks of the device profile. Operators are not fused, as in
+eager PyTorch, and launch costs are left out. So for tiny models only the ratios between large operators are meaningful.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNWRITTEN = (
     *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     str(UNNAMED_VIEW),
 )
-"""Prefixes of operators that return memory without writing it."""
+"""Prefixes of the names of operators that return memory without writing to it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
 
@@ -73,8 +73,8 @@ def by_autocast(origin: Origin) -> bool:
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    Usually it is `Origin.cause`. But a quantized layer or an adapter may cast a wide input to a narrow dtype and its
-    output back. Then the origin of the input is to blame.
+    Usually `Origin.cause` is to blame. But a quantized layer or an adapter may cast a wide input to a narrow dtype, and
+    cast its output back to the wide dtype. The origin to blame is then the origin of the input.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -104,7 +104,7 @@ def is_view(op: str) -> bool:
 
 @cache
 def allocates(op: str) -> bool:
-    """Return whether an operator's results have their own memory, unlike those of views and in-place operators."""
+    """Return whether an operator allocates memory for its results; views and in-place operators do not."""
     # The schema of `UNNAMED_VIEW` does not declare that its result is a view.
     return op != str(UNNAMED_VIEW) and not is_view(op) and not any(v.alias_info for v in _returns(op))
 
@@ -128,7 +128,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of new results of a call (and of those that it represents) that are too large for the C library's cache."""
+    """Return the bytes of new results too large for the C library's cache, over all calls that `call` represents."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -146,7 +146,7 @@ Seconds = Callable[[Call], float]
 def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
     """Return a function that estimates a call's seconds by the roofline model; None if the profile has no rates.
 
-    A dtype without a published rate gets the rate of `stand_in`.
+    A dtype without a published rate is estimated at the rate of the dtype `stand_in`.
     """
     peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
     if not peaks or bandwidth is None:
@@ -171,10 +171,10 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return the step's estimated time, divided by its time if `costly` calls ran in `wanted` and `gone` calls did not run.
+    """Estimate how many times faster the step is without the calls `gone`, and with the `costly` calls in `wanted`.
 
-    The bytes that a costly call moves shrink with the item size. Return None if the profile lacks rates for the
-    dtypes. A dtype without a rate gets the rate of `stand_in`.
+    A call in a narrower dtype moves fewer bytes. A dtype without a published rate is estimated at the rate of the dtype
+    `stand_in`. Return None if a rate is missing.
     """
     profile = trace.setup.profile
     seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
@@ -205,7 +205,7 @@ def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
-    """Return a note on the estimated slowdown and on its computation; no note for less than 0.5 %."""
+    """Return a note with the estimated slowdown and its source; no note for a slowdown below 0.5 %."""
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title
@@ -270,14 +270,14 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return `bytes_moved` of a call; for a call of the optimizer, of the trained weights of all layers."""
+    """Return the bytes that a call moves. The bytes of an optimizer's call are scaled from the traced layers to all."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return the number of elements of all trained weights, divided by the number in the traced layers."""
+    """Return how many times more trained elements the model has than its traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
@@ -285,13 +285,13 @@ def _folded(trace: Trace) -> float:
 def fuses(call: Call) -> bool:
     """Return whether kernels fuse a call with its neighbours.
 
-    Kernels fuse no product, no dequantization, and no operator of the optimizer or of another library.
+    Matmuls, dequantizations, and operators of the optimizer or of another library than torch are not fused.
     """
     dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
     return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of `call` and the calls that it represents; half of them for attention, as if its mask were causal."""
+    """Return the FLOPs of `call` and the calls that it represents. Attention counts half, as with a causal mask."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count

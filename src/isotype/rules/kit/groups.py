@@ -28,7 +28,7 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Claims are checked in the order of stages; claims of one stage in the order of the rules' codes."""
+"""The criterion of a claim. Claims are checked in the order of these stages and, within a stage, of the rules' codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
 """Kind of refusal: operands mix dtypes, the device refuses a dtype, or a check of the model's code refuses a dtype."""
@@ -36,7 +36,9 @@ Refused = Literal["mixture", "dtype", "by the model"]
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract: the call, the operand to blame, and the trace. Claims decide to which rule it belongs."""
+    """A broken contract: the call, the operand to blame, and the trace. The rules' claims decide which rule reports the
+    contract.
+    """
 
     call: Call
     mismatched: Operand
@@ -56,13 +58,13 @@ class Broken:
     def agrees(self) -> bool:
         """True if the float operands have one dtype and autocast did not raise the error.
 
-        Autocast refuses a 16-bit dtype other than its own when it promotes operands (`at::autocast::prioritize`).
+        When autocast promotes operands (`at::autocast::prioritize`), it accepts no 16-bit dtype other than its own.
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
     @property
     def packed(self) -> bool:
-        """True if float operands are mixed with bytes: packed codes."""
+        """True if the call has both float operands and 8-bit integers, which are packed codes."""
         codes = any(operand.dtype in (torch.uint8, torch.int8) for operand in self.call.operands)
         return codes and bool(self.floats)
 
@@ -76,11 +78,11 @@ class Claim:
     """A rule's claim on broken contracts, listed in the `CLAIMS` of the rule's file.
 
     Attributes:
-        stage: the criterion of the claim, which decides when it is checked.
-        takes: whether a broken contract belongs to the rule.
+        stage: the criterion of the claim. Claims are checked in the order of their stages.
+        takes: returns whether a broken contract belongs to the rule.
         refused: the kind of refusal, which decides the possible fixes.
-        grouped: whether `contract_rule` creates one finding per cause; if False, the rule's `find` creates them.
-        settled: whether the first call of a group determines the finding, so that later phases cannot change it.
+        grouped: True if `contract_rule` creates a finding for each cause, False if the rule's own `find` does so.
+        settled: True if the first call of a group determines the finding: later calls cannot change it.
     """
 
     stage: Stage
@@ -139,9 +141,9 @@ class Group:
         code: code of the rule that claims the first call.
         calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
-        causes: origins of the mismatched operands' dtypes, in order of the calls; one for each name and source line.
+        causes: where the mismatched operands got their dtypes, by name and source line, in order of the calls.
         expected: the dtype that `mismatched` should have had.
-        side: the dtype of the part of the model in which `mismatched` is out of place.
+        side: the dtype of the part of the model that the first call belongs to.
         refused: the kind of refusal of the first call.
     """
 
@@ -200,7 +202,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the sides of this trace: they decide which of two dtypes in one operator is the wrong one."""
+    """Return the object that decides which of two dtypes in one operator of the trace is wrong."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes)
 
 
@@ -256,12 +258,12 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the module that holds an operand as a parameter or a plain tensor; "" for other operands."""
+    """Return the name of the module whose parameter or plain tensor an operand is; "" for other operands."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
 def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an origin is a frozen tensor of an adapter, such as VeRA's shared projections."""
+    """Return whether `origin` names a frozen tensor of an adapter, such as VeRA's shared projections."""
     owner = owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
     return owner is not None and not owner.trainable and is_adapter(origin.name, owner)
 

@@ -9,7 +9,7 @@ from isotype.records.trace import Trace
 
 
 def leak_of(trace: Trace, source: Source) -> Leak | None:
-    """Return the first leak from `source` that the check measured; None without a leak or a measurement."""
+    """Return the first measured leak from `source`; None if the check measured none."""
     return None if trace.reach is None else trace.reach.leak(source)
 
 
@@ -26,7 +26,7 @@ def leak_finding(
         module=leak.module,
         cause=cause,
         notes=(
-            f"{changed}, the first at row {leak.row}, token {leak.column}; the largest change is {leak.largest:.2g} of the largest logit",
+            f"{changed}, the first at row {leak.row}, token {leak.column}; the largest change is {leak.largest:.2g} times the largest logit",
             measured_on(trace.reach),
         ),
         fixes=(fix,),

@@ -54,11 +54,11 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
     for other in sorted(profile.native, key=dtype_name):
         slower = profile.slower(dtype, other)
         if slower is not None and slower >= _LEAST_SLOWER:
-            yield f"measured: its matmuls run {slower:.2g} times slower than {dtype_name(other)}'s"
+            yield f"measured: {dtype_name(dtype)} matmuls run {slower:.2g} times slower than {dtype_name(other)}'s"
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share of matmuls in `dtype` in the time of all matmuls; without measured rates, their share of the FLOPs."""
+    """Return the part of the matmuls' time that matmuls in `dtype` take; without measured rates, their part of the FLOPs."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
@@ -110,8 +110,8 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     return f"the step computes in {name}"
 
 
-_UNSAFE = {torch.float16: "its values end at 65,504", torch.bfloat16: "this rounds their values to 8 bits"}
-"""The loss that a cast of weights to a dtype causes."""
+_UNSAFE = {torch.float16: "float16 ends at 65,504", torch.bfloat16: "bfloat16 keeps 8 bits of each"}
+"""For each dtype: the drawback of casting weights to it."""
 
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:

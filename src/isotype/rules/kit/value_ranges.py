@@ -1,7 +1,7 @@
-"""Measured values that are float16 in a step, computed from a trace and a measurement of the same model.
+"""The measured values that a step computes in float16, found with a trace and a measurement of the same model.
 
-Magnitudes do not depend on the dtypes of a step unless a value overflows. So one measurement serves every trace
-of the model, including the trace of a fix.
+The magnitude of a value does not depend on dtypes, unless a value overflows. So one measurement serves every trace of
+the model, including the trace of a fix.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """A measured value that is float16 in a step.
+    """A measured value that the step computes in float16.
 
     Attributes:
         call: the operator in the trace, which may represent the same operator of several layers.
         operator: the measured ranges of this operator, in one of the layers that `call` represents.
-        at: position of the measured operator in program order; a cast of its result has a position 0.5 higher.
+        at: position of the measured operator in program order. For a cast of the operator's result, 0.5 is added.
         value: the largest magnitude of its float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.
     """
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the measured module; as `call` spells it if `call` runs in this module."""
+        """Fully qualified name of the measured module, in the spelling of `call` if `call` runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -59,14 +59,14 @@ def computes_float16(trace: Trace) -> bool:
 
 
 def largest(trace: Trace) -> Held | None:
-    """Return the largest measured value that is float16 in the forward; None if unknown."""
+    """Return the largest measured value that the forward computes in float16; None if there is none."""
     forward = (value for value in held(trace) if value.call.phase == "forward")
     return max(forward, key=lambda value: value.value, default=None)
 
 
 @per_trace
 def held(trace: Trace) -> tuple[Held, ...]:
-    """Return every measured value that is float16 in the step, in program order; no value without a measurement."""
+    """Return every measured value that the step computes in float16, in program order; () without a measurement."""
     ranges, policy = trace.setup.ranges, trace.setup.policy
     if ranges is None:
         return ()
@@ -125,7 +125,7 @@ def flushed(trace: Trace) -> Flushed | None:
 def _key(call: Call | OperatorRange) -> _Key:
     """Return (module, operator without overload, phase) of a call or of a measured operator.
 
-    All attention kernels have the same name.
+    All attention kernels get the same operator name.
     """
     operator = "attention" if is_attention(call.op) else call.op.rpartition(".")[0]
     return base_name(call.module), operator, call.phase
@@ -137,7 +137,7 @@ def _calls(trace: Trace) -> dict[_Key, list[Call]]:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """Return casts of results to float16 in the module that computed them, by the id of the computing call."""
+    """For each call whose module casts its result to float16: return the cast, by the call's id."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -153,14 +153,14 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return the measured modules that the trace does not have, by their name with `*` for layer numbers."""
+    """Return the measured modules that are not traced. The keys are their names with `*` for the layer numbers."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the measured magnitudes of a quantized layer as those of its kernel, which the measurement does not contain."""
+    """Return a quantized layer's measured input and output as those of its kernel, which was not measured."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":
@@ -172,11 +172,11 @@ def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, Opera
 def _matched(
     calls: Sequence[Call], operators: Sequence[tuple[int, OperatorRange]]
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
-    """Yield every call with the operator that was measured for it.
+    """Yield every call with its measured operator.
 
-    The measurement has more operators than the step if a frozen input needs no gradient. A call then belongs to the
-    operator of the same source line. If the numbers of calls and operators of a line differ, each of its calls gets the
-    largest values of its operators. If a line has no operator, its calls get the largest values of all operators.
+    The numbers of calls and operators differ if, for example, a frozen input needs no gradient. Calls are then matched
+    with the operators of the same source line. If the numbers of a line differ too, each call gets the largest values
+    that the line's operators have. Calls of a line without operators get the largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
@@ -192,7 +192,7 @@ def _matched(
 
 
 def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, OperatorRange]:
-    """Return the first operator, with its magnitudes replaced by the largest magnitudes of all operators."""
+    """Copy the first operator, and replace each magnitude by the largest that any of the operators has."""
     at, first = operators[0]
     columns = zip_longest(*(operator.inputs for _, operator in operators), fillvalue=0.0)
     output = max(operator.output for _, operator in operators)
@@ -200,7 +200,7 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """Return (largest float16 magnitude of the call, whether it is an operand's); None without a float16 tensor.
+    """Return the call's largest float16 magnitude, and True if an operand has it; None without a float16 tensor.
 
     In a scaled layer, a value is the measured value times 2^-exponent, and a gradient is the measured gradient times
     2^exponent. The layer's weights, whose largest magnitude is `weight`, are not scaled.

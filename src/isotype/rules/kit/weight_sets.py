@@ -20,7 +20,7 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
-    """Return the trainable float parameters, or those in one of `dtypes`."""
+    """Return the trainable float parameters; if `dtypes` are given, only parameters in these dtypes."""
     return tuple(
         weight
         for weight in trace.weights
@@ -44,7 +44,7 @@ def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
-    """Return one action for each name of a weight: the action casts the weight to `dtype`."""
+    """Return actions that cast `weights` to `dtype`, one for each distinct name."""
     others = (weight for weight in weights if weight.dtype != dtype)
     return actions("parameter", names(others), dtype_name(dtype))
 
@@ -73,14 +73,14 @@ def is_frozen_base(weight: Weight) -> bool:
 
 
 def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
-    """Return how many bytes more `weights` take than in the dtype `wanted`, over all layers that they represent."""
+    """Return how many bytes `weights`, in all layers that they represent, would save in the dtype `wanted`."""
     return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
 
 
 def main_dtype(
     weights: Iterable[Weight], size: Callable[[Weight], int] = lambda weight: weight.bytes * weight.repeats
 ) -> torch.dtype | None:
-    """Return the dtype whose weights have the largest total size, by default in bytes; None if there are no weights."""
+    """Return the dtype in which most of `weights` are, counted in bytes unless `size` is given; None without weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += size(weight)
@@ -115,7 +115,7 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 
 def layer_of(name: str) -> str:
-    """Return the repeated layer of a name (`model.layers.0`); "" for a name outside of the layers."""
+    """Return a name up to its first layer number (`model.layers.0`), or "" if it has none."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])
@@ -131,7 +131,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`: the first weight is its place and, by default, its cause."""
+    """Return a finding about `weights`. Its module and, without `cause`, its cause are those of the first weight."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

@@ -55,7 +55,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's error: `what`, or the message of a call's breach; no note without a breach."""
+    """Return a note with the device's error: `what` or, for a call, the message of its breach; () without an error."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device raises: {message}",) if message else ()
 

@@ -1,1 +1,1 @@
-"""A step on fake tensors: the twin (a copy of the model without values), a simulated device, and the recorder."""
+"""A step on fake tensors: a copy of the model without values (the twin), a simulated device, and a recorder of operators."""

@@ -35,12 +35,12 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """Return the names of an operator's number arguments that have to fit into the tensor's dtype on this kind of device."""
+    """Return the names of the arguments whose numbers the tensor's dtype must represent on a device of `kind`."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
 def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
-    """Return the breach of a call with a number that is too large for the tensor's dtype; None if all numbers fit."""
+    """Return a breach if one of the call's `numbers` is too large for the tensor's dtype; None if all fit."""
     arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
@@ -55,7 +55,7 @@ def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breac
 
 
 def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """Return the arguments of a call with zero instead of each argument in `numbers`."""
+    """Return the arguments of a call, with each argument in `numbers` replaced by zero."""
     roles = schema_of(func).roles
 
     def zero(role: str, value: Any) -> Any:
@@ -69,7 +69,7 @@ aten = torch.ops.aten
 
 
 def converted(value: Any, target: torch.dtype) -> Any:
-    """Return an argument with its float tensors in `target`."""
+    """Return an operator's argument with its float tensors cast to `target`."""
     if isinstance(value, torch.Tensor):
         wrong = value.dtype in FLOATS and value.dtype != target
         return aten._to_copy.default(value, dtype=target) if wrong else value
@@ -95,7 +95,7 @@ def as_given(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed:
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Return an operator's results in the measured dtypes, or unchanged if there are not as many dtypes as results."""
+    """Cast an operator's results to the measured `dtypes`; return them unchanged if there are fewer or more `dtypes`."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result

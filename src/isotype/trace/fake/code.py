@@ -49,7 +49,7 @@ class StepCode:
         folded: True to trace only one of several equal layers, see `isotype.model.fold`.
         weights: the result of `weights_of(model)`, if the caller has it; None to call this slow function.
         evaluation: inputs of the phase `evaluate`; None for no evaluation.
-        reference: kind of memory to which the frozen copy of the model's weights belongs; None if there is no copy.
+        reference: kind of memory that a frozen copy of the model's weights counts as; None if there is no such copy.
     """
 
     model: nn.Module
@@ -72,7 +72,7 @@ class StepCode:
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
     def reached(self) -> Untouched:
-        """Save the state outside of the twin that this code can reach."""
+        """Return a saved copy of the state that this code can change outside of the model's copy (the twin)."""
         return Untouched(
             [
                 ("the loss", self.loss),
@@ -105,8 +105,8 @@ def surroundings() -> Iterator[None]:
 def _no_autocast() -> Iterator[None]:
     """Disable autocast, and make the step's autocast region the outermost one.
 
-    Only the end of the outermost region frees the cached casts of weights. In the real step that region ends with the
-    forward, so a recomputation in the backward casts the weights again.
+    Only the end of the outermost region frees the cached casts of weights. In the real step, the outermost region ends
+    with the forward, so a recomputation in the backward casts the weights again.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):
@@ -162,7 +162,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 def named_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a call of `module`, by the argument names of its forward."""
+    """Yield the tensors in the arguments of a call of `module`, each with the argument's name."""
     names = _positional(module)
     positional = [(f"args[{at}]" if at >= len(names) else names[at], value) for at, value in enumerate(args)]
     for name, value in (*positional, *kwargs.items()):
@@ -184,15 +184,15 @@ def _positional(module: nn.Module) -> tuple[str, ...]:
 
 
 def tensors_of_loss(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, by name, that a loss function reaches: in its closure, defaults and used globals."""
+    """Yield the tensors that a loss function can read (its closure, defaults and used globals), each with a name."""
     for name, value in _named_by(loss):
         yield from named_tensors(value, name)
 
 
 def switches_of(loss: Any) -> list[Any]:
-    """Return the objects that a loss function names and that hold only flags and numbers, such as `net.active`.
+    """Return the objects with only simple attributes (flags, numbers, strings) that a loss function can read.
 
-    The loss may set a flag that a module of the model reads: the twin must share such an object, not copy it.
+    The loss may set a flag that the model reads, so the copy of the model must share the objects with the loss.
     """
     return [value for _, value in _named_by(loss) if _is_switch(value)]
 
@@ -209,7 +209,7 @@ _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functo
 
 
 def _named_by(loss: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that a function reaches: arguments of partials, `self`, closure, defaults, used globals."""
+    """Yield the objects that a function can read: arguments of partials, `self`, closure, defaults, used globals."""
     while isinstance(loss, functools.partial):
         yield "args", loss.args
         yield from loss.keywords.items()

@@ -1,9 +1,9 @@
 """Simulation of what torch does before its dispatcher: another device's autocast, and errors of composite functions.
 
-Autocast acts where Python calls a torch function, so that autograd records its casts. On a machine without a GPU,
-`torch.autocast("cuda")` disables itself, and every device has its own lists of functions. The CPU's autocast covers the
-functions that all devices cast (matmuls and convolutions). This mode adds the casts of the simulated device, and
-undoes the casts that only a CPU makes.
+Autocast acts where Python calls a torch function, so that autograd records the casts. Every device has its own lists of
+functions, and without a GPU, `torch.autocast("cuda")` disables itself. So a step runs under the CPU's autocast, which
+handles the functions that every device casts (matmuls and convolutions). The mode `Functions` adds the casts of the
+simulated device, and undoes the casts that only a CPU makes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without the device's `profile`, queries of its properties
-    and attention run as on this machine.
+    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without the device's `profile`, attention and queries
+    of device properties run as on this machine.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -104,7 +104,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return `index`, limited to the rows of `tensor`: the assumed number of the last expert may be too large."""
+        """Return `index` as the number of an existing row of `tensor`: an assumed expert number may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -172,7 +172,7 @@ def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> An
 
 
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""Scores of a layer below this share of the step's peak, or below this number of bytes, get no note."""
+"""No note names a layer's scores that take less than this share of the step's peak, or fewer bytes than this."""
 
 
 class Attention:
@@ -203,9 +203,9 @@ class Attention:
             if scores < max(_LEAST, _LEAST_SHARE * peak):
                 continue
             title, name = self._profile.title, dtype_name(dtype)
-            how = f"{format_bytes(scores)} of scores are written out for a layer's attention: on {title} no fused kernel takes"
+            how = f"{format_bytes(scores)} of scores are written out for a layer's attention, because on {title} no fused kernel takes"
             if grouped and needs_repeated_heads(self._profile, dtype):
-                yield f"{how} grouped heads in {name}; where layers are fused (--fuse, isotype.fuse), keys and values are repeated instead"
+                yield f"{how} grouped heads in {name}; with fused layers (--fuse, isotype.fuse), keys and values are repeated instead"
             else:
                 yield f"{how} these heads in {name}"
 
@@ -213,7 +213,7 @@ class Attention:
 def _call_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
 ) -> tuple[AttentionCall, int] | None:
-    """Return the call, and the bytes of its scores in plain operators; None if torch raises for the shapes."""
+    """Return the call, and the bytes of the scores that plain operators store; None for shapes that torch refuses."""
     names = ("query", "key", "value", "attn_mask")
     named: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = map(named.get, names[:3])

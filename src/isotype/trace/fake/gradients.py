@@ -21,15 +21,15 @@ _CUTS = frozenset({aten.detach.default, aten.alias.default})
 _CAST = aten._to_copy.default
 
 _PARAMETER = "_isotype_parameter"
-"""The attribute in which the cast of a parameter stores the parameter's id."""
+"""A cast of a parameter stores the parameter's id in this attribute of its result."""
 
 
 class Gradients:
     """Records which trainable parameters a step uses, and which of them get a gradient.
 
     Attributes:
-        reached: ids of the parameters with an accumulated gradient.
-        behind: names of the modules that have returned with gradients on, in order.
+        reached: ids of the parameters whose gradient has been accumulated.
+        behind: names of the modules whose forward has returned with gradients on, in order.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Gradients:
         names: Mapping[int, Origin],
         place: Place,
     ) -> None:
-        """Record the parameters among the operands `tensors` of a forward operator; `names` maps tensor ids to origins."""
+        """Record which operands (`tensors`) of a forward operator are parameters; `names` maps tensor ids to origins."""
         if func in _CUTS:
             return
         for _, tensor in tensors:
@@ -76,9 +76,8 @@ class Gradients:
 def _function() -> str | None:
     """Return the name of the running `torch.autograd.Function` that turns gradients off; "" under `torch.no_grad()`.
 
-    Reentrant gradient checkpointing is such a function if none of its inputs requires a gradient. The result is None
-    inside a function that computes its inputs' gradients itself, such as a fused layer, unless this function runs under
-    `torch.no_grad()`.
+    An example is reentrant gradient checkpointing whose inputs require no gradient. Return None inside a function that
+    computes the gradients of its inputs itself, such as a fused layer, if that function runs with gradients on.
     """
     frame: Any = frame_above(2)
     while frame is not None:

@@ -1,8 +1,8 @@
 """A cache of fake kernels' results: shapes, strides and dtypes, for operands of the same shapes, strides and dtypes.
 
-A look-up in the cache of `FakeTensorMode` takes a third of a millisecond, a step has thousands of operators, and the step is
-traced again for every fix. The cache contains the results that torch would cache (`_validate_cache_key` in
-torch/_subclasses/fake_tensor.py, 2.13), and views with their shared storage.
+A step has thousands of operators and is traced again for every fix, and the cache of `FakeTensorMode` takes a third of
+a millisecond for each look-up. This cache contains the results that torch would cache (`_validate_cache_key` in
+torch/_subclasses/fake_tensor.py, 2.13), and also views, which share the storage of an operand.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Kernels:
         return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return the cache key of a call, None if its result is not cached; add the call's operands to `tensors`."""
+        """Return the cache key of a call, or None if its result cannot be cached. Append the call's operands to `tensors`."""
         if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
@@ -109,7 +109,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a shape, strides and a dtype describe a tensor: a CPU tensor of this mode that is no constant."""
+        """Return whether shape, strides and dtype describe a tensor fully, as for an ordinary CPU tensor of this mode."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
@@ -120,10 +120,7 @@ class Kernels:
         )
 
     def _entry(self, result: Any, tensors: list[FakeTensor]) -> Any:
-        """Return how to recreate `result`: a structure, and a recipe for each part; () if it cannot be recreated.
-
-        The structure is a function of the recreated parts: `tuple`, `list`, or `next` for a result of one part.
-        """
+        """Return how to recreate `result`: (function of its parts, a recipe for each part); () if that is impossible."""
         structure: Any = type(result) if type(result) in (tuple, list) else next
         if structure is next and isinstance(result, (tuple, list)):
             return ()  # a named tuple
@@ -186,10 +183,8 @@ def _is_steady(func: Any) -> bool:
 def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
     """Return the error that a call with mixed dtypes raises on this machine, or None if it raises no error.
 
-    Only operators whose error depends on the operands' shapes are called; None for all others.
-
-    The call is real, with uninitialized tensors: a kernel raises before it reads values. A call with an operand of more
-    than `_LARGEST` elements is not made.
+    Only operators whose error depends on shapes are called (`_REFUSES_BY_SHAPE`), and only with operands of at most
+    `_LARGEST` elements. The call uses real, uninitialized tensors: a kernel raises before it reads values.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     large = any(tensor.numel() > _LARGEST for tensor in tensors)

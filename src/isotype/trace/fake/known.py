@@ -1,4 +1,4 @@
-"""Results that known values decide, whatever the weights are: an index outside of its table, a result that is NaN."""
+"""Failures that follow from known values alone, with any weights: an index outside of its table, a result that is NaN."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from isotype.trace.fake.values import LIMIT, Values
 aten = torch.ops.aten
 
 _MOST = 1 << 20
-"""Maximum number of elements of a score whose masked positions are followed."""
+"""The masked positions of larger tensors (in elements) are not followed."""
 _INTEGERS = "_isotype_integers"
 _MASKED = "_isotype_masked"
 _NAN = "_isotype_nan"
 _SAME = frozenset({aten.clone, aten._to_copy, aten.detach, aten.alias, aten.native_dropout, aten.sub})
-"""Operators whose first result has its elements at the places of the first operand."""
+"""Operators that keep the positions: each element of the first result belongs to the same element of the first operand."""
 _SCALED = frozenset({aten.mul, aten.div, aten.mul_, aten.div_})
 _MOVED = frozenset(
     {
@@ -30,14 +30,14 @@ _MOVED = frozenset(
         aten.slice, aten.select,
     }
 )  # fmt: skip
-"""Operators whose result consists of elements of the first operand, at places that the other arguments decide."""
+"""Operators that only move or select elements of the first operand, as their other arguments say."""
 _FILLS = frozenset({aten.masked_fill, aten.masked_fill_})
 _CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
 """Operators that code uses to replace NaN."""
 _MEAN = 1
 _ADDS = frozenset({aten.add, aten.add_, aten.baddbmm, aten.addmm})
 _CARRIES = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
-"""Operators that concern this module only if an operand is noted, see `_is_noted`."""
+"""Operators to examine only if `_is_noted` is true for an operand."""
 
 
 class Known:
@@ -51,14 +51,14 @@ class Known:
         self._values = values
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the value of an integer input that has too many elements for `Values`."""
+        """Store the value of an integer tensor that is an input of the step and too large for `Values`."""
         if value.numel() > LIMIT and value.dtype in (torch.int64, torch.int32):
             setattr(tensor, _INTEGERS, value)
 
     def decide(self, func: Any, args: Any, result: Any, calls: list[Call]) -> dict[str, Any]:
-        """Return the fields `outside` and `undefined` of the call that is recorded next, without their defaults.
+        """Return the fields `outside` and `undefined` of the next recorded call, if they differ from the defaults.
 
-        If the operator replaces a result that was NaN, the earlier call in `calls` loses its `undefined`.
+        If the operator replaces NaN in an earlier call's result, that call's `undefined` becomes 0.
         """
         packet = operator_packet(func)
         if packet not in _DECIDES and not (packet in _CARRIES and any(map(_is_noted, args[:2]))):
@@ -82,7 +82,7 @@ class Known:
                 calls[at] = replace(calls[at], undefined=0)
 
     def _follow(self, packet: Any, func: Any, first: torch.Tensor, args: Any, result: Any) -> None:
-        """Store with an operator's result the integers, masked positions and NaN of its first operand."""
+        """Copy the notes of an operator's first operand (integers, masked positions, NaN) to the result."""
         output = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(output, torch.Tensor) or output.numel() > max(_MOST, first.numel()):
             return
@@ -102,7 +102,7 @@ class Known:
             setattr(output, name, (moved, version_of(output) or 0) if name == _MASKED else moved)
 
     def _masked_by(self, packet: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        """Return the positions of `output` that are minus infinity after a mask was applied; None for other operators."""
+        """Return where an operator writes a mask's minus infinity into `output`; None for other operators."""
         if packet in _FILLS:
             mask, value, before = self._values.of(args[1]), self._number(args[2]), self._masked(args[0])
             if mask is None or value is None:
@@ -126,7 +126,7 @@ class Known:
         return (known[0] if len(known) == 1 else known[0] | known[1]).expand(output.shape)
 
     def _masked(self, value: Any) -> torch.Tensor | None:
-        """Return the positions of a tensor or a number that are minus infinity; None if none is known."""
+        """Return where a tensor or a number is known to be minus infinity; None if no such position is known."""
         if not isinstance(value, torch.Tensor):
             number = self._number(value)
             return torch.ones((), dtype=torch.bool) if number == -math.inf else None
@@ -166,7 +166,7 @@ class Known:
                 yield int(wrong.max() if int(wrong.max()) >= size else wrong.min()), size
 
     def _undefined(self, packet: Any, args: Any) -> int:
-        """Return how many rows of a softmax, or losses, are NaN because every element of the row, or label, is masked."""
+        """Return the number of softmax rows that are wholly masked, or 1 for a mean loss whose labels are all ignored."""
         if packet in (aten._softmax, aten._log_softmax) and args[0].dim():
             masked = self._masked(args[0])
             return 0 if masked is None else int(masked.all(args[1]).sum())
@@ -212,15 +212,15 @@ _INDICES: dict[Any, _Read] = {
     aten.index_select: _of_selection,
     aten.index: _of_indices,
 }
-"""Operators that read a table, and the function that returns their indices, the table's size, the lowest and the ignored index."""
+"""For each operator that reads a table: a function that yields (indices, size of the table, lowest index, ignored index)."""
 
 _DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
-"""Operators that decide something, or replace what was NaN, whatever their operands are."""
+"""Operators to examine whatever their operands are: they read a table, compute a softmax, or replace NaN."""
 _NOTES = (VALUE, _INTEGERS, _MASKED, _NAN)
 
 
 def _is_noted(value: Any) -> bool:
-    """Return whether an operand has a known value, followed integers or positions, or is NaN or minus infinity."""
+    """Return whether an operand is a real tensor, a fake tensor with a note of this module, or minus infinity."""
     if not isinstance(value, torch.Tensor):
         return bool(value == -math.inf)
     return not isinstance(value, FakeTensor) or any(name in value.__dict__ for name in _NOTES)

@@ -1,7 +1,7 @@
-"""The inputs of a step on which its loss may depend: an operator's results may depend on all inputs of its operands.
+"""The inputs that may affect a step's loss: an operator's result may depend on everything that its operands depend on.
 
-An input that may reach the loss need not change the loss: `trace/reach` measures on a small copy whether it does.
-An input that cannot reach the loss cannot change it, in a model of any size.
+An input that may reach the loss does not always change the loss: `trace/reach` measures that on a small copy. An input
+that cannot reach the loss cannot change the loss, in a model of any size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isotype.trace.fake.values import is_data_dependent
 
 
 class InputReach:
-    """The inputs on which the content of each storage may depend during a forward."""
+    """For each storage: the inputs of the forward on which the storage's content may depend."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -30,7 +30,7 @@ class InputReach:
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Record that an operator's results and the operands that it writes depend on all inputs of all its operands."""
+        """Record that what an operator returns or overwrites depends on every input that one of its operands depends on."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:
@@ -47,7 +47,7 @@ class InputReach:
                 self._masks[storage_of(tensor)] = self._mask(tensor) | mask
 
     def without_effect(self, loss: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of the inputs on which the loss cannot depend, and on whose values no code branches."""
+        """Return the names of inputs that can change neither the loss nor the code that runs."""
         reached = self._read | self._mask(loss)
         return tuple(name for at, name in enumerate(self._names) if not reached >> at & 1)
 

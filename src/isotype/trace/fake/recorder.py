@@ -1,7 +1,8 @@
 """The recorder of a step on fake tensors: it judges every operator, and continues after a broken contract.
 
-The recorder is a dispatch mode above `FakeTensorMode`. Values that the code branches on get stand-ins. If a device would
-raise for the dtypes of an operator's operands, the recorder records a breach, converts the operands and continues.
+The recorder is a dispatch mode above `FakeTensorMode`. If code branches on an unknown value, a value is assumed. If the
+device would raise for the dtypes of an operator's operands, the recorder records a breach, converts the operands and
+continues.
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         contracts: contracts of the simulated device.
-        compute: dtype to which the operands of a breach are converted, unless `sides` or a rule of `_target` decides.
+        compute: the dtype that a breach's operands are converted to, unless `sides` or a rule of `_target` decides.
         fake: mode of the step's fake tensors.
-        lines: a code change to try, `file:line` -> dtype. In this line, casts and new tensors get this dtype, and operands
-            of several dtypes are converted to it.
+        lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype, and
+            operands of several dtypes are converted to it.
 
     Attributes:
-        sides: decides to which of several dtypes operands are converted; until `sides` is set, they are converted to
-            `compute`.
-        deadline: end of the step, in seconds of `time.monotonic`; the first operator after it raises TimeSpentError.
+        sides: decides which of several dtypes operands are converted to; until `sides` is set, `compute` is used.
+        deadline: latest end of the step in seconds of `time.monotonic`; the first operator after it raises
+            TimeSpentError.
         gradients: the trainable parameters that gradients reach.
         reach: the inputs that may reach the loss.
     """
@@ -123,9 +124,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------- tensors from outside
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Add the hooks of any recorder, and a hook that registers the tensors in a call of `model` as inputs.
+        """Add the recorder's hooks, and a hook that registers the tensors in a call's arguments as inputs.
 
-        Tensors that are plain attributes of modules are registered by name, too: the model's `.to()` does not move them.
+        Plain tensor attributes of modules also get names: the model's `.to()` does not move these tensors.
         """
         hooks = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):
@@ -144,12 +145,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def register_real(
         self, model: nn.Module, twin: nn.Module, of_loss: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Register the real tensors that the step's code may use, before the step.
+        """Before the step, register the real tensors that its code may use.
 
         Args:
-            model: the real model; each of its weights is replaced by the fake of the same name.
+            model: the real model. If the code uses one of its weights, the fake of the same name replaces it.
             twin: the copy of `model` on fake tensors.
-            of_loss: tensors that the loss function holds, by name.
+            of_loss: (name, tensor) for each tensor that the loss function can read.
         """
         self._of_loss = {id(tensor): (tensor, name) for name, tensor in of_loss}
         fakes = dict(_tensors(twin))
@@ -178,7 +179,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return map_leaves(lambda leaf: self.stand_for(leaf) if _is_real(leaf) else leaf, values)
 
     def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
-        """Return the fake of a real tensor from outside of the twin: the same fake in every call."""
+        """Return the fake that replaces a real tensor. A second call with the same tensor returns the same fake."""
         if id(tensor) not in self._outside:
             with without_modes():
                 fake = fake_like(tensor.detach(), self.fake).requires_grad_(tensor.requires_grad)
@@ -191,7 +192,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self._outside[id(tensor)][1]
 
     def _origin_outside(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a real tensor: the loss's data or, inside of a module, a tensor that its code keeps."""
+        """Return the origin of a real tensor: data of the loss function, or a tensor that a module's code keeps."""
         if id(tensor) in self._of_loss:
             return Origin("data", tensor.dtype, self._of_loss[id(tensor)][1])
         origin = self._unknown(tensor)
@@ -252,7 +253,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def _edited(self, place: Place) -> torch.dtype | None:
-        """Return the dtype that the code change to try sets in the line of `place`; None for other lines."""
+        """Return the dtype that a code change to try sets in the line of `place`; None for other lines."""
         return self.lines.get(shown(place.source)) if self.lines else None
 
     def _judged(
@@ -309,7 +310,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return func(*map_leaves(cast, args), **map_leaves(cast, kwargs))
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Store the results' values if they are known; else drop the values of tensors that the operator writes."""
+        """Store the values of the operator's results; if they are unknown, drop the values of tensors that the operator
+        overwrites.
+        """
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
@@ -339,15 +342,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """Return the dtype to which operands are converted, and whether the edited line itself converts to it.
+        """Return the dtype to convert the operands to, and whether the code change to try makes this conversion itself.
 
         The first of these rules that applies decides:
 
-        - the dtype of an operand that is written, because no cast changes it;
+        - the dtype of the operand that the operator overwrites, because no cast changes it;
         - the dtype of the code change to try;
         - float32 if the operator has no kernel for the dtype of this part of the model;
-        - the dtype of the operands that belong to the model, if they have only one;
-        - the dtype of this part of the model if an operand has it, else the widest.
+        - the dtype of the operands that belong to the model, if all of them have the same;
+        - the dtype of this part of the model if an operand has it, else the operands' widest dtype.
         """
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
@@ -367,7 +370,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return side if side in floats else max(floats, key=attrgetter("itemsize"), default=side), False
 
     def _accepts(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bool:
-        """Return whether the device runs an operator, as far as is known, whose float operands all have this dtype."""
+        """Return whether the device runs the operator with all float operands in `dtype`; True if unknown."""
         alike = tuple(dtype if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(name, alike)
         return verdict is None or verdict.accepted
@@ -394,7 +397,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
         """Record a function that raised `error` before any operator ran.
 
-        Return the dtype to which to convert the function's operands, or None to raise the error.
+        Return the dtype to convert the function's operands to, or None if the caller must raise the error.
         """
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
@@ -422,13 +425,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return all(dtype.itemsize < 4 for dtype in floats) and not (only_on_cpu and torch.float16 in floats)
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a function that raises under autocast, unless the code change to try disables autocast there."""
+        """Record a function that raises under autocast, unless a code change to try sets the dtype in its line."""
         if self._edited(self._place()) is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.numpy()`: the known values, else zeros; bfloat16, which NumPy lacks, is a breach."""
+        """Return the result of `tensor.numpy()`: known values or zeros. NumPy has no bfloat16: such a tensor is a breach."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self._edited(self._place()) is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)
@@ -438,7 +441,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return (torch.zeros(tensor.shape, dtype=dtype) if value is None else value.to(dtype)).numpy()
 
     def listed(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.tolist()`: the known values, else ones (True)."""
+        """Return the result of `tensor.tolist()`: known values or ones (True)."""
         value = self.values.of(tensor)
         with unset_fake_temporarily():
             return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
@@ -472,7 +475,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor with values: no fake tensor, and no wrapper of `torch.func`."""
+    """Return whether a value is a real tensor: neither a fake tensor nor a wrapper of `torch.func`."""
     is_tensor = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
     return is_tensor and not is_transformed_tensor(leaf)
 

@@ -3,8 +3,8 @@
 The step runs on whole fake tensors, and the ledger counts the share of one process. The order in which FSDP2 allocates
 and frees is that of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
-- Weights are gathered into one flat buffer and copied out of it. A forward frees the buffer after the copy of the next
-  group. A backward frees the buffer after the copy of the same group, and gathers the buffer of the next group in
+- Weights are gathered into one flat buffer and copied out of it. A forward frees a group's buffer after the next
+  group's copy. A backward frees a group's buffer after its own copy, and gathers the buffer of the next group in
   advance.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
@@ -37,21 +37,21 @@ def shard_bytes(parameter: torch.Tensor, devices: int) -> int:
 
 
 _RETURNED_BY = "_isotype_returned_by"
-"""The attribute in which a tensor stores the group whose forward returned it."""
+"""A tensor stores the group whose forward returned it in this attribute."""
 
 
 @dataclass(eq=False)
 class _Gathering:
-    """An FSDP2 group during the step; all bytes are those of one layer, even if the group represents several equal layers.
+    """An FSDP2 group during the step. All bytes are those of a single layer, even if the group represents several.
 
     Attributes:
-        repeats: number of groups of the whole model that the group represents.
+        repeats: how many equal groups of the model this group represents.
         whole: bytes of the group's gathered parameters.
         reduced: bytes of the buffer in which the group's gradients are reduced.
         is_gathered: True while the group's parameters are gathered.
         is_prefetched: True while the group's parameters are in the flat buffer and not yet copied out of it.
         is_reduced: True after the group's backward.
-        followers: groups whose forward took the tensor that the forward of this group returned.
+        followers: groups whose forward takes a tensor that this group's forward returned.
     """
 
     group: Group
@@ -65,10 +65,10 @@ class _Gathering:
 
 
 class ProcessMemory:
-    """Counts a process's memory in `ledger` while the step of `setup` runs on `twin`.
+    """Changes the counts of `ledger` to those of one process while the step of `setup` runs on `twin`.
 
-    With one device, the counts of the ledger stay as they are. `repeats` maps the `id` of a parameter to the number of
-    parameters it represents.
+    With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters that the
+    parameter represents.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:
@@ -101,7 +101,7 @@ class ProcessMemory:
             self._groups.append(_Gathering(held, repeats, whole, reduced))
 
     def held(self, tensor: torch.Tensor) -> int | None:
-        """Return the bytes of a sharded parameter or buffer that a process holds; None for a tensor that it holds whole."""
+        """Return how many bytes of a parameter or buffer a process holds; None if the process holds the whole tensor."""
         return self._shards.get(id(tensor))
 
     @property
@@ -113,7 +113,7 @@ class ProcessMemory:
         return held / whole if whole else 1.0
 
     def watch(self) -> Iterator[Any]:
-        """Start counting, and yield the handles of the hooks that count."""
+        """Start counting. Yield the handle of each hook that is added."""
         if self._sum_in_buckets:
             sizes = (p.untyped_storage().nbytes() * self._repeats[id(p)] for p in self._trained)
             self._ledger.add("buckets", sum(sizes))
@@ -124,14 +124,14 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of `parameter`: the whole gradient, and a shard for each represented layer."""
+        """Count a new gradient of `parameter`: whole for the traced layer, and as a shard for each layer it represents."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
         self._ledger.count(parameter.grad, "gradients")
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce the groups that have no input with a gradient, and free all buffers."""
+        """Reduce the groups that are not reduced yet, whose inputs need no gradient, and free all buffers."""
         for gathering in self._groups:
             self._reduce(gathering)
             self._ledger.add("gathered", -gathering.whole * gathering.is_prefetched)
@@ -170,10 +170,10 @@ class ProcessMemory:
             tensor.register_hook(lambda _: self._prepare(gathering))  # type: ignore[no-untyped-call]
 
     def _gather(self, gathering: _Gathering) -> None:
-        """Gather weights into a flat buffer and copy them out of it; then free the flat buffer of the last forward.
+        """Gather a group's weights into a flat buffer and copy them out. Then free the previous group's flat buffer.
 
-        torch 2.13 intends to free that buffer before it gathers, but a variable of `wait_for_unshard`
-        (`prev_all_gather_state`) still references the buffer.
+        torch 2.13 intends to free the previous buffer first, but the variable `prev_all_gather_state` in
+        `wait_for_unshard` still refers to that buffer.
         """
         self._ledger.add("gathered", gathering.whole * (1 if gathering.is_prefetched else 2))
         self._free_flat()
@@ -186,7 +186,7 @@ class ProcessMemory:
     # ------------------------------------------------------------------------------------------------ backward
 
     def _prepare(self, gathering: _Gathering) -> None:
-        """Gather a group's parameters before its backward, and the flat buffer of the group whose backward follows."""
+        """Before a group's backward, gather its parameters, and the flat buffer of the group whose backward is next."""
         if gathering.is_reduced or gathering not in self._forwards:
             return
         for follower in gathering.followers:  # hooks of one tensor run in the order of the forward

@@ -72,16 +72,16 @@ def trace_step(
     untouched: Untouched | None = None,
     enough: Callable[[Trace], bool] | None = None,
 ) -> Trace:
-    """Trace one step on a twin of its model: a copy on fake tensors.
+    """Trace one step on a copy of its model on fake tensors (the twin).
 
     Args:
         code: the code that runs in the step.
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
-        lines: a fix to try, `file:line` -> dtype: casts and new tensors in this line get this dtype.
-        deadline: end of the step by `time.monotonic`, in seconds; a step that is still running ends with a failure.
-        untouched: a saved copy of the state that the step can change, for several traces; None to save it here.
-        enough: called after a forward or backward that had breaches, with the trace up to then; True ends the step.
+        lines: a fix to try, `file:line` -> dtype. Casts and new tensors in such a line get the dtype.
+        deadline: latest end of the step by `time.monotonic`, in seconds. A step that runs longer fails.
+        untouched: saved copy of the state that the step can change, for several traces; None to save one here.
+        enough: called with the trace so far after a forward or backward with a breach; True ends the step.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
@@ -114,7 +114,7 @@ def trace_step(
 
 
 def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
-    """Return the trace of a step up to now; `weights` are the weights of the real model."""
+    """Return the trace of the step so far. `weights` are those of the real model."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
     attention = step.functions.attention
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
@@ -306,7 +306,7 @@ class _Step:
             self.reached = sum(weight.grad is not None or id(weight) in reached for weight in trainable)
 
     def _refuse(self, function: str, message: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Record a function that is no operator and raises `message` for these tensors."""
+        """Record a call of a Python function (not an operator) that raises `message` for these tensors."""
         operands, breach = self.recorder.operands(tensors), Breach(message, False, None)
         self.recorder.calls.append(Call(function, self.recorder.phase, "", "", operands, (), breach=breach))
 
@@ -321,7 +321,7 @@ class _Step:
         ]
 
     def _unscale(self) -> None:
-        """Unscale like `GradScaler.unscale_` (torch/amp/grad_scaler.py): it raises for float16, and groups by dtype."""
+        """Unscale gradients, one dtype after the other, like `GradScaler.unscale_`, which raises for float16."""
         if not self.setup.scaler:
             return
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -367,7 +367,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation batch between two steps, and remove its calls: they repeat those of the forward."""
+        """Count the memory of an evaluation batch between steps, and remove its calls: they repeat the forward's."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -400,7 +400,7 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: copies of small inputs, and large integers and pictures in tiles."""
+    """Return the inputs whose values the step may use: copies of small inputs, large integer inputs, and tiled pictures."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)
@@ -415,19 +415,18 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
-    """Return an optimizer of `parameters`, or a note (a string) if its step cannot be traced on fake tensors.
+    """Return an optimizer of `parameters`, or a string that says why its step cannot be traced on fake tensors.
 
     Args:
-        request: an optimizer's name, an optimizer with the class and the defaults to use, or a callable
-            (parameters -> optimizer).
+        request: a name, an optimizer whose class and defaults are used, or a callable (parameters -> optimizer).
         parameters: the parameters to optimize.
-        learning_rate: learning rate of an optimizer by name; None for its default.
+        learning_rate: learning rate if `request` is a name; None for the optimizer's default.
     """
     if isinstance(request, torch.optim.Optimizer):
         kind = type(request)
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            return f"the step of optimizer {kind.__name__} is not traced: it computes the loss by itself"
+            return f"the step of optimizer {kind.__name__} is not traced: the step calls a closure that computes the loss"
         plain = {name: value for name, value in vars(request).items() if isinstance(value, _PLAIN)}
         names = inspect.signature(kind.__init__).parameters
         copy = kind(
@@ -439,14 +438,14 @@ def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_ra
         return request(parameters)
     make = OPTIMIZERS.get(request)
     if make is None:
-        return f"the step of optimizer {request} is not traced: it runs in kernels of its own"
+        return f"the step of optimizer {request} is not traced: the optimizer has its own kernels"
     return make(parameters, **({} if learning_rate is None else {"lr": learning_rate}))
 
 
 def _kept_states(optimizer: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
-    """Return fakes of an optimizer's existing state for the parameters of `model`, by parameter name.
+    """Return the existing state of an optimizer as fakes, by the name of the parameter in `model`.
 
-    The moments of an optimizer keep their dtype if the model is cast after the first step.
+    If the model is cast after the first step, the state keeps its earlier dtype.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {}

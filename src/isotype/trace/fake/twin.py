@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     """Return a mode that replaces the real tensors of an operator by fakes.
 
-    If the profile is of a CPU, isotype's kernels choose the dtype of their products as on that CPU.
+    If the profile describes a CPU, isotype's kernels multiply in the same dtype as on that CPU.
     """
     mode = SimulatedMode(profile)
     # `isotype.trace.fake.kernels` has a cache: look-ups in a second one would only take time.
@@ -45,7 +45,7 @@ def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:
-    """Clear the mode's memo of fakes: `Module.to` cannot replace a parameter by a memoized tensor."""
+    """Empty the mode's memo of fake tensors: `Module.to` cannot replace a parameter by a tensor in the memo."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
@@ -74,7 +74,7 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
 
 def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) -> nn.Module:
-    """Return a copy of `model` on fakes, with the same classes, names, tied weights, hooks and quantization states.
+    """Return a copy of `model` on fake tensors, with equal classes, names, tied weights, hooks and quantization states.
 
     The copy shares attributes that cannot be copied (a lock, a file, a process group), and the objects in `shared`.
     """
@@ -98,7 +98,7 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
 
 
 class _Fakes:
-    """The fakes of a model's tensors. If two tensors share memory (an int8 weight and its codes), so do their fakes."""
+    """The fakes of a model's tensors. If tensors share memory (an int8 weight and its codes), their fakes share memory."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

@@ -1,8 +1,8 @@
-"""Numbers that the code reads from tensors with unknown values.
+"""Numbers that the model's code reads from tensors with unknown values.
 
-Code that reads a number branches on it. The trace takes the branches of a step that works: checks pass, and loops end after
-a few rounds. The syntax tree of the source shows the use of a number: `if x.max() > 1e4: raise …`, `while error.item() >
-1e-3`, `if done.all(): break`.
+Code that reads a number usually branches on it. The trace takes the branches of a step that works: checks pass, and
+loops end after a few rounds. The use of a number is found in the source's syntax tree: `if x.max() > 1e4: raise …`,
+`while error.item() > 1e-3`, `if done.all(): break`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isotype.trace.taken import is_inside, position
 _ROUNDS = 3
 _MOST_READS = 50
 _BY_TURNS = (1.0, 1.0, 0.0, 1e9)
-"""Numbers for a loop that reads them in a place without a known use: `x > limit` and `x < limit` become false."""
+"""A loop that reads a number of unknown use gets these in turn: `x > limit` and `x < limit` both become false."""
 _NOT_FINITE = re.compile(r"(?:\b|_|is)(?:nan|inf)(?:\b|_)")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NOP")
@@ -39,7 +39,7 @@ class Order:
 
     Attributes:
         negated: True if an odd number of `not` is on the path.
-        rises: True if a large number makes the comparison on the path true, False if a small number does; None without a
+        rises: True if a large number makes the path's comparison true, False if a small one does; None without a
             comparison.
         limit: the constant that the number is compared with; None if there is none.
     """
@@ -54,8 +54,8 @@ class Use:
     """The use of a number.
 
     Attributes:
-        passes: the truth value of the number, or of its comparison, with which the code continues.
-        loop: the line of the `while` loop that another truth value ends; None if no loop depends on the number.
+        passes: the truth value that the number (or its comparison) needs so that the code continues.
+        loop: the line of the `while` loop that ends at the opposite truth value; None if no loop depends on the number.
         order: the path to the condition.
     """
 
@@ -64,7 +64,7 @@ class Use:
     order: Order
 
     def number(self, truth: bool, is_integer: bool) -> float:
-        """Return a number for which the comparison has a truth value; 1 if possible."""
+        """Return a number that makes the comparison true or false, as `truth` says; 1 if 1 does so."""
         rises, limit = self.order.rises, self.order.limit
         if rises is None:
             return float(truth)
@@ -79,7 +79,7 @@ class Use:
 
 
 class Numbers:
-    """Chooses the numbers that the traced code reads from tensors without values; keeps the loops that they end."""
+    """Chooses the numbers that traced code reads from tensors without values, and remembers the loops that a number ended."""
 
     def __init__(self) -> None:
         self._reads: Counter[tuple[CodeType, int]] = Counter()
@@ -87,7 +87,7 @@ class Numbers:
         self._loops: dict[tuple[str, int], None] = {}
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
-        """Return a number of the tensor's type, 1 or True unless its use needs another one."""
+        """Return a number of the tensor's type: 1 or True, unless the code needs another number to continue."""
         frame = asking_frame()
         number = 1.0 if frame is None else self._number(frame, tensor)
         if tensor.dtype == torch.bool:
@@ -120,7 +120,7 @@ class Numbers:
 
 
 def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
-    """Return the use of the number that a frame reads now, and the frame that uses it: the reader, or its caller."""
+    """Return how the number that `frame` reads now is used, and the frame that uses it: `frame` or a caller."""
     use = _use(frame.f_code, frame.f_lasti, Order())
     while isinstance(use, Order) and (caller := frame.f_back) is not None:
         if is_library(caller.f_code.co_filename):
@@ -132,7 +132,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number that the instruction at byte `at` reads; the path so far if the number is returned."""
+    """Return the use of the number read at byte `at`. If the function returns the number, return the path so far."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:
@@ -153,7 +153,7 @@ def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
 
 
 def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> Use | None:
-    """Return the use of a number in the condition of `place`; None if the step works with either truth value."""
+    """Return how the condition of the statement `place` uses a number; None if the step works with either truth value."""
     match place:
         case ast.While():
             return Use(not order.negated, place.lineno, order)
@@ -172,7 +172,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the path from an expression to the statement or `… if … else …` that it decides, and that place."""
+    """Return the path from an expression to the statement or `… if … else …` around it, and that syntax node."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
@@ -195,7 +195,7 @@ def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> t
 
 
 def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]:
-    """Yield the expressions that read a variable in conditions of the function around `place`."""
+    """Yield each use of `variable` in a condition, within the function that contains the statement `place`."""
     scope = _around(place, parents, _SCOPES)
     for statement in ast.walk(scope) if scope is not None else ():
         if isinstance(statement, (ast.While, ast.If, ast.Assert)):
@@ -205,7 +205,7 @@ def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) ->
 
 
 def _around(node: ast.AST, parents: dict[ast.AST, ast.AST], kinds: tuple[type[ast.AST], ...]) -> Any:
-    """Return the innermost node of some kinds around a node, within its function; None if there is none."""
+    """Return the innermost node around `node` whose type is in `kinds`; None if its function has none."""
     while (parent := parents.get(node)) is not None and not isinstance(parent, kinds):
         if isinstance(parent, _SCOPES):
             return None
@@ -214,7 +214,7 @@ def _around(node: ast.AST, parents: dict[ast.AST, ast.AST], kinds: tuple[type[as
 
 
 def _while_around(frame: FrameType | None) -> int | None:
-    """Return the line of the innermost running `while` loop in the frames of the model's code."""
+    """Return the line of the innermost `while` loop that runs in `frame` or its callers in the model's code."""
     while frame is not None and not is_library(frame.f_code.co_filename):
         parents, line = _parents(frame.f_code.co_filename), frame.f_lineno
         lines = (
@@ -231,8 +231,7 @@ def _while_around(frame: FrameType | None) -> int | None:
 def _expression(code: CodeType, at: int) -> ast.expr | None:
     """Return the expression whose value the instruction at byte `at` reads; None if the source is not available.
 
-    The conversion of a condition to a truth value has the position of the whole statement. The instruction before it
-    has the position of the operand.
+    In Python, the test of a condition has the position of the whole statement, so the instruction before it is used.
     """
     while at and dis.opname[code.co_code[at]].startswith(_CONVERTS):
         at -= 2
@@ -246,7 +245,7 @@ def _expression(code: CodeType, at: int) -> ast.expr | None:
 
 @cache
 def _parents(file: str) -> dict[ast.AST, ast.AST]:
-    """Return the nodes of a source file with their parents; empty if the file is not available or no Python."""
+    """Return the parent of each syntax node of a source file; empty if the file is missing or is not Python."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:

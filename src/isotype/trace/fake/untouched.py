@@ -1,9 +1,9 @@
-"""The Python state that the step's code can reach: it is saved before a trace and restored after it.
+"""The Python state that a step's code can change is saved before a trace and restored after it.
 
-Attributes that the model's modules set stay in the twin. Objects in a loss's closure (a noise scheduler, an
-average of weights, a cache), globals, class attributes and memoized results are outside of the twin: without a restore
-they would hold fake tensors after the trace. Only references are saved: the contents of containers, attributes, cells
-and globals. The data of real tensors needs no copy, because a fake replaces each tensor.
+Attributes that the model's modules set change only the model's copy (the twin). But a step can also change globals,
+class attributes, memoized results and objects in a loss's closure (a noise scheduler, an average of weights, a cache).
+Without a restore, such objects would contain fake tensors after the trace. Only references are saved: the contents of
+containers, attributes, cells and globals. The data of real tensors needs no copy, because the step writes into fakes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects, not counting modules; nearer objects come first. All visits take about 0.1 s."""
+"""Maximum number of visited objects, not counting modules; nearer objects come first. So many visits take about 0.1 s."""
 _FUNCTIONS = 500
-"""Maximum number of functions whose globals are visited, the nearest first."""
+"""Maximum number of functions whose globals are visited; nearer functions come first."""
 _MOST_REFERENTS = 200
 """Maximum number of objects in a memo or an iterator that are searched for a tensor of the trace."""
 _LONG = 1_000
-"""The elements of a longer container are not visited, only saved."""
+"""If a container has more elements, they are saved but not visited."""
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
-"""Path of an object: a name, or (path of the holder, "." or "[]", attribute or key); `_written` formats a path."""
+"""Path of an object: a name, or (path of the object's holder, "." or "[]", attribute or key); `_written` formats it."""
 _HOLDERS = (dict, OrderedDict, set)
-"""Types of the containers for hooks: most modules have a dozen of them, all empty."""
+"""Types of the containers in which a module stores hooks: most modules have a dozen, all empty."""
 _MISSING: Any = object()
 _CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
@@ -73,7 +73,7 @@ class Untouched:
     """The saved state of all objects that the code of a step can reach.
 
     Args:
-        roots: the objects from which the search starts, by name, the nearest to the user's code first.
+        roots: (name, object) for each object where the search starts, the nearest to the user's code first.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -120,9 +120,9 @@ class Untouched:
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
-        """A sentence for every object whose state could not be restored after the first trace."""
+        """A sentence for each object whose state could not be restored."""
         moved = [
-            f"the generator {_written(name)} cannot be set back: it will not yield again what the trace has read"
+            f"the generator {_written(name)} cannot be set back: items that the trace has read are lost"
             for name, generator, at in self._generators
             if generator.gi_frame is None or generator.gi_frame.f_lasti != at
         ]
@@ -135,7 +135,7 @@ class Untouched:
         return (*moved, *holding, *([more] if self._queue else ()))
 
     def _enqueue(self, name: _Name, value: Any) -> None:
-        """Queue an object for a visit, unless it was queued before or has no references to visit."""
+        """Queue an object for a visit, unless it has been queued before or refers to no other objects."""
         atoms = value is _MISSING or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))
         if type(value) not in _ATOMS and id(value) not in self._seen and not atoms:
             self._seen.add(id(value))
@@ -282,7 +282,7 @@ class Untouched:
                 self._globals(vars(value), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
-        """Save a class's attributes, and visit the methods whose names other code uses."""
+        """Save a class's attributes, and visit the methods that visited code may call by name."""
         if not _is_code_opened(value.__module__):
             return
         for base in value.__bases__:
@@ -350,7 +350,7 @@ _COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, ty
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) for all that `model` may share with its fake copy: classes, hooks, attributes that are not copied."""
+    """Yield (name, object) for what `model` may share with its fake copy: classes, hooks and attributes."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -363,7 +363,7 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Return whether the search visits the attributes of an object whose class is defined in the Python module `module`."""
+    """Return whether the search visits the attributes of objects whose class the Python module `module` defines."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 
@@ -411,7 +411,7 @@ def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
 
 
 def _reaches_fake(value: Any, visited: Set[int]) -> bool:
-    """Return whether an object that was not opened (a memo, an iterator, a long list) holds a fake tensor."""
+    """Return whether an object whose contents were not visited (a memo, an iterator, a long list) holds a fake tensor."""
     stack, seen = [value], {id(value)}
     while stack and len(seen) < _MOST_REFERENTS:
         for part in gc.get_referents(stack.pop()):

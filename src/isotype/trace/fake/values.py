@@ -1,9 +1,9 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
 Fake tensors have no values, but a model's code branches on some values: the number of images, the rows of an expert.
-Values that depend only on the inputs are computed for real and stored on the fake tensor. Values that depend on weights get a
-stand-in: the dtypes of a step do not depend on these values. Results of comparisons are guessed where the numbers are unknown,
-so that counts, selections and splits by the same mask agree.
+Values that depend only on the inputs are computed for real and stored on the fake tensor. For a value that depends on
+weights, an assumed value is used: the dtypes of a step do not depend on the value. If the numbers in a comparison are
+unknown, the result is guessed, so that counts and selections with the same mask agree.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_stri
 
 
 class Values:
-    """Stores the known values of fake tensors in the fakes themselves, and creates stand-ins for unknown values."""
+    """Stores known values as attributes of fake tensors, and assumes values where none is known."""
 
     def __init__(self) -> None:
         # Number of experts of the last router: all of them are assumed to get equal shares of the tokens.
@@ -103,7 +103,7 @@ class Values:
             self._unknown[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
-        """For a factorization of unknown values, store the `info` of success in its result."""
+        """If an operator factorizes a matrix with unknown values, give its result `info` the value of a success, 0."""
         if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():
@@ -176,7 +176,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Compute a result without any rounding to 16 bits, and store this exact value with the result's `value`."""
+        """Compute an operator's result again, as if nothing had been rounded to 16 bits, and attach it to `value`."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -201,7 +201,7 @@ class Values:
         setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
 
     def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
-        """Return the error of `tensor`'s value that rounding to 16 bits has caused, and where the value was rounded first."""
+        """Return how far rounding to 16 bits has moved the value of `tensor`, and where the first rounding was."""
         value = self.of(tensor)
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
@@ -211,7 +211,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return the number of finite rows of the known `source` that its cast to float16 turns entirely into minus infinity."""
+        """Return how many finite rows of `source` consist only of minus infinity after the cast to float16 (`result`)."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -240,9 +240,9 @@ class Values:
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.
 
-        A short vector selects the experts that get tokens: all its elements are True. A longer mask after such a vector
-        selects the tokens of one expert: an equal share of its elements is True. Every other mask has `_STAND_IN_ROWS`
-        elements that are True.
+        A short vector selects the experts that get tokens: all its elements are True. If a longer mask follows such a
+        vector, it selects the tokens of one expert: an equal share of its elements is True. Every other mask has
+        `_STAND_IN_ROWS` elements that are True.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -281,7 +281,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def is_data_dependent(func: Any) -> bool:
-    """Return whether a result's shape, or a Python number, depends on values, which fake tensors do not have."""
+    """Return whether an operator's result is a Python number or has a shape that depends on the values of its operands."""
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
@@ -301,7 +301,7 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
     """Return a mask with every second element True, so that both the mask and its inverse select elements.
 
-    The result is None for a vector, which may select the experts that get tokens, and for operands that are no floats.
+    Return None for a vector, which may select the experts that get tokens, and for operands that are not floats.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None
@@ -315,9 +315,9 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 
 
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return the random number that an operator might draw: 0.5, the integer 1 if allowed, or an unchanged order.
+    """Return a possible result of a random operator: 0.5, 1 or the nearest allowed integer, or an unchanged order.
 
-    Models skip layers and choose indices by such numbers. Several numbers and long permutations are unknown (None).
+    Models skip layers and choose indices with random numbers. Return None for several numbers or a long permutation.
     """
     dtype = kwargs.get("dtype")
     if packet is aten.randperm:
@@ -351,7 +351,7 @@ def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """Return the loss of each sequence, and its forward variables: one for each state of the longest target."""
+    """Return a loss for each sequence, and log-probabilities for each step and state (two states per label, plus one)."""
     steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
     return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
 
@@ -373,11 +373,11 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     ),
     aten.repeat_interleave.self_Tensor: lambda tensor, *_, **__: tensor.clone(),
 }
-"""Operators with unknown values -> the functions that compute stand-ins for their results."""
+"""Operators -> functions that compute a possible result if the values of the operands are unknown."""
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Return int8 codes, row scales, and the columns with values above the threshold, which are assumed to be none."""
+    """Return int8 codes, row scales, and an empty list of outlier columns: no value is assumed to exceed the threshold."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
@@ -399,7 +399,7 @@ def _dim(args: Any, kwargs: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
-    """Split a tensor by assumed sizes: cut the sizes to the size of the tensor; the last part gets the rest."""
+    """Split a tensor by assumed sizes, reduced so that they fit the tensor. The last part gets the rest."""
     rest, fitting = tensor.shape[dim], []
     for size in sizes[:-1]:
         fitting.append(min(size, rest))

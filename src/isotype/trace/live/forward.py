@@ -56,9 +56,9 @@ def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[t
 class StaleCasts:
     """Detects an optimizer step inside of the autocast region in which the next forward runs.
 
-    Autocast casts a weight once and caches the cast until the outermost autocast region ends. A forward after an
-    optimizer step inside of that region uses the old weights. The first such forward calls `report`. The test uses a
-    separate weight, which is cast, changed, and cast again.
+    Autocast casts a weight once and caches the cast until the outermost autocast region ends. If an optimizer steps
+    inside the region, a later forward in the region uses the old weights. `report` is called at the first such forward.
+    The test casts, changes, and again casts a weight of its own.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class StaleCasts:
         self._handle: Any = None
 
     def stepped(self, device: str) -> None:
-        """Prepare the test of the next forward, after an optimizer step on this device type."""
+        """After an optimizer step on this device type, prepare the test that the next forward runs."""
         self.detach()
         if not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
             return

@@ -135,7 +135,7 @@ class LiveRecorder(Recorder):
             self._book(lambda: self.reads.note(self.origin(tensor)))
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin as any recorder does; an error stops the recorder, not the script."""
+        """Return the origin that `Recorder.cast_origin` finds. An error ends the recording, not the script."""
         if self.fault:
             return None
         origins: list[Origin | None] = []
@@ -156,7 +156,7 @@ class LiveRecorder(Recorder):
         self.ledger.begin(phase)
 
     def _turn(self, func: Any) -> None:
-        """Change the phase if `func` belongs to another one: autograd runs the backward, modules run the forward."""
+        """Change the phase if `func` runs in another one: an autograd node runs the backward, a module the forward."""
         if self.phase in ("optimizer", "generate"):
             return
         if current_node() is not None:
@@ -177,7 +177,7 @@ class LiveRecorder(Recorder):
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove the origins from the script's tensors, which the script may save, and drop all references."""
+        """Remove the recorded origins from the script's tensors (the script may save a tensor), and drop all references."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):
@@ -188,7 +188,7 @@ class LiveRecorder(Recorder):
         self._places.clear()
 
     def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:
-        """Count the weights and buffers of `model` that are not registered yet; closing the result removes the added hooks."""
+        """Register and count the weights and buffers of `model` that are new. To remove the added hooks, close the result."""
         hooks = ExitStack()
         layers = dict(model.named_modules())
         for tensor, weight in tensors_and_weights(model):
@@ -212,7 +212,7 @@ class LiveRecorder(Recorder):
         return hooks
 
     def mark_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Register the tensors in the inputs of a model by name, except those that the step itself has computed."""
+        """Register each tensor in the inputs of a model by its name, unless the step itself has computed it."""
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
                 self.mark(value, Origin("input", value.dtype, name))
@@ -257,7 +257,7 @@ class LiveFunctions(TorchFunctionMode):
 
 
 def device_of(model: nn.Module) -> str:
-    """Return the device type of most elements of a model's parameters; `"cpu"` for a model without parameters."""
+    """Return the device type that holds most parameter elements of a model; `"cpu"` for a model without parameters."""
     counts: Counter[str] = Counter()
     for parameter in model.parameters():
         counts[parameter.device.type] += parameter.numel()

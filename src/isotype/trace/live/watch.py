@@ -1,7 +1,7 @@
 """Recording of the first steps of an unchanged script: global hooks start and end a record, and remove themselves.
 
 The hooks are torch's global hooks for modules and optimizers. At the first training forward, the hooks call `before`
-(which may trace the step ahead), and put the live recorder under the script's modes. A few earlier forwards of
+(which may trace the step before it runs), and put the live recorder under the script's modes. A few earlier forwards of
 evaluation or generation are recorded, too. After the requested number of optimizer steps, hooks, modes and references
 to the script's tensors are removed, and modules are as fast as before.
 """
@@ -46,14 +46,14 @@ from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
 WATCH_SECONDS = 10.0
-"""Time limit of the recorder's own work: enough for 100,000 operators."""
+"""Time limit of the recorder's own work in seconds: enough for 100,000 operators."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
-"""Maximum number of recorded forwards before the first training step, for one model and for all models."""
+"""Maximum numbers of recorded forwards before the first training step: of one model, and of all models together."""
 
 _EVALUATION_CALLS = 20_000
-"""Maximum number of recorded operators in these forwards."""
+"""Maximum number of recorded operators in the forwards before the first training step."""
 
 _COMPILED_WARNING = "Using `torch.compile"
 
@@ -64,7 +64,7 @@ class Beginning:
 
     Attributes:
         model: the called module.
-        inputs: its inputs by argument name; None if a name is unknown.
+        inputs: the inputs of the forward by argument name; None if a name is unknown.
         args, kwargs: the original arguments.
     """
 
@@ -83,13 +83,13 @@ class StepSeen:
 
 
 class Watch:
-    """Records the first `steps` training steps of this process, in the thread that begins a step.
+    """Records the first `steps` training steps of this process. Only the thread that begins a step is recorded.
 
     Args:
         steps: number of optimizer steps, at least 1.
-        before: called with the first training forward before it runs; the script waits.
-        after: called at the end of a step; the calls of the step are still available.
-        evaluates: called with each recorded forward without training, before it runs.
+        before: called once, before the first training forward runs. The script waits meanwhile.
+        after: called at the end of a step, while the step's calls are still available.
+        evaluates: called before each recorded forward of an evaluation or generation.
 
     Attributes:
         seen: the recorded steps.
@@ -98,8 +98,8 @@ class Watch:
         optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: learning rate of the optimizer's first group of parameters.
         scaler: True if a GradScaler has unscaled gradients.
-        reached: number of the optimizer's parameters with a gradient; None before its first step.
-        unreached: the optimizer's parameters that the forward used and that have no gradient.
+        reached: how many of the optimizer's parameters have a gradient; None before its first step.
+        unreached: the optimizer's parameters that have no gradient although the forward used them.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Watch:
             recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether this is a real call of the recorded thread, or of an autograd thread that recomputes for it.
+        """Return whether the current call is real, and runs in the recorded thread or recomputes for that thread.
 
         A process that is forked during a recorded step (a worker of a data loader) is not recorded.
         """
@@ -260,7 +260,7 @@ class Watch:
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Return whether to record a forward without training: only the first few, and only of models that are not compiled."""
+        """Return whether to record a forward without training: one of the first few, of a model that is not compiled."""
         if self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
@@ -281,7 +281,7 @@ class Watch:
             self.state = "evaluating"
 
     def _end_evaluation(self) -> None:
-        """Discard the record of an evaluation before the next forward or training step."""
+        """If an evaluation has been recorded, discard its record, so that the next forward or step can be recorded."""
         if self.state != "evaluating":
             return
         self._leave_modes()
@@ -314,7 +314,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _pause(self) -> None:
-        """Pause if a forward follows a backward: gradients accumulate, and further micro-batches only repeat the first."""
+        """Pause the recording when gradients accumulate: the other micro-batches of the step only repeat the first."""
         self.state = "paused"
         self._note("gradients accumulate: only the first forward and backward of each step was recorded")
         assert self.recorder is not None
@@ -342,7 +342,7 @@ class Watch:
             self.recorder.turn_to("optimizer")
 
     def _weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set `reached` and `unreached` by the gradients of the optimizer's parameters."""
+        """Set `reached` and `unreached`: which of the optimizer's parameters have a gradient."""
         assert self.recorder is not None
         used = {
             operand.origin.name: call.module
@@ -394,7 +394,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- trace
 
     def trace(self, setup: Setup, failure: Failure | None = None) -> Trace:
-        """Return the trace of the current or last recorded step; it has no breaches if there is no failure."""
+        """Return the trace of the current or last recorded step. Without a `failure`, the trace has no breaches."""
         assert self.recorder is not None
         recorder = self.recorder
         calls = recorder.calls
@@ -421,7 +421,7 @@ class Watch:
         )
 
     def autocast(self) -> torch.dtype | None:
-        """Return the autocast dtype of most operators of the forward; None without autocast."""
+        """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
         assert self.recorder is not None
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)

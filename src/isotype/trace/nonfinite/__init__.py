@@ -1,1 +1,1 @@
-"""The search for the first operator of a step with a non-finite result: the step is run again."""
+"""Runs a step again to find its first operator with a non-finite result."""

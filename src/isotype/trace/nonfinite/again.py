@@ -31,10 +31,10 @@ def first_nonfinite(
 
     Args:
         model: the model whose weights and gradients the step uses.
-        step: function that runs forward, loss and backward of each micro-batch, and yields the loss of each.
+        step: function that runs the forward and backward of each micro-batch, and yields its loss.
         batches: the micro-batches in order, each with its tensors by name.
-        scale: the loss scale of the step's backward. None means no loss scaling: then the gradient norm is checked, too.
-        stop: whether to end the step at the operator; False if other processes wait for later operators.
+        scale: the loss scale of the step's backward. Without loss scaling (None), the gradient norm is checked, too.
+        stop: True to end the step at the operator; False if other processes wait for this process's later operators.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []
@@ -84,7 +84,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 _SKIPS = 10
-"""Number of consecutive skipped steps after which a training is stopped, if the loss scale is down to 1."""
+"""A training ends after this number of skipped steps in a row, if the loss scale has fallen to 1."""
 
 
 class Verdict:

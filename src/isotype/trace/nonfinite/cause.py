@@ -1,4 +1,4 @@
-"""The cause of a non-finite result: the elements where it begins, their values in a wider dtype, and their operands."""
+"""The cause of an operator's non-finite result, found in its operands and by a computation in a wider dtype."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MASKS = ("attn_mask", "attn_bias", "self")
 
 
 def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> torch.Tensor | None:
-    """Return a mask of a result's non-finite elements whose operands are finite; None if there are none.
+    """Return a mask of the non-finite elements that an operator computes from finite operands; None if there are none.
 
-    `by_code` has True for each operand that consists of constants, as a mask or a number in the code does.
+    `by_code` has True for each operand that consists of constants, such as a mask or a number in the code.
     """
     values = readable(result)
     if values is None:
@@ -44,7 +44,7 @@ def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) ->
     tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return a mask of elements where a condition is True; one value for all elements unless the operator is element-wise."""
+        """Return where any condition is True; unless the operator is element-wise, return one value for all elements."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -81,15 +81,15 @@ def _aligned(call: Call, values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def entries_at(call: Call, fresh: torch.Tensor) -> tuple[float, ...]:
-    """Return the operands' values at the first element of `fresh`; () for an operator that is not element-wise."""
+    """Return the operands' values at the first True in `fresh`; () for an operator that is not element-wise."""
     place = tuple(fresh.nonzero()[0].tolist())
     return tuple(float(tensor[place]) for tensor in _aligned(call, fresh))
 
 
 def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
-    """Return the largest magnitude of the result's elements `fresh`, computed in the next wider dtype.
+    """Compute the result in the next wider dtype; return the largest magnitude where `fresh` is True.
 
-    The result is None if an element is not finite in that dtype either, or if the operator does not run in that dtype.
+    Return None if such an element is not finite in the wider dtype either, or if the operator does not run in it.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
@@ -125,9 +125,9 @@ def _masked_row(operand: Operand) -> bool:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's dense float values, with float8 as float32; None if the tensor has no such values.
+    """Return a tensor's dense float values (float8 values as float32); None if the tensor has no such values.
 
-    The values of a sharded tensor are those of this process. Other tensor subclasses cannot be read.
+    For a sharded tensor, the values of this process are returned. Other tensor subclasses cannot be read.
     """
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not local.is_floating_point() or local.is_meta or local.layout is not torch.strided:
@@ -175,7 +175,7 @@ class Operand:
     Attributes:
         role: name of the operator's argument.
         tensor: the operand with its values before the operator ran; None for a number.
-        original: the tensor that the code has passed; `tensor` is a copy of it if the operator writes into it.
+        original: the tensor that the code passes. If the operator writes into this tensor, `tensor` is a copy.
         number: value of a number; None for a tensor.
     """
 
@@ -239,7 +239,7 @@ def _is_number(tensor: torch.Tensor) -> bool:
 
 
 def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
-    """Return arguments with their values before the operator ran, and with float tensors and dtypes in `wide`."""
+    """Return arguments as they were before the operator ran, with every float tensor and float dtype replaced by `wide`."""
     if isinstance(value, (list, tuple)):
         return type(value)([widened(item, operands, wide) for item in value])
     if isinstance(value, dict):

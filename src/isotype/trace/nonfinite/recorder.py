@@ -1,9 +1,9 @@
 """A dispatch mode that checks every result of a step and stops at the first non-finite result.
 
-An operator is reported if its result has a non-finite value and its operands are finite. Intended values are not
-reported: the -inf of an attention mask (written by a fill, added, selected by `where`), infinities that follow from it,
-and uninitialized memory. A NaN that an operator computes from -inf is reported: softmax of a fully masked row. Operands
-are checked only if a result is not finite, so that a finite step takes one pass over each result.
+An operator is reported if its operands are finite and its result is not. Intended values are not reported: the -inf of
+an attention mask (written by a fill, added, or selected by `where`), infinities that follow from such a mask, and
+uninitialized memory. But a NaN computed from -inf, as by softmax of a fully masked row, is reported. Operands are
+checked only if a result is not finite, so that a finite step takes one pass over each result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 class FoundError(BaseException):
     """The first non-finite result is found, and the step can stop.
 
-    It is a `BaseException`, so that the step's code does not catch it as an error of its own.
+    `FoundError` is a `BaseException`: code of the step that catches every `Exception` does not catch it.
     """
 
 
@@ -52,12 +52,12 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     Args:
         model: the trained model.
         scale: the loss scale; None if there is none.
-        stop: whether to raise `FoundError` at the first such operator; False if other processes wait for the end of the step.
+        stop: True to raise `FoundError` at this operator; False if other processes wait for the step's end.
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed. If the loss is not finite and there
-            is no finding, this value is the cause.
+        suspect: the first use of a non-finite value that no operator has computed. If the loss is not finite and
+            `finding` is None, `suspect` is the cause.
     """
 
     supports_higher_order_operators = True
@@ -112,7 +112,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             self.phase = "forward"
 
     def _look(self, call: Call, result: Any) -> NonFinite | None:
-        """Return the finding for an operator's results; None if the results are finite or not to be reported."""
+        """Return a finding if a result of an operator is not finite and must be reported, else None."""
         name = operator_name(call.func)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += [tensor for tensor in call.written if all(tensor is not output for output in outputs)]
@@ -146,7 +146,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """Return the finding for a non-finite result; None if the result is not to be reported."""
+        """Return a finding if a non-finite result must be reported, else None."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
             return self._fresh(call, result, fresh)
@@ -161,7 +161,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge_operand(self, call: Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
-        """Return the finding for a non-finite operand; None if the operand is not to be reported."""
+        """Return a finding if a non-finite operand must be reported, else None."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
@@ -214,7 +214,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Return the numbers of the batch's rows in which `bad` is True; () if `bad` does not have the batch's rows."""
+        """Return which rows of the batch have a True in `bad`; () if the rows of `bad` are not those of the batch."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()
@@ -249,7 +249,7 @@ def _alive(storages: dict[int, StorageWeakRef], address: int) -> bool:
 
 
 def _rows_and_length(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (rows, tokens per row) of a batch, from its first two-dimensional tensor; (0, 0) for a batch without tensors."""
+    """Return (rows, tokens per row), the shape of a batch's first two-dimensional tensor; (0, 0) without tensors."""
     shapes = [tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor)]
     flat = [shape for shape in shapes if len(shape) == 2]
     if flat:

@@ -1,4 +1,4 @@
-"""The batch of the measurement: on the CPU, and cut to the tokens around the border of a sequence or of padding."""
+"""The batch for the measurement of leaks: on the CPU, with only the tokens around a border of a sequence or of padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.compat.torch import FakeTensor
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
-"""Rows of this length have the same leaks as longer rows, and take less time."""
+"""Longer rows are cut to this number of tokens, which shows the same leaks in less time."""
 MOST_TOKENS = 512
 _AROUND = 16
 _BORDERS = 64
@@ -26,7 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of the measurement.
+    """A batch for the measurement of leaks.
 
     Attributes:
         inputs: keyword arguments of the model, on the CPU.
@@ -35,7 +35,7 @@ class Batch:
         sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for padding.
         packed_by: name of the input that separates the sequences; "" if there is none.
         labelled: True if the model takes labels. If False, the loss is computed outside of the model, and
-            `inputs["labels"]` are the tokens that the loss counts.
+            `inputs["labels"]` only marks the tokens that the loss counts.
     """
 
     inputs: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Batch:
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
     def arguments(self, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the inputs (default: the batch's) as arguments of the model, without labels if the model takes none."""
+        """Return `inputs` (default: those of the batch) as arguments of the model, without labels if the model takes none."""
         values = self.inputs if inputs is None else inputs
         return {name: value for name, value in values.items() if self.labelled or name != "labels"}
 
@@ -90,7 +90,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with labels for a loss outside of the model (DPO, GRPO, a reward): the tokens that the loss counts."""
+    """For a loss outside of the model (DPO, GRPO, a reward): return the inputs with the tokens that count as labels."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -101,7 +101,7 @@ def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_at(inputs: Mapping[str, Any], rows: int, index: Any) -> dict[str, Any]:
-    """Return the inputs of the rows at `index`; only tensors with `rows` rows are cut."""
+    """Return the inputs with only the rows at `index`; tensors whose number of rows is not `rows` stay whole."""
 
     def cut(value: Any) -> Any:
         by_row = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
@@ -146,13 +146,13 @@ def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tens
 
 
 def _numbered(values: torch.Tensor) -> torch.Tensor:
-    """Number the runs of equal values (0, 1, 2, …), and return for each value the number of its run."""
+    """Number the runs of equal values in each row (0, 1, 2, …). Return the run's number for each value."""
     changes = torch.diff(values, prepend=values[:, :1], dim=-1) != 0
     return changes.long().cumsum(-1)
 
 
 def _window(batch: Batch) -> dict[str, Any]:
-    """Return the inputs cut to the tokens around a border of sequences or padding, up to the next label."""
+    """Return the inputs with only the tokens around a border of sequences or padding, as far as the next label."""
     rows, tokens = batch.ids.shape
     inputs = dict(batch.inputs)
     if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):
@@ -172,7 +172,7 @@ def _window(batch: Batch) -> dict[str, Any]:
 
 
 def _border(batch: Batch) -> tuple[int, int, int]:
-    """Return (row, first column, last column) of the shortest window from a border to the next label."""
+    """For the border with the closest label behind it: return its row, and the first and last column of a window."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids
@@ -192,7 +192,7 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the small copy's token ids; `tokens` maps the model's ids to these, None if they are equal."""
+    """Return the batch with the copy's token ids. `tokens` maps the model's ids to the copy's; None if they are equal."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

@@ -1,4 +1,4 @@
-"""A stand-in for transformers' FlashAttention that runs on a CPU in any dtype, with the same rules for masks."""
+"""A replacement of transformers' FlashAttention that runs on a CPU in any dtype, with the same rules for masks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "isotype_flash"
 
 
 def use_stand_in(model: nn.Module) -> None:
-    """Replace attention that cannot run on a CPU: FlashAttention by the stand-in, FlexAttention (no backward) by eager code.
+    """Replace attention that cannot run on a CPU: FlashAttention by `_forward`, FlexAttention (no backward) by eager.
 
     The masks follow `flash_attention_mask` in transformers/masking_utils.py and `_flash_attention_forward` in
     transformers/modeling_flash_attention_utils.py (5.23).

@@ -1,4 +1,4 @@
-"""Predictions that depend on inputs that must not affect them: a test for each source of leaks."""
+"""Leaks: predictions that depend on inputs that must not affect them. Each source of leaks has its own test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUTS = 3
 
 
 def leaks(probe: Probe) -> Iterator[Leak]:
-    """Yield the leaks of a small copy, at most one for each source."""
+    """Yield the leaks that the small copy of the model has, at most one for each source."""
     if len(probe.copy.plain) < 2:
         return
     for source in (_neighbours, _other_rows, _padding, _padding_positions, _later, _label):
@@ -32,7 +32,7 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return the leak that the `changed` inputs reveal; None if no guarded prediction changes.
+    """Return a leak if the `changed` inputs change a prediction that they must not change, else None.
 
     `at` is a mask of the learned predictions that must not change, `[learned]`; `guarded` is a mask of the tokens whose
     hidden states must not change, `[rows, tokens]`.
@@ -67,7 +67,7 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """Return "attention_mask" if the leak of a packed row stops without this input; else ""."""
+    """Return "attention_mask" if a packed row has no leak without this input, else ""."""
     batch = probe.batch
     has_positions = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
     if not has_positions or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
@@ -99,9 +99,9 @@ def _padding(probe: Probe) -> Leak | None:
 
 
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
-    """Return whether other embeddings at `where` change the logits although the token ids are the same.
+    """Return whether the logits change if only the embeddings at `where` change, not the token ids.
 
-    A classifier finds the last token of a row by the ids of the padding: other ids alone would change its logits.
+    A classifier uses the ids of padding to find the last token of a row: the ids alone would change the logits.
     """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):
@@ -116,7 +116,7 @@ def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
-    """Return a mask `[rows, tokens]` of padding without labels at the ends of rows; all False with an attention mask."""
+    """Return a mask `[rows, tokens]` of unlabelled padding at either end of a row; all False with an attention mask."""
     batch = probe.batch
     config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -161,7 +161,7 @@ def _padding_positions(probe: Probe) -> Leak | None:
 
 
 def _later(probe: Probe) -> Leak | None:
-    """Change the tokens from a column on, and compare the earlier predictions of a model that predicts the next token."""
+    """For a model that predicts the next token: change the tokens from a column on, and compare the earlier predictions."""
     batch, learned = probe.batch, probe.learned
     if probe.shift is None or probe.shift < 1:
         return None

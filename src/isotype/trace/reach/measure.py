@@ -1,4 +1,4 @@
-"""Measurement of the inputs that reach each prediction: an input of a small copy is changed, and its logits compared."""
+"""Measures which inputs affect which predictions: changes an input of a small copy and compares the copy's logits."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def measure_reach(
     others: Sequence[Mapping[str, Any]] = (),
     sharing: Sharing = "",
 ) -> Reach | None:
-    """Measure which inputs of the batch reach which predictions, on a small copy of the model.
+    """Measure which inputs of the batch affect which predictions of a small copy of the model.
 
     Args:
         model: the model, whose weights need no values; it is not changed.
         inputs: keyword arguments of the model, with token ids and labels.
         seconds: time limit in CPU seconds of this thread; what is not measured by then is `undecided`.
-        most_bytes: memory limit for a copy of the model's own layers, if there can be a smaller model of its class;
-            None for no limit.
+        most_bytes: memory limit in bytes for a copy of the model's own layers; None for no limit. Without a
+            transformers config, there is no smaller model, and the limit does not apply.
         others: batches that other processes get at the same time.
         sharing: how these processes train together; "" for one process.
 
     Returns:
-        The measurement; None if the batch has no token ids with values.
+        The measurement; None if the batch has no token ids, or only tensors without values.
     """
     batch = batch_of(inputs)
     if batch is None:
@@ -77,7 +77,7 @@ def measure_reach(
 
 
 def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], sharing: Sharing) -> Reach:
-    """Return the measurement with the differences between the processes; the copy `model` cannot be used afterwards."""
+    """Return the measurement with the differences between the processes added. `model` cannot be used afterwards."""
     try:
         if sharing == "ddp":
             return replace(reach, ungraded=without_gradient(model, batches))
@@ -124,7 +124,7 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """Return which tokens reach some predictions of a row: those whose embeddings have a gradient; None if unknown."""
+    """For some predictions of a row: return the tokens whose embeddings have a gradient; None if that is unknown."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()

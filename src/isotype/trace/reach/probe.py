@@ -17,13 +17,13 @@ from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.small import Copy
 
 LEAST_CHANGE = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Smallest change of a logit that counts, relative to the largest logit; rounding in float32 changes it by 1e-7."""
+"""Smallest change of a logit that counts, relative to the largest logit. Rounding in float32 causes changes of 1e-7."""
 
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
 
 class UndecidedError(Exception):
-    """The measurement is impossible; the message is a clause with the reason."""
+    """The measurement is impossible. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Predictions:
     """The predictions on which the loss depends.
 
     Attributes:
-        rows, columns: indices of the predictions in the logits, `[predictions]`.
+        rows, columns: where each prediction is in the logits, `[predictions]`.
         targets: target token of each prediction, `[predictions]`.
     """
 
@@ -49,7 +49,7 @@ class Probe:
     Args:
         copy: the small copy, in `dtype`.
         batch: the batch, with the copy's token ids, and floats in `dtype`.
-        deadline: time by `time.thread_time`, in seconds, after which no test of an input starts.
+        deadline: value of `time.thread_time` in seconds, after which no test of an input starts.
         dtype: dtype of the copy, a key of `LEAST_CHANGE`.
 
     Raises:
@@ -98,7 +98,7 @@ class Probe:
         return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
-        """Return the model's loss or, if the loss is computed outside of the model, a loss of its predictions."""
+        """Return the model's loss. If the loss is computed outside of the model, return another loss of the predictions."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)
@@ -133,9 +133,9 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `tokens` (by default the batch's ids) with other random tokens at `where`, both `[rows, tokens]`.
+        """Return `tokens` (default: the batch's ids), in which random other tokens replace those at `where`.
 
-        The new tokens have no special meaning.
+        Both have the shape `[rows, tokens]`. The new tokens have no special meaning.
         """
         ids, plain = self.batch.ids if tokens is None else tokens, torch.tensor(self.copy.plain)
         drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]
@@ -148,7 +148,7 @@ class Probe:
 
     @cached_property
     def of_pictures(self) -> torch.Tensor:
-        """Mask of the tokens that stand for pictures and sounds, by the ids in the config, `[rows, tokens]`."""
+        """Mask of the tokens whose ids stand for pictures or sounds in the config, `[rows, tokens]`."""
         config = getattr(self.copy.model, "config", None)
         tokens = [token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)]
         return torch.isin(self.batch.ids, torch.tensor(tokens, dtype=torch.long))
@@ -159,7 +159,7 @@ class Probe:
 
     @cached_property
     def shift(self) -> int | None:
-        """Number of tokens from a prediction's input token to its target; None if the targets do not repeat the inputs."""
+        """Distance in tokens from a prediction to its target in the input; None if targets are not input tokens."""
         learned, ids = self.learned, self.batch.ids
         config = getattr(self.copy.model, "config", None)
         if self.of_rows or self.base.shape[1] != ids.shape[1] or getattr(config, "is_encoder_decoder", False):
@@ -178,7 +178,7 @@ class Probe:
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the next-token predictions of all labels; for a classifier, the predictions of all rows."""
+    """Return a prediction for each label, made at the token before; for a classifier, a prediction for each row."""
     if logits.dim() == 2:
         rows = torch.arange(len(logits))
         return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))

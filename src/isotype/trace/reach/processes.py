@@ -1,7 +1,7 @@
 """Differences between processes that train together: modules that a batch does not run, and collectives that differ.
 
 With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
-together. If the batch of one process skips a module, the others call other collectives, or wait for this process.
+together. If one process's batch skips a module, the processes call different collectives, or wait forever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOVES = {
 def skipped_modules(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
     """Return the names of the outermost modules with weights that some batches run and others do not.
 
-    Experts and other modules inside of a repeated layer are left out: the weights of a layer are gathered together.
+    Modules inside of a repeated layer (experts) are left out: all weights of a layer are gathered together.
     """
     if len(batches) < 2:
         return ()
@@ -74,12 +74,12 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
 
 
 def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
-    """Return the first collective of FSDP2 that differs between the processes of two batches; None if all are equal.
+    """Return the first FSDP2 collective that differs between the first batch and another; None if all are equal.
 
-    One process of a fake group of two processes runs the forward and backward of each batch.
+    The forward and backward of each batch run in this process, which is one of two in a fake process group.
 
     Args:
-        model: a small copy. It is sharded in place, as accelerate shards a model, and cannot be used afterwards.
+        model: a small copy, which is sharded in place, as accelerate does it, and cannot be used afterwards.
         batches: one batch for each process.
     """
     distributed = sys.modules.get("torch.distributed")
@@ -97,7 +97,7 @@ def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
 
 
 def _shard(model: Any, mesh: Any) -> None:
-    """Shard each of the model's blocks and then the rest of the model, as accelerate's `fsdp2_prepare_model` does.
+    """Shard the model's blocks, then its other weights, as accelerate's `fsdp2_prepare_model` does.
 
     https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/fsdp_utils.py
     """
@@ -137,7 +137,7 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor | None:
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the collectives that are called, in order, with the sharded module whose forward calls them."""
+    """Records each collective that is called, with the name of the sharded module whose forward calls it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths and few layers, at least one of each kind."""
+    """Return a copy of a transformers config with small widths and few layers, among them one of each kind."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
@@ -23,7 +23,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with few layers, at least one of each kind, and unchanged widths."""
+    """Return a copy of a transformers config with unchanged widths and few layers, among them one of each kind."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)
@@ -31,7 +31,7 @@ def of_few_layers(config: Any) -> Any:
 
 
 def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
-    """Return the places of each special token id in a config: (nested config, attribute, index in a list or None)."""
+    """For each special token id, return where a config has it: (nested config, attribute, index in a list or None)."""
     places: dict[int, list[tuple[Any, str, int | None]]] = {}
     for _, part in _parts(config):
         for name, value in list(vars(part).items()):
@@ -45,7 +45,7 @@ def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
 
 
 def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a config and all its nested configs, with their attributes' names."""
+    """Yield (attribute name, config) for a config ("") and all configs nested in it."""
     yield name, config
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type") and not key.startswith("_"):
@@ -80,7 +80,7 @@ def _head_dim(values: Any) -> int | None:
 
 
 def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None) -> None:
-    """Shorten rotary factors for each frequency, and sections of frequencies, to the new head size."""
+    """Shorten lists of rotary factors, and sections of rotary frequencies, in proportion to the head size."""
     for key, value in rotary.items():
         if isinstance(value, dict):
             _shrink_rotary(value, before, after)
@@ -93,7 +93,7 @@ def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep the first layers of a config: at least two, and as many as contain a layer of each kind."""
+    """Keep only the first layers of a config: at least two, and enough to contain each kind, at most `MOST_LAYERS`."""
     number = next((value for name in LAYERS if isinstance(value := vars(config).get(name), int)), None)
     if number is None or number <= 2:
         return

@@ -10,7 +10,7 @@ HEADS = 4
 
 
 def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
-    """Return field -> size for groups of field names (separated by spaces) with a common size."""
+    """Split the keys, lists of field names, at spaces: every field gets the size of its list."""
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 
@@ -60,7 +60,7 @@ TOWER = {
         }
     ),
 }
-"""Sizes of vision and audio towers: `TEXT` with smaller values for some fields, and with fields of towers."""
+"""Sizes of vision and audio towers: `TEXT` with smaller values for some fields, and with fields that only towers have."""
 
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
@@ -69,4 +69,4 @@ LAYERS = (
 """Config fields that contain the number of layers."""
 
 TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
-"""Words in the names of the nested configs of towers."""
+"""A nested config belongs to a tower if its name contains one of these words."""

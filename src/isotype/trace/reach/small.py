@@ -23,11 +23,11 @@ from isotype.trace.reach.flash import configs_of, use_stand_in
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Maximum number of elements of a model whose own modules are copied, without embeddings: 0.25 s for 256 tokens."""
+"""Limit for a copy of the model's own modules, in elements without embeddings. At the limit, 256 tokens take 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
-"""Maximum number of elements of a smaller model of the same class."""
+"""Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
-"""Noise that is added to a weight, relative to the weight's standard deviation: zeros would hide dependencies."""
+"""Noise that is added to a weight, as a multiple of its standard deviation: zeros in a weight would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
@@ -53,17 +53,17 @@ class Copy:
 
 
 class NoCopyError(Exception):
-    """No small copy is possible; the message is a clause with the reason."""
+    """No small copy is possible. The message says why."""
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
-    """Return a small copy of `model` for inputs with these token ids; its weights are random, or the model's with noise.
+    """Return a small copy of `model`, with random weights or the model's weights with noise.
 
     Args:
         model: the model, real or on the meta device; it is not changed.
         ids: token ids of the batch, in any shape; None if the batch has none.
-        most_bytes: memory limit for a copy of the model's own layers and their gradients, if there can be a smaller
-            model of its class; None for no limit.
+        most_bytes: memory limit in bytes for a copy of the model's own layers and gradients; None for no limit. Without
+            a transformers config, there is no smaller model, and the limit does not apply.
 
     Raises:
         NoCopyError: the model is too large, and no smaller model can be made from its classes and first layers.
@@ -95,7 +95,7 @@ def _copyable(model: nn.Module) -> bool:
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:
-    """Return a copy of a user's module with small transformers models and short lists of other layers."""
+    """Return a copy of a user's module, with small models in place of its transformers models, and short lists of layers."""
     memo: dict[int, Any] = {}
     left_out: set[int] = set()
     tokens: Mapping[int, int] | None = None
@@ -133,7 +133,7 @@ def _of_parts(model: nn.Module, present: set[int]) -> Copy:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
-    """Yield the outermost transformers models inside of a module, with the adapters around them."""
+    """Yield the outermost transformers models inside of a module. If PEFT wraps such a model, yield the wrapper."""
     inside: set[int] = set()
     for module in model.modules():
         if id(module) not in inside and hasattr(getattr(without_peft(module), "config", None), "model_type"):
@@ -147,10 +147,10 @@ def _copied(
     left_out: Collection[int] = (),
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
-    """Return a copy of the model's own modules with new tensors, floats in `dtype`.
+    """Return a copy of the model's own modules with new tensors, whose float tensors are in `dtype`.
 
-    `memo` maps the `id` of a module to the module to use instead; the copies are added to it. `left_out` has the `id` of
-    each module that is not copied.
+    `memo` maps the `id` of a module to the module that replaces it; copies are added to `memo`. `left_out` contains the
+    `id` of each module that is not copied.
     """
     memo = {} if memo is None else memo
     empty_copies(model, memo)
@@ -176,9 +176,9 @@ def _copied(
 
 
 def _of_copies(method: MethodType, memo: Mapping[int, Any]) -> MethodType:
-    """Return a method of a module as a method of the module's copy, with the methods that its closure calls.
+    """Bind a method of a module to the module's copy, and do the same with the methods in its closure.
 
-    A library that replaces a model's forward (TRL's fused head) keeps the model's first forward in such a closure.
+    A library that replaces a model's forward (TRL's fused head) keeps the original forward in a closure.
     """
     function: Any = method.__func__
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -195,7 +195,7 @@ def _of_copies(method: MethodType, memo: Mapping[int, Any]) -> MethodType:
 
 
 def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Return values for the copy of a parameter: the parameter's values, scaled and with noise, or random values."""
+    """Return the values of a parameter, scaled and with noise; random values if the parameter has none."""
     shape = parameter.shape
     if parameter.is_meta or isinstance(parameter, FakeTensor):
         return _generic(shape, generator).to(dtype)
@@ -211,7 +211,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return the standard deviation that a weight must have so that its product is about as large as its input."""
+    """Return a standard deviation for a weight, so that its product is about as large as its input."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
@@ -257,7 +257,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
     """Reduce a config's vocabulary to `present` and special tokens.
 
-    Return a map from old to new token ids, and the new ids that are no special tokens.
+    Return a map from old to new token ids, and the new ids of ordinary tokens.
     """
     special = special_tokens(config)
     known = sorted(present | special.keys())
@@ -303,7 +303,7 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
-    """Turn dropout off and select kernels that support float64 on a CPU; return the model, set to `training`."""
+    """Set the model's mode to `training`, turn dropout off, and select kernels that support float64 on a CPU."""
     model.train(training)
     use_stand_in(model)
     configs = configs_of(model)

@@ -17,7 +17,7 @@ _PICTURES = ("pixel", "features", "audio", "image")
 
 
 def unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Yield the inputs that change no prediction. Pictures and sounds in rows with labels, and the attention mask, are tested."""
+    """Yield the inputs that change no prediction, among pictures and sounds in labelled rows and the attention mask."""
     batch, learned, has_picture = probe.batch, probe.learned, probe.of_pictures.any(-1)
     unlearned = bool(has_picture.any()) and not bool(has_picture[learned.rows].any())
     for name, value in () if unlearned else batch.inputs.items():
@@ -58,7 +58,7 @@ def _changes_nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 def unused_weights(probe: Probe) -> Iterator[NoReach]:
     """Yield the trainable weights that are outside of the loss's graph, or whose gradient is exactly zero in all layers.
 
-    All experts of a layer count as one weight, because a batch need not use every expert.
+    All experts of a layer count as one weight, because a batch does not always use every expert.
     """
     model = probe.copy.model
     trains = any(weight.requires_grad for weight in model.parameters())
@@ -76,7 +76,7 @@ def unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 
 def _why(probe: Probe, name: str, trained: Iterable[str]) -> str:
-    """Return the reason why an adapter has no effect if PEFT's layer has a scaling of 0; else ""."""
+    """If an adapter has no effect because its scaling in PEFT's layer is 0, return this reason, else ""."""
     parameter = next(other for other in trained if starred(other) == name)
     if ".lora_" not in parameter:
         return ""
