@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isotype.checkpoint.opened import embedded_file, local_path
+from isotype.checkpoint.opened import embedded_file, local_path, open_checkpoint
 from isotype.core.errors import CheckpointError
 from tests.refusals import refused
 
@@ -33,6 +33,21 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert local_path("~/model") == tmp_path / "model"
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    link = tmp_path / "model"
+    link.symlink_to("/nowhere")
+    with pytest.raises(CheckpointError, match=f"{link}, a link to '/nowhere', which does not exist"):
+        local_path(link)
+
+
+def test_a_model_and_an_adapter_in_one_directory(tmp_path: Path) -> None:
+    """transformers adds the adapter to the model, which isotype's loader does not read."""
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="a model and an adapter in one directory"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b.c_d-e"])

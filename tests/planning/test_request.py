@@ -43,6 +43,12 @@ def test_the_command_is_the_training_command_without_the_arguments_of_the_plan()
     assert request.step.lora["r"] == 8
 
 
+def test_fsdp_is_a_version_as_in_a_check() -> None:
+    for version, fsdp in (("2", "full_shard"), ("0", None)):
+        request, _ = parse_request(["m", "--device", "t4", "--devices", "2", "--fsdp", version])
+        assert request.command.given("fsdp") == fsdp
+
+
 def test_rows_of_a_step_are_those_of_the_training() -> None:
     assert parse_request(["m", "--device", "t4"])[0].step_rows == 8
     assert parse_request(["m", "--device", "t4", "--devices", "4"])[0].step_rows == 32

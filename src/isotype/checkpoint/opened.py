@@ -265,6 +265,12 @@ def _require_config_and_weights(directory: Path, no_weights: bool) -> None:
         fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
         expected = "the model that the adapter was trained on"
         raise CheckpointError.of("an adapter, not a model", what, expected, fix)
+    if adapter.is_file() and (directory / "config.json").is_file():
+        expected, fix = (
+            "only one of the two: transformers would load both",
+            "give the adapter a directory of its own",
+        )
+        raise CheckpointError.of("a model and an adapter in one directory", what, expected, fix)
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
         fix = "give the directory that save_pretrained() wrote"
@@ -332,6 +338,9 @@ def _missing(text: str) -> Problem:
     if not text:
         return Problem("model ''", expected, "give a model")
     parent = _existing_path(str(Path(text).parent))
+    if parent is not None and Path(text).is_symlink():
+        link = f"model {text}, a link to '{Path(text).readlink()}', which does not exist"
+        return Problem(link, expected, "correct the link")
     if parent is None or not parent.is_dir():
         fix = f"{Path(text).parent} is not an existing directory either: check the path"
     elif near := difflib.get_close_matches(Path(text).name, {path.name for path in parent.iterdir()}, n=3):

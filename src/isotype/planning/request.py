@@ -133,6 +133,8 @@ def parse_request(
         prog="isotype plan",
     )
     memory = None if own.max_memory is None else parse_size(own.max_memory)
+    if command.given("fsdp") in ("0", "2"):  # a version, as in `isotype check`
+        command = command.but(fsdp="full_shard" if command["fsdp"] == "2" else None)
     if own.data:
         command = command.but(dataset_name=own.data)
     devices = tuple(name for names in own.device or ["auto"] for name in names.split(",") if name)
