@@ -1,4 +1,4 @@
-"""The table of a model's parameters and buffers: dtypes, shapes, kinds of modules, quantization states, magnitudes."""
+"""Record the dtype, shape, kind of module, quantization and magnitude of each parameter and buffer of a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 
 def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
-    """Return every parameter and buffer of `model` once, with its record; `tied` has the other names of a tensor."""
+    """Return each parameter and buffer of `model` once, with its record. `Weight.tied` lists the other names of a tensor."""
     pinned = _pinned_patterns(model)
     # Each tensor is kept alive: another new tensor of a container could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}
@@ -63,7 +63,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield the parameters of `model` with names, dtypes and shapes, without reading values.
+    """Yield a record of the name, dtype and shape of each parameter of `model`; no values are read.
 
     Buffers are left out, and so are the parameters of lazy layers, which have no shape yet.
     """
@@ -77,7 +77,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 
 
 def _row(place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str]) -> Weight:
-    """Return the facts about a module's parameter or buffer that need no values."""
+    """Return the record of a parameter or buffer, without the fields that are computed from its values."""
     full = _full_name(place, name)
     return Weight(
         full,
@@ -96,10 +96,10 @@ def _full_name(place: Place, name: str) -> str:
 
 
 def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
-    """Yield the tensors of the bitsandbytes quantization state of a weight.
+    """Yield the tensors of a weight's bitsandbytes quantization state.
 
-    `layer` is the module of the weight `tensor`: in its first forward, an int8 layer moves codes and row scales
-    from the weight to its own state.
+    `layer` is the module of the weight `tensor`. The first forward of an int8 layer moves the codes and row scales
+    from the weight to `layer.state`.
     """
     state = getattr(tensor, "quant_state", None)
     beside = layer.state if layer is not None and kind_of(layer) == "linear8bit" else None
@@ -116,7 +116,6 @@ def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
 
 
 def memory_kind(weight: Weight) -> MemoryKind:
-    """Return the memory kind of a weight."""
     constants = weight.module_class == QuantizedStack.__name__
     return "buffers" if weight.buffer and not constants else "adapters" if weight.adapter else "weights"
 
@@ -155,17 +154,17 @@ def _quantization(place: Place, name: str) -> Quantization | None:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values can be read: a subclass with its own dispatch may not support that."""
+    """Return False for meta and fake tensors, and for subclasses with a `__torch_dispatch__` that may refuse to read values."""
     plain: Any = torch.Tensor.__torch_dispatch__
     dispatches = type(tensor).__torch_dispatch__ is not plain
     return not (dispatches or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
-    """Return the largest and the median absolute value of a float parameter; (None, None) if values are unknown.
+    """Return the largest and the median absolute value of a float parameter, or (None, None) if its values are unknown.
 
-    The largest is NaN if the parameter, or a constant of a quantized parameter, is not finite. The median is only
-    computed for trainable parameters of at most `_MOST_ELEMENTS` elements.
+    The largest value is NaN if the parameter, or a constant of a quantized parameter, is not finite. The median is
+    computed only for trainable parameters of at most `_MOST_ELEMENTS` elements.
     """
     if not _has_values(tensor) or not tensor.numel():
         return None, None

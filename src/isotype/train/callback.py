@@ -1,4 +1,4 @@
-"""`PrecisionCallback`: keeps a model under its precision policy during a training, in any transformers or TRL script."""
+"""`PrecisionCallback` applies a precision policy to the model of any transformers or TRL script and checks the training."""
 
 from __future__ import annotations
 
@@ -49,29 +49,29 @@ logger = logging.getLogger("isotype")
 
 
 class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that restores the policy before the first optimizer step and checks that it holds.
+    """Trainer callback that applies a precision policy before the first optimizer step and checks that training follows it.
 
-    - When training begins, the model is brought under the policy, whatever the trainer has done to the model (TRL casts
-      every trainable parameter of a quantized model to bfloat16). A GradScaler must exist if and only if the policy
-      needs one; torch's default loss scale is replaced by the policy's. A resumed run is refused if its values were
-      rounded while they were loaded into 16-bit parameters.
-    - Before the first forward, the step is checked on fake tensors (`isotype.check`) with the first batch. After the
-      first step, the dtypes of the optimizer state are checked.
-    - Before every update, loss and gradient norm are checked. If one is not finite, and no GradScaler skips the step,
-      the same batch is run again, and the result of every operator is checked. The training ends with an error on the
-      first operator whose result is not finite: its module, operands, source line and cause.
+    - When training begins, the model's dtypes are set to the policy's, even if the trainer has changed them (TRL casts
+      every trainable parameter of a quantized model to bfloat16). The trainer must have a GradScaler if the policy scales
+      the loss, and none otherwise. The policy's loss scale replaces PyTorch's default. A resumed run is refused if its
+      saved values were rounded when they were loaded into 16-bit parameters.
+    - Before the first forward, the preflight (`isotype.check`) runs the step on the first batch with fake tensors. After
+      the first step, the dtypes of the optimizer state are checked.
+    - Before every update, the loss and the gradient norm are checked. If the loss or the norm is not finite, and no
+      GradScaler skips the step, the batch runs again with a check of every operator. The training ends with an error that
+      gives the first operator whose result is not finite, with its module, operands, source line and cause.
     - A step that the GradScaler skips does not advance the learning rate schedule. Products of 16-bit matrices on a GPU
-      accumulate in float32 (`isotype.lora.kernels`). Each checkpoint gets the policy as a file.
+      accumulate in float32 (`isotype.lora.kernels`). The policy is saved in each checkpoint.
 
     Args:
-        policy: by default the model's policy. If the model has no policy, every run derives a policy from the model's
-            dtypes and the trainer's arguments (`fp16`, `bf16`), and casts no frozen weight.
-        check: reaction to errors of the preflight, and to a trainer that contradicts the policy (GradScaler, optimizer
-            state not in the master dtype, rounded values): `"error"` raises PrecisionError, `"warning"` logs, None
-            disables both checks. An error that follows from a contract not measured on the device is only logged.
-        watch: True to end the training at a loss or a gradient that is not finite.
-        ranges: measured value ranges for the preflight; None if they are unknown. By default, the ranges of a float16
-            step are measured on its first batch, which takes additional memory.
+        policy: by default, the model's policy. If the model has no policy, each run derives one from the model's dtypes
+            and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
+        check: `"error"` raises PrecisionError if the preflight finds an error or if the trainer contradicts the policy
+            (in the GradScaler, the dtype of the optimizer state, or rounded values). `"warning"` logs the error, and None
+            turns both checks off. An error is only logged if it follows from an unmeasured operator contract.
+        watch: if True, the training ends when the loss or the gradient norm is not finite.
+        ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
+            step are measured on the first batch. The measurement takes additional memory.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the loss scale for `on_optimizer_step`; raise TrainingError if loss or gradient norm is not finite."""
+        """Store the loss scale for `on_optimizer_step`. Raise TrainingError if the loss or gradient norm is not finite."""
         meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
         if meter is None or (scale is None and meter.together):
             self._scale = None if scale is None else float(scale)
@@ -151,10 +151,10 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._meter = None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Mark a skipped step for accelerate, so that the learning rate schedule does not advance.
+        """Tell accelerate that a step was skipped, so that the learning rate schedule does not advance.
 
         accelerate (1.15) counts a step as skipped if GradScaler has not called the optimizer. But GradScaler calls a
-        fused optimizer in every step, and this optimizer skips the update (`_step_supports_amp_scaling` in
+        fused optimizer in every step, and the fused optimizer itself skips the update (`_step_supports_amp_scaling` in
         torch/amp/grad_scaler.py).
         """
         if self._scale is None:
@@ -177,7 +177,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise the preflight's errors or log them, as `self.check` requests; log its other findings."""
+        """Raise or log the preflight's errors, as `self.check` says. Log the warnings that the policy has not given."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy has already warned of these kinds
@@ -199,7 +199,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Bring the model under the policy and log the changes; a change of a frozen weight is a warning."""
+    """Apply the policy to the model and log each change. A change of a frozen weight is logged as a warning."""
     frozen = {
         f"{place.name}.{name}" if place.name else name
         for place in places(model)
@@ -221,13 +221,13 @@ def before_first_step(
     outermost: nn.Module | None = None,
     ranges: Ranges | Literal["measure"] | None = "measure",
 ) -> None:
-    """Check the step of a running trainer before the first training batch enters the model.
+    """Run the preflight of a trainer's step when the first training batch reaches the model, before the forward.
 
     Args:
-        handle_report: function of the report; an exception that it raises ends the training.
-        outermost: the module that the trainer calls. If torch.compile compiles this module, hooks of its submodules are in
-            the graph, and only its own hooks run outside of the graph.
-        ranges: measured value ranges; None if they are unknown; `measure` to measure a float16 step on this batch.
+        handle_report: is called with the preflight's report. An exception that this function raises ends the training.
+        outermost: the module that the trainer calls. In a module compiled by torch.compile, hooks of submodules become part
+            of the graph. Only hooks of the compiled module itself run outside of the graph.
+        ranges: measured value ranges, or None if they are unknown. `"measure"` measures a float16 step on the first batch.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -259,7 +259,7 @@ def is_assumed(finding: Finding, trace: Trace) -> bool:
 
 
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
-    """Derive a policy from the model's dtypes and the trainer's arguments; the policy casts no frozen weight.
+    """Derive a policy from the model's dtypes and the trainer's arguments. The policy casts no frozen weight.
 
     | role | the first that exists of |
     |---|---|
@@ -267,7 +267,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     | compute dtype | `fp16` or `bf16` of the arguments; the compute dtype of bitsandbytes; the storage |
 
     Raises:
-        PrecisionError: the policy is invalid, or 16-bit and float32 weights are used without autocast.
+        PrecisionError: the policy is invalid, or the model mixes 16-bit and float32 weights without autocast.
     """
     elements = _elements_by_dtype(model)
     most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
@@ -325,7 +325,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the optimizer state of parameters in the dtype `master` to `master`; `optimizer.step` requires equal dtypes."""
+    """Cast the optimizer state of each `master` parameter to the dtype `master`: `optimizer.step` requires equal dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -358,10 +358,10 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 
 
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
-    """Return an error if the values of a resumed run were rounded while they were loaded, else None.
+    """Return an error if loading has rounded the values of a resumed run, else None.
 
-    `model.load_adapter` copies saved values into 16-bit parameters, and then casts the parameters to float32. Their dtype
-    does not show the rounding, but float32 values that a 16-bit dtype represents exactly do.
+    `model.load_adapter` copies saved values into 16-bit parameters before it casts these parameters to float32. The
+    rounding shows only in the values: a 16-bit dtype represents each float32 value exactly.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (

@@ -1,4 +1,4 @@
-"""Chat with a model or an adapter, in the dtypes of its training."""
+"""Chat with a model or an adapter, in the dtypes it was trained in."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""Generation settings that replace a checkpoint's settings: these could need code from the hub or prevent streaming."""
+"""These values replace a checkpoint's generation settings, which could need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
-"""A plain text to continue, or a conversation."""
+"""A text that the model continues, or a conversation."""
 LONGEST = 200
 """Largest number of tokens in an answer if `--max_new_tokens` is not given."""
 
@@ -53,7 +53,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, messages: Prompt) -> Any:
-    """Tokenize a text or a conversation; without a chat template, only the last message of the conversation."""
+    """Tokenize a text or a conversation. If the tokenizer has no chat template, use only the last message."""
     if isinstance(messages, str):
         return tokenizer(text=messages, return_tensors="pt")
     if getattr(tokenizer, "chat_template", None):
@@ -74,7 +74,7 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
 
 
 def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]:
-    """Return messages whose contents are lists of parts, with `pictures` in the image parts."""
+    """Return `messages` with each content as a list of parts. The image parts contain `pictures`."""
     from trl import prepare_multimodal_messages
 
     turns: list[Any] = prepare_multimodal_messages([dict(turn) for turn in messages], images=list(pictures))
@@ -83,7 +83,7 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int, **arguments: Any) -> Any:
-    """Return the generated token ids `[tokens]`, int64; generation ends at the last position of the model."""
+    """Return the generated token ids (int64, `[tokens]`). Generation ends at the model's last position."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
     limit, length = positions(model), inputs["input_ids"].shape[1]
@@ -97,7 +97,7 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
 
 
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's answer: greedy, or sampled with `do_sample=True` and other arguments of `generate`."""
+    """Return the model's answer. By default, decoding is greedy; `do_sample=True` samples. `kwargs` go to `generate`."""
     ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     return str(words.decode(ids, skip_special_tokens=True)).strip()
@@ -122,13 +122,13 @@ _HELP_TEXT = """\
 def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
-    Questions come from `--ask`, from the keyboard, or line by line from a pipe. All belong to one conversation, which
-    begins with the message of `--system`; `/reset` begins the conversation again. Pictures of `--image` and `/image`
-    are part of the next question. At the keyboard, Ctrl-C stops only the answer.
+    Questions come from `--ask`, from the keyboard, or line by line from a pipe. All questions belong to one conversation,
+    which begins with the `--system` message. `/reset` starts the conversation again. Pictures from `--image` and `/image`
+    become part of the next question. In a keyboard session, Ctrl-C stops the current answer but not the chat.
 
     Raises:
         UsageError: invalid options, a model that generates no text, a picture that the model cannot take, or a question
-            that does not fit into the context. At the keyboard, errors about pictures and questions are only printed.
+            that does not fit into the context. A keyboard session prints errors about pictures and questions and goes on.
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -182,7 +182,7 @@ def opened_picture(path: str, processor: Any) -> Any:
             return picture.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
         what = f"{path}: {getattr(error, 'strerror', None) or first_line(error)}"
-        expected = "a file that is a readable picture"
+        expected = "a readable picture file"
         raise UsageError.of("the picture cannot be shown", what, expected, "give another one") from error
 
 
@@ -196,7 +196,7 @@ def _asked(question: str, pictures: Sequence[Any]) -> Message:
 def stream_answer(
     model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
 ) -> tuple[str, bool]:
-    """Print the model's answer word by word; return (answer, True), or (its beginning, False) after Ctrl-C."""
+    """Print the model's answer word by word. Return the answer and True, or the part before Ctrl-C and False."""
     from transformers import TextStreamer
 
     parts: list[str] = []
@@ -285,7 +285,7 @@ def _turn(
     interactive: bool,
     console: Console,
 ) -> list[Message]:
-    """Print the answer to the last message; return the turns that fit into the context, with the answer as the last turn."""
+    """Print the answer to the last message. Return the turns that fit into the context, followed by the answer."""
     turns, longest = _fitting(model, tokenizer, messages, options.max_new_tokens)
     if len(turns) < len(messages):
         console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
@@ -304,10 +304,10 @@ def _turn(
 def _fitting(
     model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int | None
 ) -> tuple[list[Message], int]:
-    """Return the system message with the latest turns that leave room for an answer, and the answer's largest length.
+    """Drop the oldest turns until the answer fits into the context. Return the kept messages and the answer's token limit.
 
-    If `max_new_tokens` is None, turns are dropped until `LONGEST` tokens or half of the context, whichever is less, are
-    free for the answer. If only the question is left, one free token is enough.
+    If `max_new_tokens` is None, the answer needs the smaller of `LONGEST` tokens and half of the context. If only the
+    question is left, one free token is enough.
 
     Raises:
         UsageError: the question alone does not fit.

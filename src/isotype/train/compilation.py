@@ -1,9 +1,9 @@
 """`--torch_compile`: compiles each block of a model separately.
 
-accelerate would compile the whole model, with the head, its loss and isotype's hooks. The Python state of the hooks
-causes graph breaks, or a recompilation at every call. Most time is spent in the blocks, and all blocks of a class share
-one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only the blocks' `forward` is compiled,
-not the modules' call, so hooks stay outside of the graph.
+By default, accelerate compiles the whole model, including the head, the loss and isotype's hooks. The Python state of
+the hooks causes graph breaks, or a recompilation at every call. Most time is spent in the blocks, and all blocks of a
+class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only the `forward` method of
+each block is compiled, and hooks run outside of `forward`, so they stay outside of the graph.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Options = tuple[tuple[str, Any], ...]
 
 
 class CompiledBlock(Swapped):
-    """Block whose forward is compiled if gradients are enabled; evaluation and generation run eagerly.
+    """Block whose forward is compiled when gradients are enabled. Evaluation and generation run eagerly.
 
-    During generation blocks cannot share a graph, because every block has a different index in the key-value cache.
+    During generation, blocks cannot share a graph, because each block has its own index in the key-value cache.
     """
 
     compiled_original: type[nn.Module]
@@ -58,9 +58,9 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling; None without options.
+    """Return accelerate's options for `torch.compile` and turn its own compilation off. Return None if it is off already.
 
-    With DeepSpeed, accelerate compiles the model, and None is returned.
+    With DeepSpeed, accelerate still compiles the model, and the result is None.
     """
     from accelerate.utils import DynamoBackend
 
@@ -73,7 +73,7 @@ def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
 
 
 def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
-    """Let torch compile each block at its first forward with gradients; return a line for the user."""
+    """Mark each block for compilation at its first forward with gradients. Return a message for the user."""
     blocks = list(outermost_blocks(model))
     for _, block in blocks:
         block.__dict__["compiled_options"] = tuple(sorted(options.items()))
@@ -96,6 +96,6 @@ def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(shlex.split(name)[0]) is None:
             expected = f"a C++ compiler, which inductor needs for a CPU: {name} is not on the path"
-            yield Problem(flag, expected, f"{fix}; the variable CXX names another compiler")
+            yield Problem(flag, expected, f"{fix}; the environment variable CXX can name another compiler")
     elif (device == "auto" or device.startswith("cuda")) and importlib.util.find_spec("triton") is None:
         yield Problem(flag, "the package triton, which inductor needs for a GPU", fix)

@@ -1,4 +1,4 @@
-"""The date that chat templates write: the day on which the run was first started. Checkpoints record this day."""
+"""The date in chat templates is the day on which the run was first started. Checkpoints record the date."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from isotype.train.run import Run
 
 
 def day_of_run(resume: Path | None) -> date:
-    """Return the day that the resumed checkpoint records, or today; all processes get the date of rank 0."""
+    """Return the day that the resumed checkpoint records, or today. All processes get the date of rank 0."""
     return from_first(lambda: template_date(resume) or date.today())
 
 
 def mark(run: Run, tokenizer: Any) -> None:
-    """Store the day as an attribute of the tokenizer: the cache key of tokenized rows in `datasets` then includes the day."""
+    """Store the day in the tokenizer, so that the day is in the key under which `datasets` caches tokenized rows."""
     if writes_date(tokenizer) or getattr(run.settings.training, "chat_template_path", None) is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
 

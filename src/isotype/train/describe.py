@@ -49,7 +49,7 @@ _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "
 def policy_rows(
     policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (role, dtype, reason) for the policy's rows, the state of the optimizer, and gradient checkpointing."""
+    """Return (role, dtype, reason) for each row of the policy, for the optimizer state and for gradient checkpointing."""
     name = str(getattr(optimizer, "value", optimizer))
     rows, state = {row[0]: row for row in policy.rows()}, state_of(name)
     if state is not None:
@@ -77,7 +77,7 @@ def show_policy(
     extra: IsotypeArguments | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """Print the policy and its warnings; with `--quiet` in three lines, with `--verbose` with whole reasons."""
+    """Print the policy and its warnings. `--quiet` prints the policy in three lines, `--verbose` prints full reasons."""
     rows = policy_rows(policy, optimizer, choice)
     if extra is not None and extra.quiet:
         third = -(-len(rows) // 3)
@@ -129,7 +129,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """Return (part, parameters, trainable parameters, storage dtypes) for each part of a model with pictures or sound."""
+    """For a model with pictures or sound, return (part, parameters, trainable parameters, storage dtypes) of each part."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
@@ -161,13 +161,13 @@ def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """Return the numbers of all parameters and of trainable parameters; a packed weight counts its unpacked values."""
+    """Return the numbers of all and of trainable parameters. For a packed weight, the unpacked values are counted."""
     total = sum(stored.elements for stored in stored_parameters(model))
     return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
-    """Return the bytes of the weights and their quantization constants by storage dtype, most bytes first."""
+    """Return (storage dtype, bytes) pairs for the weights and their quantization constants, the largest first."""
     sizes: Counter[str] = Counter()
     for parameter in stored_parameters(model):
         sizes[_form(parameter.dtype)] += parameter.bytes
@@ -175,7 +175,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return notes for the user: the model's `adapter_notes`, and stacked experts that quantization leaves in a float dtype."""
+    """Return the model's `adapter_notes`, and a note on stacked experts that quantization leaves in a float dtype."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     named = {
@@ -198,7 +198,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) for `--ask`, or for the first prompts of the test split: one, or four with pictures."""
+    """Return (sample, prompt) for `--ask`, or for the first prompt of the test split (the first four with pictures)."""
     if settings.extra.ask:
         asked = as_typed(settings.extra.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
@@ -306,6 +306,6 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the report's row on the language-model head if the run timed two functions for the head; else no row."""
+    """Return a report row about the language-model head, or no row if the run did not time two functions for it."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

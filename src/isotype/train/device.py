@@ -18,7 +18,7 @@ from isotype.train.command.settings import Settings
 
 
 def training_device(settings: Settings) -> DeviceProfile:
-    """Return the profile of `--device`; raise UsageError if this machine lacks the device, or if its index is not 0."""
+    """Return the profile of `--device`. Raise UsageError if this machine lacks the device or the device's index is not 0."""
     device = settings.extra.device
     profile = device_profile(device)
     if not profile.present:
@@ -43,7 +43,7 @@ def say_one_gpu(settings: Settings, console: Console) -> None:
 
 
 def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:
-    """Return the trainer's arguments for copies of batches to the device: asynchronous on an NVIDIA or AMD GPU."""
+    """Return the trainer's arguments for copying batches to the device. NVIDIA and AMD GPUs get asynchronous copies."""
     if not torch.cuda.is_available():
         return {"dataloader_pin_memory": False}  # torch warns about pinned memory without a GPU
     pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
@@ -52,5 +52,5 @@ def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, A
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Return a context that disables cuDNN's attention if its gradients can be NaN on this device (IST812)."""
+    """Return a context that disables cuDNN attention on devices where its gradients can be NaN (IST812)."""
     return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()

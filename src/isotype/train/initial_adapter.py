@@ -1,4 +1,4 @@
-"""The adapter with which a run starts: read from `--model_name_or_path`, or initialised by `--init_lora_weights`."""
+"""Reads the adapter that a run starts with from `--model_name_or_path`, or checks `--init_lora_weights` for a new one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ FIELDS_OF_CONFIG = {
 
 
 def start_of(settings: Settings) -> Settings:
-    """Return the settings; if `--model_name_or_path` names an adapter, they contain this adapter and its base model.
+    """If `--model_name_or_path` names an adapter, return settings for this adapter and its base model.
 
-    Storage and compute dtype are then those in which the adapter was trained, unless arguments request others.
+    Storage and compute dtype are those that the adapter was trained in, unless arguments request others. For any
+    other model, the settings are returned unchanged.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.
@@ -97,7 +98,7 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
 
 
 def sorted_names(value: Any) -> Any:
-    """Return a collection of names as a sorted list, for comparisons; any other value unchanged."""
+    """Return a collection of names as a sorted list (for comparisons), and any other value unchanged."""
     return sorted(value) if isinstance(value, (list, tuple, set)) else value
 
 
@@ -105,20 +106,20 @@ def sorted_names(value: Any) -> Any:
 
 
 DRAWN = ("gaussian", "orthogonal")
-"""Initialisations with a product of A and B that is zero, so that the adapted model computes what the base computes."""
+"""Initialisations in which the product of A and B is zero: the adapted model computes the same as the base model."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""Initialisations that need base weights in a float dtype: PEFT (0.21) draws `orthogonal` in the weights' storage dtype."""
+"""These initialisations need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's storage dtype."""
 
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of each base weight is not saved: it is computed again whenever the adapter is attached. The result is
-the same up to rounding, even if the new decomposition has other signs.
+The rest of each base weight is not saved but computed again whenever the adapter is attached. The rest is then the
+same up to rounding, even if the new decomposition has other signs.
 """
 
 LOFTQ = "loftq"
-"""Initialisation that compensates a part of the quantization errors of 4-bit layers, see `isotype.checkpoint.loftq`."""
+"""Initialisation that compensates a part of the quantization error of 4-bit layers (see `isotype.checkpoint.loftq`)."""
 
 _DATA = "it needs data before the adapter exists: save an adapter by PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
@@ -127,7 +128,7 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _DATA,
     "mica": "its B is not trained, which isotype's policies do not support",
 }
-"""Other initialisations of PEFT, each with the reason why isotype refuses it."""
+"""PEFT's initialisations that isotype refuses, each with the reason."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
@@ -163,7 +164,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def brings_tokens(training: Any) -> bool:
-    """Return True if `--chat_template_path` names another model, whose new tokens TRL then adds."""
+    """Return True if `--chat_template_path` names another model: TRL then adds the new tokens of that model."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
@@ -190,9 +191,9 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Return a problem if the adapter was initialised from a part of the base weights, and the method needs a reference.
+    """Return a problem if the adapter is initialised with a part of the base weights and TRL needs a reference adapter.
 
-    For a preference loss or a KL term, TRL adds a second adapter with the same config as the reference model. The
+    For a preference loss or a KL term, TRL adds a second adapter as the reference, with the config of the first. The
     initialisation of the second adapter would change the base weights again.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
@@ -209,7 +210,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the model without its adapter is the reference: the adapter is new and changes no base weight."""
+    """Return True if the base model is the reference: the adapter is new, and its initialisation changes no base weight."""
     new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 

@@ -1,4 +1,4 @@
-"""A run in several processes: its launcher (torchrun, accelerate launch), sharding by `--fsdp`, and lost processes."""
+"""Runs in several processes: launchers (torchrun, accelerate launch), sharding by `--fsdp`, and processes that end early."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _GONE = re.compile(
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of a model over processes by FSDP.
+    """How FSDP shards a model over processes.
 
     Attributes:
-        reshard: True to free a block's gathered weights after its forward, and gather them again for its backward.
-        offload: True if weights in CPU memory are requested, which is not supported.
+        reshard: if True, a block's gathered weights are freed after its forward and gathered again for its backward.
+        offload: True if the user requests weights in CPU memory. Offloading is not supported.
         source: name of the argument that sets `version`.
     """
 
@@ -44,10 +44,10 @@ class Sharding:
 
 
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
-    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None; UsageError if it is not supported.
+    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None. Unsupported sharding is a UsageError.
 
-    isotype shards the model while it is loaded (`isotype.checkpoint.shard`). accelerate, which loads the whole model in
-    every process and does not shard on a CPU, is prevented from sharding: the variable ACCELERATE_USE_FSDP is unset.
+    isotype itself shards the model during loading (`isotype.checkpoint.shard`), because accelerate would load the whole
+    model in every process and does not shard on a CPU. ACCELERATE_USE_FSDP is unset to prevent accelerate from sharding.
     """
     sharding = requested_sharding(training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -57,12 +57,12 @@ def take_sharding(training: Any, arguments: Any) -> Sharding | None:
 
 
 def processes() -> int:
-    """Return the number of processes that a launcher has started for this run; 1 without a launcher."""
+    """Return the number of processes that a launcher has started for this run, or 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """Call `compute` in rank 0, and return its result or raise its exception in every process."""
+    """Call `compute` in rank 0 only. Return the result, or raise the exception, in every process."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return compute()
     box: list[Any] = [None]
@@ -80,7 +80,7 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def requested_sharding(training: Any) -> Sharding | None:
-    """Return the requested sharding, even if it is not supported; None if none is requested."""
+    """Return the requested sharding, even if isotype does not support it, or None if no sharding is requested."""
     if training.fsdp:
         config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
         return Sharding(
@@ -126,7 +126,7 @@ def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Pro
 
 @contextmanager
 def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator[None]:
-    """If a collective operation fails because another process has ended, raise TrainingError with the command to resume."""
+    """Raise TrainingError with a resume command if a collective operation fails because another process has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -146,11 +146,11 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
 
 @cache
 def leave_group_at_exit() -> None:
-    """Destroy the process group when this process exits; transformers and accelerate leave the group open.
+    """Destroy the process group when this process exits, because transformers and accelerate leave the group open.
 
-    Threads of an open group sometimes abort Python's shutdown with SIGABRT, "terminate called without an active
-    exception": https://github.com/pytorch/pytorch/issues/190489. Call this function only after a complete training,
-    because destroying a group may wait for a process that has died.
+    Threads of an open group sometimes abort Python's shutdown with SIGABRT ("terminate called without an active
+    exception", https://github.com/pytorch/pytorch/issues/190489). Call `leave_group_at_exit` only after a complete
+    training, because destroying a group may wait for a process that has died.
     """
     atexit.register(_leave_group)
 

@@ -1,4 +1,4 @@
-"""Refuse installed libraries that lack a function which isotype calls or overrides, before a model is loaded."""
+"""Before a model is loaded, refuses installed libraries without the functions that isotype calls or overrides."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LAST_TESTED = {
     "accelerate": "1.15",
     "bitsandbytes": "0.50",
 }
-"""The newest version of each library with which all entries of docs/compat.md were tested."""
+"""For each library, the newest version that all entries of docs/compat.md were tested with."""
 
 
 def require_fitting_libraries() -> None:
-    """Log libraries that are newer than the tested ones; raise UsageError if a library lacks a function that isotype needs."""
+    """Log libraries that are newer than the tested ones. Raise UsageError if a library lacks functions that isotype needs."""
     import trl.trainer.utils
     from transformers import Trainer
 

@@ -1,4 +1,4 @@
-"""Builds the model of a training command with its policy and adapter: with loaded weights, or on the meta device."""
+"""Builds a training command's model with the policy and adapter, either with loaded weights or on the meta device."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _DECIDED = (
 def adapted_model(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint`, add the adapter to the parts `adapt`, and return (model, None).
+    """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, None).
 
-    If the chat template adds tokens, return (model without the adapter, peft_config): the trainer then adds the adapter.
+    If the chat template adds tokens, return (model without an adapter, peft_config) so that the trainer adds the adapter.
     """
     import transformers
 
@@ -116,11 +116,11 @@ def _adapted(
 
 
 _REFERENCE = "ref"
-"""TRL's name for the frozen adapter of the reference model, which a preference loss or a KL term needs."""
+"""TRL's name for the frozen adapter that acts as the reference model in a preference loss or a KL term."""
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Return the model; a sharded model gets the reference adapter, if the loss needs it, because TRL cannot add it."""
+    """Add the reference adapter to a sharded model if the loss needs a reference, because TRL cannot add this adapter."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() stores the policy on the model"
@@ -132,10 +132,10 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 
 @contextmanager
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
-    """Let TRL add the reference adapter `ref` while a trainer is built; then delete `ref` if it is not needed.
+    """Let TRL add the reference adapter `ref` while a trainer is built, and delete `ref` afterwards if it is not needed.
 
     A sharded model already has `ref`, and TRL only copies values into it. If the trained adapter is new, `ref` is not
-    needed: the model with its adapter switched off computes the same.
+    needed, because the model without its adapter computes the same.
     """
     adapters = getattr(model, "peft_config", None) or {}
     there = _REFERENCE in adapters
@@ -172,7 +172,7 @@ def _sharded(
 
 
 def require_decoder(config: Any, method: Method) -> None:
-    """Raise UsageError for an encoder with a decoder, such as T5: only TRL's `sft` and `reward` run both."""
+    """Raise UsageError for a model with encoder and decoder, such as T5, unless the method is `sft` or `reward`."""
     if getattr(config, "is_encoder_decoder", False) and method.loss not in ("labels", "reward"):
         what = f"a model of the type {config.model_type}, which has an encoder"
         expected = "a decoder, to which TRL gives the prompt and the answer as one text"
@@ -180,7 +180,7 @@ def require_decoder(config: Any, method: Method) -> None:
 
 
 def require_token_ids(config: Any, settings: Settings) -> None:
-    """Raise UsageError for a model whose input is not token ids, such as Whisper: TRL has no trainer for it."""
+    """Raise UsageError for a model whose input is not token ids, such as Whisper. TRL has no trainer for such models."""
     require_decoder(config, settings.method)
     cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
@@ -193,7 +193,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
 
 
 def check_module_names(model: Any, config: Any) -> None:
-    """Raise UsageError for a rank that is too large, and for names of the adapter's config that no module has."""
+    """Raise UsageError if the rank is too large or if a name in the adapter's config fits no module or parameter."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = copy.deepcopy(config)
@@ -227,7 +227,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank is above the width (smaller side) of all adapted layers; note if it is above some."""
+    """Raise UsageError if the rank exceeds the smaller side of every adapted layer. Add a note if it exceeds only some."""
     rank, targets = getattr(config, "r", None), config.target_modules
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
@@ -268,9 +268,9 @@ def _is_target(name: str, targets: Any) -> bool:
 
 
 def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
-    """Return (local directory, tokenizer) of a directory, GGUF file, embedded model or downloaded hub id.
+    """Return (local directory, tokenizer) for a directory, GGUF file, embedded model or downloaded hub id.
 
-    Return (model, None) if this machine has no tokenizer. The tokenizer of a GGUF file is in a directory of the cache.
+    Return (model, None) if this machine has no tokenizer. For a GGUF file, the directory is in isotype's cache.
     """
     source = local_path(model) or local_snapshot(model, revision)
     if source is None:
@@ -284,7 +284,7 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """Return a checkpoint's tokenizer, or its processor for pictures; raise CheckpointError if there is none."""
+    """Return a checkpoint's tokenizer, or its processor if it takes pictures. Without either, raise CheckpointError."""
     limit_templates()
     local = Path(source).is_dir()
     return tokenizer_of(Path(source) if local else source, revision, required=True)
@@ -310,15 +310,15 @@ def weightless_model(
     """Return the model that `isotype.load` and `isotype.add_lora` would make, with every tensor on the meta device.
 
     Args:
-        model_class: a model class or auto class of transformers; None for the class that the config names.
-        lora: a `peft.LoraConfig` or its arguments; None for no adapters.
-        fold: True to fold equal layers (see `isotype.model.fold`). Layers are folded before adapters are added; if the
-            policy, the quantizer or the adapters' config selects layers by number, after that.
+        model_class: a model class or auto class of transformers, or None for the class that the config names.
+        lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
+        fold: True to fold equal layers (see `isotype.model.fold`) before adapters are added. Layers are folded after that
+            if the policy, the quantizer or the adapters' config selects layers by number.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:
         CheckpointError: transformers has no class for the config, or its class is incompatible.
-        PrecisionError: adapters under a policy that trains every weight.
+        PrecisionError: `lora` is given, but the policy trains every weight.
         UsageError: PEFT cannot add the adapter to this model.
     """
     model = skeleton(
@@ -353,7 +353,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
-    """Call `add_lora` without its warnings: the command prints the same texts from the model's `adapter_notes`."""
+    """Call `add_lora` without its warnings, because the command prints the same texts from `model.adapter_notes`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, config, adapt=adapt)
@@ -361,7 +361,7 @@ def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None
 
 @contextmanager
 def _adapter_arguments() -> Iterator[None]:
-    """Turn PEFT's errors about the adapter's arguments, such as a regular expression without a match, into UsageError."""
+    """Turn PEFT's errors about adapter arguments into UsageError (for example, a regular expression without a match)."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -372,7 +372,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts that get adapters: those of `--adapt`; else the language model if no row has a picture, or None (all)."""
+    """Return the parts that get adapters: `--adapt` if given, the language model if no row has a picture, else None (all)."""
     if settings.extra.adapt is not None:
         return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

@@ -1,4 +1,4 @@
-"""isotype's arguments of a training command, and facts about these arguments and those of TRL and transformers.
+"""The arguments that isotype adds to a training command, and facts about the arguments of TRL and transformers.
 
 Importing this module does not import torch, so that `isotype sft --help` is fast.
 """
@@ -17,7 +17,7 @@ from isotype.core.formats import ASKED, MIXED
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
-"""Function from an argument's name to its value, or to None if the method lacks the argument."""
+"""Function that takes an argument's name and returns its value, or None if the method has no such argument."""
 
 
 def _argument(default: Any, text: str, **metadata: list[str]) -> Any:
@@ -30,104 +30,104 @@ class IsotypeArguments:
 
     quantization: str | None = _argument(
         None,
-        "Storage format of the frozen base weights, instead of --load_in_4bit, --load_in_8bit and "
-        "--bnb_4bit_quant_type. With mxfp4, experts that the checkpoint stores in MXFP4 (gpt-oss) stay packed. With "
-        "mixed, each linear layer is stored in nf4, int8 or unquantized, by how much that changes the model's output "
-        "(measured once, see isotype quality).",
+        "Storage format of the frozen base weights (replaces --load_in_4bit, --load_in_8bit and "
+        "--bnb_4bit_quant_type). With mxfp4, experts that the checkpoint stores in MXFP4 (gpt-oss) stay packed. With "
+        "mixed, isotype chooses nf4, int8 or no quantization for each linear layer, by the change that each format causes "
+        "in the model's output (measured once, see isotype quality).",
         choices=[*ASKED, MIXED],
     )
     base_memory: str | None = _argument(
         None,
-        "With --quantization mixed: maximum memory of the base model's weights, such as 6GiB. By default, the linear "
-        "layers may take a tenth more than with all of them in nf4.",
+        "Maximum memory of the base model's weights with --quantization mixed, such as 6GiB. By default, the linear "
+        "layers may take 10% more memory than if all of them were in nf4.",
     )
     adapt: str | None = _argument(
         None,
-        "For a model that takes pictures: the parts that get adapters: language, projector, vision, or several of them "
-        "(language,projector). Default: all, or only the language model if no row has a picture.",
+        "Parts that get adapters in a model that takes pictures: language, projector, vision, or several of them "
+        "(language,projector). By default, all parts get adapters, or only the language model if no row has a picture.",
     )
     quantized_parts: str = _argument(
         "language",
-        "For a model that takes pictures or sound: the parts that --quantization stores in fewer bits: language, or "
-        "all (with the towers and projectors).",
+        "Parts that --quantization quantizes in a model that takes pictures or sound: only the language model "
+        "(language), or also the towers and projectors (all).",
         choices=["language", "all"],
     )
     device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
     ranges: str = _argument(
         "measure",
-        "For float16: measure the value ranges of the checkpoint and cache them (measure), or use ranges only if they are "
-        "cached (known).",
+        "Value ranges for float16: measure and cache the ranges of this checkpoint (measure), or use ranges only if they "
+        "are already cached (known).",
         choices=["measure", "known"],
     )
     fuse: bool = _argument(
         True,
-        "Compute each LoRA layer in one function, and layers with the same input together (isotype.fuse); "
-        "with --no_fuse, PEFT computes them.",
+        "Compute each LoRA layer in one function, and layers with the same input together (isotype.fuse). "
+        "With --no_fuse, PEFT computes the LoRA layers.",
     )
     ask: str | None = _argument(
         None,
-        "A question that the model answers before and after the training. Default: the first prompt of the test "
-        "split, if evaluation is on (--eval_strategy).",
+        "A question that the model answers before and after the training. By default, the model answers the first prompt "
+        "of the test split if evaluation is on (--eval_strategy).",
     )
     columns: str | None = _argument(
         None,
-        "The data set's column for each column of the trainer, such as prompt=question,completion=answer; or alpaca, for "
-        "a data set with the columns instruction, input and output.",
+        "Names of the data set's columns that become the trainer's columns, such as prompt=question,completion=answer. For "
+        "a data set with the columns instruction, input and output, give alpaca.",
     )
     apply_chat_template: bool = _argument(
         False,
-        "Turn plain-text prompts and answers into messages of the user and the assistant, which the model's chat template "
-        "renders.",
+        "Turn plain-text prompts and answers into user and assistant messages, and render them with the model's chat "
+        "template.",
     )
     text_lines: bool = _argument(
-        False, "Make an example of each line of a .txt file; by default the whole file is one example."
+        False, "Make one example of each line of a .txt file. By default, the whole file is one example."
     )
     excess_length_strategy: str = _argument(
         "raise",
-        "Rows with pictures are never cut. If some are longer than --max_length: refuse the data (raise), or leave "
-        "those rows out (drop). Without --max_length, rows keep their whole length.",
+        "Rows with pictures are never cut. If a row with pictures is longer than --max_length, refuse the data (raise) or "
+        "leave the row out (drop). Without --max_length, rows keep their whole length.",
         choices=["raise", "drop"],
     )
     tokens_per_step: int | None = _argument(
         None,
-        "With --per_device_train_batch_size auto: number of tokens in an optimizer step. By default, a step has as many rows "
-        "as with a batch size of 8.",
+        "Number of tokens in an optimizer step with --per_device_train_batch_size auto. By default, a step has as many rows "
+        "as it would have with a batch size of 8.",
     )
     eval_split: float | None = _argument(
         None,
-        "Hold back this share of the training rows (or this many rows) and measure the loss on them, "
-        "by default five times in the run (--eval_strategy, --eval_steps).",
+        "Share (or number) of the training rows to hold back for evaluation. By default, the loss on the held-back rows is "
+        "measured five times in the run (--eval_strategy, --eval_steps).",
     )
-    quiet: bool = _argument(False, "Print less: the policy in three lines, no example.", aliases=["-q"])
+    quiet: bool = _argument(False, "Print less: the policy in three lines, and no example.", aliases=["-q"])
     verbose: bool = _argument(
         False,
-        "Print more: every reason in full, weights whose dtype was restored, warnings of libraries.",
+        "Print more: every reason in full, the weights whose dtype was restored, and warnings of libraries.",
         aliases=["-v"],
     )
     lora_bias: str = _argument(
         "none",
-        "Biases that are trained together with the adapters: none, all, or those of the adapted layers (lora_only).",
+        "Biases to train together with the adapters: none, all, or only the biases of adapted layers (lora_only).",
         choices=["none", "all", "lora_only"],
     )
     init_lora_weights: str | None = _argument(
         None,
-        "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq. By default A is "
-        "random (Kaiming) and B is zero. loftq compensates a part of the errors of 4-bit storage. olora and pissa move a "
-        "part of the base weights into the adapter, so the base must not be quantized.",
+        "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq. By default, the "
+        "adapter's matrix A is random (Kaiming) and B is zero. loftq compensates a part of the errors of 4-bit storage. "
+        "olora and pissa move a part of the base weights into the adapter, so the base must not be quantized.",
     )
     early_stopping_patience: int | None = _argument(
         None,
-        "Stop after this many evaluations in a row without a better loss on the held-back rows (or "
-        "--metric_for_best_model).",
+        "Stop the training if the loss on the held-back rows (or --metric_for_best_model) has not improved for this many "
+        "evaluations in a row.",
     )
     early_stopping_threshold: float = _argument(
-        0.0, "Smallest improvement that counts for --early_stopping_patience."
+        0.0, "Smallest improvement that --early_stopping_patience counts as better."
     )
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The valid numbers of an argument: from `least` (excluded if `above`) to `most` (excluded if `below`)."""
+    """The range of valid numbers for an argument. `above` excludes `least`, and `below` excludes `most`."""
 
     least: float
     most: float = math.inf
@@ -136,7 +136,7 @@ class Limit:
     fix: str = ""
 
     def takes(self, value: float) -> bool:
-        """Return True if `value` is in the range; NaN and infinity never are."""
+        """Return True if `value` is finite and in the range."""
         low = value > self.least if self.above else value >= self.least
         high = value < self.most if self.below else value <= self.most
         return math.isfinite(value) and low and high
@@ -159,20 +159,20 @@ _SHARE = Limit(0, 1, below=True, fix="give a share between 0 and 1")
 
 
 def _names(module: str, name: str, what: Callable[[Any], list[str]] = list) -> Callable[[], list[str]]:
-    """Return a function that imports the object `module.name` and returns `what` of it, a list of names."""
+    """Return a function that imports `module.name` and uses `what` to make a list of names from the imported object."""
     return lambda: what(getattr(import_module(module), name))
 
 
 @dataclass(frozen=True)
 class Argument:
-    """Facts about an argument that TRL's dataclasses lack.
+    """Facts about an argument that are not in TRL's dataclasses.
 
     Attributes:
-        group: heading above the argument in the short help; "" if the short help leaves the argument out.
-        example, text: a value and a short description, for the short help.
-        losses: `Method.loss` of the methods whose short help lists the argument; empty for all methods.
-        choices: function that returns the valid names, if another library checks a name only after the model is loaded.
-        json: an example of a JSON object, if the argument takes one.
+        group: heading above the argument in the short help, or "" if the short help leaves the argument out.
+        example, text: an example value and a short description for the short help.
+        losses: the short help lists the argument for methods whose `Method.loss` is in this tuple (if empty, for all).
+        choices: returns the valid names of an argument that another library checks only after the model is loaded.
+        json: an example value for an argument that takes a JSON object.
     """
 
     name: str
@@ -289,11 +289,11 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("liger_kernel_config", json='{"rope": false}'),
     Argument("transformers_continuous_batching_config", json='{"max_batch_tokens": 4096}'),
 )
-"""Facts about arguments; problems with arguments are reported in the order of this tuple."""
+"""Problems with arguments are reported in the order of this tuple."""
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each flag whose count is out of range; the parser reports values that are not whole numbers."""
+    """Return a problem for each count that is out of range. The parser reports values that are not whole numbers."""
     return [
         Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
         for name, count in counts.items()
@@ -302,7 +302,7 @@ def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
 
 
 def number_problems(read: Read) -> Iterator[Problem]:
-    """Yield a problem for each number out of range, and for a training without an end."""
+    """Yield a problem for each number that is out of range, and for impossible numbers of steps or epochs."""
     adapters = read("use_peft") is not False
     for argument in ARGUMENTS:
         name, limit = argument.name, argument.limit
@@ -334,7 +334,7 @@ def _number(value: Any) -> float | None:
 
 
 def name_problems(read: Read) -> Iterator[Problem]:
-    """Yield a problem for each unknown name that another library would report only after the model is loaded."""
+    """Yield a problem for each unknown name that another library would report only after loading the model."""
     for argument in ARGUMENTS:
         if argument.choices is None:
             continue

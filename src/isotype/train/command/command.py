@@ -1,4 +1,4 @@
-"""A training command as a value: it is parsed once, changed by replacing values, and written as a command line or YAML."""
+"""`Command`, an immutable training command: methods return changed copies, or write the command as words or YAML."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from isotype.data.methods import METHODS
 
 AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
-"""Arguments that accept `auto`: `isotype plan` for this machine then chooses the value."""
+"""If one of these arguments is `auto`, the plan for this machine (`isotype plan`) chooses its value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""Gradient checkpointing and its newer name in transformers 5.23; with `auto`, the step's estimated memory decides."""
+"""The old and the new name (transformers 5.23) of one argument. `auto` decides by the step's estimated memory."""
 
 Holder = Literal["script", "training", "model", "dataset", "isotype"]
 HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
-"""The dataclasses of a training's arguments, in the order of `Method.dataclass_types`."""
+"""Short names of the dataclasses that have a training's arguments, in the order of `Method.dataclass_types`."""
 
 TABLE = Path(__file__).with_name("table.json")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def boolean(text: str) -> bool:
-    """Return True or False for a word that transformers accepts as a boolean; raise ValueError for any other."""
+    """Return the boolean that transformers reads from a word. Raise ValueError for a word that transformers refuses."""
     word = text.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(text)
@@ -41,7 +41,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""For each `Spec.kind`: parser, types accepted from YAML and Python; for messages: expected value, example."""
+"""For each `Spec.kind`: a parser, the types accepted from YAML and Python, and an expected value and example for messages."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Spec:
 
     Attributes:
         kind: `int`, `float`, `bool` or `str`.
-        bare: `--name` alone means True.
-        none: `none` means None.
-        negated: `--no_name` means False.
+        bare: True if `--name` without a value means True.
+        none: True if the word `none` means None.
+        negated: True if the flag `--no_name` exists and means False.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Spec:
         return tuple(dict.fromkeys((f"--{self.name}", f"--{self.name.replace('_', '-')}", *self.aliases)))
 
     def read(self, raw: Any) -> tuple[Any, Problem | None]:
-        """Convert a text, or a value from YAML or Python; return (value, None), or (None, problem) for an invalid value."""
+        """Convert a text, or a value from YAML or Python. Return (value, None), or (None, problem) if `raw` is invalid."""
         if self.many and isinstance(raw, (list, tuple, set, frozenset)):
             items = sorted(raw) if isinstance(raw, (set, frozenset)) else raw
             read = [self._read_one(item) for item in items]
@@ -108,7 +108,7 @@ class Spec:
 
 @cache
 def specs(method: str) -> Mapping[str, Spec]:
-    """Return a method's arguments by name: the fields of TRL's, transformers' and isotype's dataclasses."""
+    """Return a method's arguments by name, from the dataclasses of TRL, transformers and isotype."""
     entries: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["arguments"]
     chosen = [entry for entry in entries if method in entry.pop("methods", METHODS)]
     for entry in chosen:
@@ -121,16 +121,16 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""Arguments that `to_yaml` writes even with their default value: isotype or TRL acts differently if they are given."""
+"""`to_yaml` always writes these arguments: if a default is given explicitly, isotype or TRL acts differently."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A given value of an argument.
+    """A value that the user or isotype gives to an argument.
 
     Attributes:
         value: the converted value, or `auto`.
-        texts: the words typed after the argument's name; None if `words` writes them from the value.
+        texts: the words that the user typed after the argument's name, or None to derive the words from `value`.
         origin: `command line`, `keyword`, or the path and line of a file; "" if isotype has chosen the value.
     """
 
@@ -155,7 +155,7 @@ def _word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The file named by `--config`: its values by argument name, and the environment variables that it sets."""
+    """Content of the `--config` file: values by argument name, and environment variables."""
 
     path: str
     values: Mapping[str, Value]
@@ -167,9 +167,9 @@ class Command:
     """A training command.
 
     Attributes:
-        values: the given values by argument name, in order; any other argument has the default of its `Spec`.
-        file: the configuration file; None if there is none.
-        processes: number of processes that a launcher starts on one machine; 1 without a launcher.
+        values: the given values by argument name, in order. Any other argument has the default of its `Spec`.
+        file: the configuration file, or None if there is none.
+        processes: number of processes that a launcher starts on one machine, or 1 without a launcher.
     """
 
     method: str
@@ -181,7 +181,7 @@ class Command:
         return name in self.values
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of an argument or its default; None if the method has no such argument."""
+        """Return an argument's value (or its default), or None if the method has no such argument."""
         if name in self.values:
             return self.values[name].value
         spec = self.specs.get(name)
@@ -196,18 +196,18 @@ class Command:
 
     @property
     def rows(self) -> int:
-        """Rows in an optimizer step, over all micro-batches and processes; `auto` counts as the default batch size."""
+        """Rows in an optimizer step, over all micro-batches and processes. `auto` counts as the default batch size."""
         rows = self["per_device_train_batch_size"]
         rows = self.specs["per_device_train_batch_size"].default if rows == AUTO else rows
         return int(rows) * int(self["gradient_accumulation_steps"]) * self.processes
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """The arguments among `PLANNED` that are given as `auto`."""
+        """The arguments in `PLANNED` whose value is `auto`."""
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
     def but(self, **values: Any) -> Command:
-        """Return the command with other values; None restores the default."""
+        """Return a copy of the command with `values` changed. None restores an argument's default."""
         result = {name: value for name, value in self.values.items() if values.get(name, value) is not None}
         for name, value in values.items():
             if value is not None and not (name in result and result[name].value == value):
@@ -221,13 +221,13 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` for the variables of the config file; () if `arguments` names the file, which then sets them."""
+        """Return `env NAME=VALUE …` with the config file's variables, or () if `arguments` names the file (it sets them)."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and values that differ from FILE."""
+        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and values other than the file's."""
         config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
@@ -240,7 +240,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults that undo the file's arguments which this command lacks; None if one cannot be written."""
+        """Return defaults for the file's arguments that this command lacks, or None if a default cannot be written."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -254,7 +254,7 @@ class Command:
         return (f"--{name}", *words)
 
     def to_yaml(self) -> str:
-        """Return the command as the shortest equivalent file for `--config`, in the order of `specs`."""
+        """Return the command as a `--config` file, as short as possible and in the order of `specs`."""
         import yaml
 
         ordered = [
@@ -273,13 +273,13 @@ class Command:
         )
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
-        """Return (this command's value, the other command's value) for each argument whose values differ."""
+        """Map each argument that has different values to the pair of its value here and its value in `other`."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Return the command with `--dtype`, without arguments that contradict it; None: the checkpoint's dtype."""
+    """Set `--dtype` and remove arguments that contradict it. None requests the checkpoint's dtype."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}
@@ -298,12 +298,12 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Return the command with `--quantization`, without other arguments for storage; None: stored in the compute dtype."""
+    """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype."""
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None if memory is None else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 
 def without_absent_device(command: Command, present: bool) -> Command:
-    """Return the command; without `--device` if the checked device is not `present` in this machine."""
+    """Remove `--device` from the command if this machine does not have the device (`present` is False)."""
     return command if present or "device" not in command else command.but(device=None)

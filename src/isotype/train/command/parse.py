@@ -1,4 +1,4 @@
-"""Parses a training command from a command line, a file of `--config` or keywords, and checks each value."""
+"""Parses a training command from a command line, a `--config` file or keywords, and checks each value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isotype.train.dialects.translate import in_isotype_names
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
-"""Arguments whose JSON may be in a file."""
+"""Arguments that take JSON or the path of a JSON file."""
 _BARE, _NEGATED = object(), object()
 MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
 """Valid values of `--model_name_or_path`."""
@@ -38,18 +38,18 @@ def parse_command(
     problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
-    """Return the command, and the caller's own arguments. A flag wins over a keyword, and a keyword over the file.
+    """Return the training command, and the caller's own arguments. Flags override keywords, and keywords the config file.
 
     Args:
-        keywords: values by argument name; None counts as not given.
-        add_arguments: adds the caller's own arguments (of `check`, `plan`) to the parser; they replace training
-            arguments of the same name.
-        model: a model that was named before all flags.
+        keywords: values by argument name. None means that the argument is not given.
+        add_arguments: adds the caller's own arguments (those of `check` or `plan`) to the parser, in place of training
+            arguments with the same names.
+        model: the model, if it was named before all flags.
         positional: True if the model may be named after the flags, without `--model_name_or_path`.
         problems_of: returns the problems of the caller's own arguments.
 
     Raises:
-        UsageError: unknown arguments, wrong values or an unreadable file; the error lists all problems.
+        UsageError: unknown arguments, wrong values or an unreadable file. The error lists all problems.
     """
     parser, mine = _cached_parser(method, prog or f"isotype {method}", add_arguments)
     namespace, stray = parser.parse_known_args(list(argv))
@@ -113,7 +113,7 @@ def _add(
 
 
 def _object(name: str, value: Any) -> Any:
-    """Parse the text of a JSON object; return any other value unchanged, so that `_check_json` refuses it."""
+    """Parse `value` if it is the text of a JSON object. Return other values unchanged; `_check_json` checks them later."""
     if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -125,7 +125,7 @@ def _object(name: str, value: Any) -> Any:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return a parser that keeps training arguments as texts, and the names of the caller's own arguments."""
+    """Return a parser that keeps training arguments as text. Also return the names of the caller's own arguments."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)
@@ -146,11 +146,11 @@ def _parser(
 
 
 _cached_parser = functools.lru_cache(maxsize=32)(_parser)
-"""`_parser` with a cache: a command is parsed several times, and it takes milliseconds to add its hundreds of arguments."""
+"""Parsers are cached: a command is parsed several times, and adding hundreds of arguments takes milliseconds."""
 
 
 def training_parser(method: str) -> Parser:
-    """Return the parser of a training command with description and help texts, for `--help-all`."""
+    """Return a training command's parser for `--help-all`, with its description and help texts."""
     parser = _parser(method, f"isotype {method}", None)[0]
     parser.usage = f"isotype {method} --model_name_or_path MODEL --dataset_name DATA [flags]"
     title = METHODS[method].title
@@ -180,7 +180,7 @@ def _check_json(argument: Argument, value: Any) -> None:
 
 
 def read_config(path: str, method: str) -> ConfigFile:
-    """Read a YAML file for isotype or another training program, and set the environment variables in its `env`."""
+    """Read a YAML file with the names of isotype or another training program. Set the environment variables of `env`."""
     content, lines = _mapping(path)
     content, problems = in_isotype_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
@@ -206,7 +206,7 @@ def read_config(path: str, method: str) -> ConfigFile:
 
 
 def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the mapping of a YAML file, and the line of each name."""
+    """Return the mapping in a YAML file, and the line number of each name."""
     import yaml
 
     try:
@@ -237,5 +237,5 @@ def unknown_name(name: str, known: Sequence[str], value: Any = "") -> Problem:
     if former is not None:
         return former
     meant = closest(name, known)
-    fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help lists all"
+    fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help-all lists all names"
     return Problem(name, f"a known name: {', '.join(meant)}" if meant else "a known name", fix)

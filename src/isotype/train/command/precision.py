@@ -25,7 +25,7 @@ _NO_CAST = "leave it out: it would cast the master weights, too; evaluation runs
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
-    """Return the request; raise PrecisionError with all contradictions between the arguments."""
+    """Return the command's precision request. Raise PrecisionError with all contradictions between the arguments."""
     kwargs = command.given("model_init_kwargs")
     init = kwargs if isinstance(kwargs, Mapping) else {}
     saved = _saved_quantization(init)
@@ -51,7 +51,7 @@ def read_precision_request(command: Command) -> PrecisionRequest:
 
 
 def _saved_quantization(init: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization in `--model_init_kwargs`, by the field names of `BitsAndBytesConfig`."""
+    """Return the quantization in `--model_init_kwargs`, keyed by the field names of `BitsAndBytesConfig`."""
     config = init.get("quantization_config")
     flat = {key: init[key] for key in ("load_in_4bit", "load_in_8bit") if init.get(key)}
     return {**flat, **config} if isinstance(config, dict) else flat

@@ -1,4 +1,4 @@
-"""TRL's dataclasses of a training command, and its precision request."""
+"""Builds TRL's dataclasses and a precision request from a training command."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """A command and the dataclasses of its trainer. Never change it in place: `but` returns a changed copy.
+    """A command and the dataclasses of its trainer. Never change a Settings in place: `but` returns a changed copy.
 
     Attributes:
-        sharding: sharding of the model over processes; None if it is not sharded.
-        start: the adapter to train further; `model` then names its base model. None for a new adapter.
-        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing. Until this decision,
-            gradient checkpointing is on in `training`.
-        decided: values that the run has decided, by argument name; they replace those of the command.
+        sharding: how the model is sharded over processes, or None if it is not sharded.
+        start: the adapter to train further, or None for a new adapter. `model` names the base model of this adapter.
+        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing. `training` has
+            gradient checkpointing on until isotype has decided.
+        decided: values that the run has decided, by argument name. Decided values replace values of the command.
     """
 
     command: Command
@@ -56,7 +56,7 @@ class Settings:
         return METHODS[self.command.method]
 
     def but(self, **values: Any) -> Settings:
-        """Return the settings with values that the run has decided; names that the method lacks are dropped."""
+        """Return a copy with `values` that the run has decided. Names that the method lacks have no effect."""
         decided = {**self.decided, **values}
         parts = dict(zip(HOLDERS, _built(self.command, decided), strict=True))
         return replace(self, extra=parts.pop("isotype"), decided=decided, **parts)
@@ -71,8 +71,8 @@ def settings_of(command: Command) -> Settings:
     """Return the settings of a command.
 
     Raises:
-        UsageError: no model, numbers out of range, or arguments that TRL or transformers refuse together.
-        PrecisionError: arguments about dtypes contradict each other; the error lists all contradictions.
+        UsageError: no model, numbers out of range, or a combination of arguments that TRL or transformers refuses.
+        PrecisionError: arguments about dtypes contradict each other. The error lists all contradictions.
     """
     if problems := list(_incomplete(command)):
         hint = f"isotype {command.method} --help lists the arguments"
@@ -96,7 +96,7 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by argument name: those of the command and of the run, isotype's defaults, and implied values."""
+    """Return all values by argument name: given in the command, decided by the run, isotype's defaults, and implied."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -153,7 +153,7 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
-    """Return TRL's dataclasses and isotype's, in the order of `HOLDERS`."""
+    """Return the dataclasses of TRL and isotype, in the order of `HOLDERS`."""
     kinds = (*METHODS[command.method].dataclass_types(), IsotypeArguments)
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
     if absent := [name for name in command.values if name not in names]:
@@ -191,7 +191,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes of TrainingArguments that the policy decides; its constructor would refuse bf16 on some machines."""
+"""The policy sets these attributes after construction: TrainingArguments(bf16=True) is refused on some machines."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:
@@ -214,7 +214,7 @@ def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], *
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield arguments that fill a batch with whole groups of completions: a smaller group, and a larger batch."""
+    """Yield a smaller group size and a larger batch size with which whole groups of completions fill a batch."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
@@ -223,9 +223,9 @@ def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]
 
 
 def target_modules(value: Any) -> Any:
-    """Return `--lora_target_modules` for PEFT: names as a list; `all-linear` and regular expressions as a string.
+    """Return `--lora_target_modules` for PEFT: a list of names, or a string for `all-linear` or a regular expression.
 
-    TRL makes a string of a one-element list, and PEFT reads a string as a regex of the whole module name.
+    TRL turns a list with one name into a string, and PEFT reads a string as a regex for the whole module name.
     """
     if isinstance(value, str) and re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*", value):
         return re.split(r"[\s,]+", value)
@@ -233,7 +233,7 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix for the arguments that a library's `message` names: leave out `explicit` ones, or change others."""
+    """Return a fix for a library's `message`: leave out the arguments that it names, or change those not in `explicit`."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if that was given.
@@ -244,4 +244,4 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
     parts += [f"{'or change' if out else 'change'} {' or '.join(other)}"] * bool(other)
     given = [f"--{name}" for name in sorted(explicit) if name in values]
     last = f"leave out one of {', '.join(given)}" if given else "see what each takes"
-    return ", ".join(parts) or f"{last}; {help_of} --help-all lists all"
+    return ", ".join(parts) or f"{last}; {help_of} --help-all lists all arguments"

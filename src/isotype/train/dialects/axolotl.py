@@ -1,4 +1,4 @@
-"""Translates names of axolotl for which tables.yaml is not enough: for the method, the rows, and intervals."""
+"""Translates the axolotl names that tables.yaml cannot translate: those of the method, the rows and the intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlu
 
 
 def method_of(reader: Reader) -> str | None:
-    """Return the training method of the file; None for a method that isotype lacks."""
+    """Return the training method of the file, or None if isotype lacks the method."""
     rl, methods = reader.get("rl"), tables()["axolotl"]["methods"]
     if reader.get("process_reward_model"):
         reader.refuse("process_reward_model", "a reward for whole answers", "isotype reward")
@@ -23,7 +23,7 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Translate names that need arithmetic, and the names that describe the rows."""
+    """Translate the names that need arithmetic and the names that describe the rows."""
     whole = reader.typed("batch_size", "a number above 0", None)
     micro = reader.typed("micro_batch_size", "a number above 0", 1)
     if whole and not reader.get("gradient_accumulation_steps"):
@@ -59,7 +59,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Convert `name`, events per epoch, to the interval between events as a share of all steps; None for the whole training."""
+    """Convert events per epoch (the value of `name`) to an interval, a share of all steps. Return None for a share of 1."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
@@ -111,7 +111,7 @@ def _data_set(inner: Reader) -> list[Rows]:
 
 
 def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """Return the columns of prompts and answers for rows of this type; an empty dictionary for an unknown type."""
+    """Return the prompt and answer columns of rows of this type, or an empty dictionary if the type is unknown."""
     fields = tables()["fields"][inner.method].split()
     if any(name.startswith("type.field_") for name in inner.given):
         named = {name: [inner.get(f"type.field_{name}", name)] for name in fields}

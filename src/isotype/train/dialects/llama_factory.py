@@ -1,4 +1,4 @@
-"""Translates names of LLaMA-Factory for which tables.yaml is not enough: the stage, and data sets of dataset_info.json."""
+"""Translates the LLaMA-Factory names that tables.yaml cannot translate: the stage, and data sets of dataset_info.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LANGUAGE = "lora_target: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_pro
 
 
 def method_of(reader: Reader) -> str | None:
-    """Return the training method of the file; None for a stage that isotype lacks."""
+    """Return the training method of the file, or None if isotype lacks the stage."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
         fix = "isotype grpo and rloo train by rewards; write a file with isotype's names for them"
@@ -29,7 +29,7 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Translate names that need arithmetic, and the names that describe the rows."""
+    """Translate the names that need arithmetic and the names that describe the rows."""
     for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
         if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
             reader.use(name, **{ours: [module.strip() for module in listed.split(",")]})
@@ -71,7 +71,7 @@ def _rows(reader: Reader) -> None:
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
     """Return the content and folder of dataset_info.json, or (None, folder) if the file cannot be read.
 
-    A relative `dataset_dir` is searched in the working directory, then in the folder of the translated file.
+    A relative `dataset_dir` is looked up in the working directory, then in the folder of the translated file.
     """
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):
@@ -134,7 +134,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
 def _columns(
     reader: Reader, columns: dict[str, str], shared: bool, ranking: bool
 ) -> dict[str, list[str]] | None:
-    """Return the data set's columns by isotype's name; None if the method cannot train on rows with these columns."""
+    """Return the data set's columns by isotype's names, or None if the method cannot train on rows with these columns."""
 
     def of(*names: str) -> list[str]:
         return [columns[name] for name in names if columns.get(name)]

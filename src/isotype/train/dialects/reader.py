@@ -1,4 +1,4 @@
-"""Reads a file of another training program: each name is translated by tables.yaml, noted as left out, or refused."""
+"""Reads a file of another training program. With tables.yaml, each name is translated, noted as left out, or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""Note on names whose value switches a feature of the other program off."""
+"""The note on a name whose value turns off a feature of the other program."""
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -49,15 +49,15 @@ def _words(text: str) -> dict[str, str]:
 
 @dataclass
 class Reader:
-    """A file of another training program, or a part of such a file, during translation.
+    """Translates a file of another training program, or a part of the file, name by name.
 
-    A name of the file is settled once it is translated, noted as left out, or refused.
+    Each name in the file ends as one of three: translated, noted as left out, or refused. The name is then settled.
 
     Attributes:
-        given: the values of the file by name; a name in a group is `group.name`.
-        values: the translated values by isotype's name.
-        used: isotype's names for each translated name; an empty list if isotype always does what the name requests.
-        notes: the names that were left out, by the effect of leaving them out.
+        given: the values in the file by name. A name in a group is written `group.name`.
+        values: the translated values by isotype's names.
+        used: isotype's names for each translated name. The list is empty if isotype always does as the name requests.
+        notes: for each effect of leaving names out, the names that were left out.
     """
 
     table: str
@@ -79,12 +79,12 @@ class Reader:
         return cls(table, method, folder, given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a name; `default` if the file lacks the name or its value is empty."""
+        """Return the value of a name, or `default` if the file lacks the name or the value is empty."""
         value = self.given.get(name)
         return default if value is None or value in ("", [], {}) else number(value)
 
     def typed(self, name: str, kind: Kind, default: Any) -> Any:
-        """Return the value of a name, or `default` if the name is missing; refuse a value that is not of `kind`."""
+        """Return the value of a name, or `default` if the file lacks the name. Refuse a value that is not of `kind`."""
         value = self.get(name)
         if value is None or value is False:
             return default
@@ -96,27 +96,27 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Settle `names` as translated into isotype's arguments `ours`; without `ours`, isotype always does what they request."""
+        """Record `names` as translated into the arguments `ours`. No `ours` means that isotype always does as requested."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Settle `names` as left out, and note the effect of leaving them out."""
+        """Record `names` as left out, and note the effect of leaving these names out."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Settle a name as refused. `what` is `NAME`, or `NAME: FAULT`."""
+        """Record a name as refused. `what` is `NAME`, or `NAME: FAULT`."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
         self._settled.add(name)
 
     def absorb(self, inner: Reader, prefix: str) -> None:
-        """Add the results of `inner`, the reader of a part of the file; `prefix` is put before the names of the part."""
+        """Add the results of `inner`, the reader of a part of the file, with `prefix` before each of its names."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
@@ -125,7 +125,7 @@ class Reader:
         ]
 
     def apply_rules(self) -> None:
-        """Settle names whose meaning depends on other names, by the rules of the table."""
+        """Apply the rules of the table to names whose meaning depends on other names."""
         for rule in tables()[self.table]["rules"]:
             names = rule.get("use", rule.get("names", ""))
             ours, more = self._filled(rule.get("as", {})), self._filled(rule.get("add", {}))
@@ -143,7 +143,7 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Settle all remaining names by the table, and drop values for which the method has no argument."""
+        """Translate, note or refuse all remaining names by the table. Drop values that the method has no argument for."""
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
@@ -157,7 +157,7 @@ class Reader:
                     del self.used[name]
 
     def text(self) -> str:
-        """Return lines for the user: the number of translated names, and notes on the names that were left out."""
+        """Return lines for the user, with the number of translated names and the notes on names that were left out."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
         return "\n".join([f"{title}'s file: {len(self.used)} of its names are used; of the others:", *lines])
@@ -185,7 +185,7 @@ class Reader:
             self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
 
     def _open(self, names: str) -> list[str]:
-        """Return the names of the file that match `names` (names or patterns) and are not settled."""
+        """Return the names in the file that match `names` (names or patterns) and have no result so far."""
         patterns = names.split()
         return [
             name
@@ -223,7 +223,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _fate(table: str, name: str) -> tuple[str, str]:
-    """Return a name's kind (idle, differs, refused) and text, or ("", ""); an exact entry wins over a pattern."""
+    """Return the kind (idle, differs, refused) and text of a name, or ("", ""). Exact entries come before patterns."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
@@ -234,7 +234,7 @@ def _known(table: str) -> list[str]:
 
 
 def number(value: Any) -> Any:
-    """Convert a number that YAML reads as text (`2e-5`); return any other value unchanged."""
+    """Convert a number that YAML reads as text (`2e-5`). Return any other value unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
         return float(value) if re.search(r"[.eE]", value) else int(value)
     return value
@@ -256,11 +256,11 @@ class Rows:
 
     Attributes:
         path: a file, a folder, or a hub id.
-        kind: content of a row: `chat`, `turns` (a prompt and its answer, as text) or `text`.
-        columns: for each of isotype's column names, the columns of the data set that are joined.
+        kind: content of each row, which is `chat`, `turns` (a prompt and its answer, as text) or `text`.
+        columns: for each of isotype's column names, the data set's columns that are joined into that column.
         name: configuration of the data set on the hub.
         split: the rows to train on, in the notation of `datasets` (`train[:10%]`).
-        files: the files of `path` to read; None for all.
+        files: the files in `path` to read, or None for all files.
     """
 
     path: str
@@ -272,7 +272,7 @@ class Rows:
 
     @property
     def renamed(self) -> dict[str, list[str]]:
-        """The columns whose names isotype cannot infer."""
+        """The columns that isotype cannot find by their names."""
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
         return {} if renamed == _NATIVE else renamed
 
@@ -284,7 +284,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Settle `names` as translated into the data sets `rows`, and translate the name `whole`, which requests loss on prompts."""
+    """Record `names` as translated into the data sets `rows`. Translate `whole`, the name that requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
@@ -305,7 +305,7 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
 
 
 def _pairs(columns: Mapping[str, list[str]]) -> str | None:
-    """Return columns as the value of `--columns`; None if this argument cannot express them."""
+    """Return the value of `--columns` for `columns`, or None if `--columns` cannot express them."""
     if columns == _ALPACA:
         return "alpaca"
     if any(len(theirs) > 1 or re.search("[,=]", theirs[0]) for theirs in columns.values()):
@@ -314,7 +314,7 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def speaks(roles: Mapping[str, Any]) -> bool:
-    """Return True if isotype reads every name as its role; `roles` has the rows' names for each role."""
+    """Return True if isotype reads each name in the rows as the right role. `roles` maps a role to its names in the rows."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

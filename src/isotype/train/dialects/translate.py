@@ -1,4 +1,4 @@
-"""Translates YAML files of axolotl and LLaMA-Factory into isotype's arguments, by tables.yaml."""
+"""Translates YAML files of axolotl and LLaMA-Factory into isotype's arguments, with the tables in tables.yaml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METHOD = ("stage", "rl", "reward_model")
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Return the program for which a file was written, by names that only this program has; None for a file of isotype."""
+    """Recognise by names in a file the program that the file was written for. Return None if it was isotype."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1
@@ -29,9 +29,9 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
 
 
 def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
-    """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`; raise ValueError for other files.
+    """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`. Raise ValueError for other files.
 
-    Relative paths are searched in the working directory, then in the file's `folder`.
+    Relative paths are looked up in the working directory, then in the file's `folder`.
     """
     dialect = dialect_of(values)
     if dialect is None:
@@ -65,7 +65,7 @@ def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
 
 
 def in_isotype_names(values: dict[str, Any], method: str, path: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a file's content by isotype's names, and the problems of refused names; log the names that are not used."""
+    """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
     if dialect_of(values) is None:
         return values, []
     reader = translated(values, method, Path(path).parent)

@@ -66,16 +66,16 @@ class _Resident:
 
 
 MemoryMeter = _Allocated | _Resident
-"""Meter whose method `peak` returns the largest memory in use, in bytes, since the last call of `restart`."""
+"""A meter's method `peak` returns the largest memory in use, in bytes, since the last call of `restart`."""
 
 
 @contextmanager
 def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
     """Yield a meter of the memory of `device` during a run.
 
-    On CUDA, ROCm and XPU the meter reads torch's peak of allocated bytes. On other devices it samples the resident size
-    of this process every `SAMPLING_SECONDS`, and misses shorter peaks. The kernel's peak (`ru_maxrss`) cannot be used:
-    it includes the peak of loading and cannot be reset.
+    On CUDA, ROCm and XPU, the meter reads PyTorch's peak of allocated bytes. On other devices, the meter samples the
+    resident memory of this process every `SAMPLING_SECONDS` and can miss shorter peaks. The kernel's peak (`ru_maxrss`)
+    is not used, because it includes the peak of loading and cannot be reset.
     """
     if device.type in ("cuda", "xpu"):
         yield _Allocated(device)
@@ -85,7 +85,7 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
 
 
 _EVERY = 50
-"""Largest number of steps between two samples; short runs have about twenty samples."""
+"""Largest number of steps between two samples. A short run has about twenty samples."""
 
 
 class HeadroomMeter:
@@ -101,7 +101,7 @@ class HeadroomMeter:
         self._dtype = "float16"
 
     def begin_step(self, step: int) -> None:
-        """Begin step number `step`, counted from 1; install forward hooks if this step is sampled."""
+        """Begin step number `step` (counted from 1). Install forward hooks if the step is sampled."""
         self._leave()
         if (step - 1) % self._every == 0:
             self._handles = {
@@ -110,7 +110,7 @@ class HeadroomMeter:
             }
 
     def end_step(self, step: int) -> None:
-        """Read the step's sample, if there is one; the host then waits for the device."""
+        """Read the step's sample, if there is one. Reading makes the host wait for the device."""
         self._leave()
         if self._largest:
             self._blocks = {name: block for name, block in self._blocks.items() if name in self._largest}
@@ -120,7 +120,7 @@ class HeadroomMeter:
             self._largest.clear()
 
     def record(self) -> Headroom | None:
-        """Return the samples so far; None for a model without blocks, or before the first sample."""
+        """Return the samples so far, or None if there is no sample (as in a model without blocks)."""
         if not self._samples:
             return None
         return Headroom(tuple(self._blocks), self._dtype, tuple(self._samples))

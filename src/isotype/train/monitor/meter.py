@@ -1,4 +1,4 @@
-"""Measures and checks the optimizer steps of a trainer; a step with a value that is not finite is run again."""
+"""Measures and checks the optimizer steps of a trainer, and runs a step again if a value is not finite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite; the reason why it is unknown; or "" if all were finite."""
+"""Result of a repeated step: the first value that is not finite, a reason why it is unknown, or "" if all are finite."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class StepMeter:
     """Measures a trainer's optimizer steps between `attach` and `detach`, because callbacks get no batch and no loss.
 
     Args:
-        together: True if all processes read every step in a collective operation. False in a script: tokens are not
-            counted, and the processes combine their losses only if the gradient norm, which is the same in all of them,
-            is not finite. All processes then make the same decision, and other steps need no synchronization.
-        memory: measures the memory of a step; None if it is not measured.
-        signals: the signals received so far that ask this process to stop.
+        together: True if all processes read every step in a collective operation. If False (in a script), tokens are not
+            counted, and processes combine their losses only if the gradient norm is not finite. The gradient norm is the
+            same in all processes, so all make the same decision, and other steps need no synchronization.
+        memory: measures the memory of a step, or None to measure no memory.
+        signals: the signals to stop that this process has received so far.
 
     Attributes:
         now: the current or last step.
@@ -73,14 +73,14 @@ class StepMeter:
         return step
 
     def launch(self) -> Step:
-        """Collect the step's values on the device after its backward, without waiting for the device."""
+        """After the step's backward, collect its values on the device without waiting for the device."""
         accelerator = self.trainer.accelerator
         self.now.scale = loss_scale(getattr(accelerator, "scaler", None))
         self.now.launch(self.trainer.args.device, accelerator if self.together else None, bool(self.signals))
         return self.now
 
     def read(self) -> Step:
-        """Return the step with its values as numbers; the host waits for the device only here, once per step."""
+        """Return the step with its values as numbers. The host waits for the device only in this method, once per step."""
         step, accelerator = self.now, self.trainer.accelerator
         if step.is_read:
             return step
@@ -92,11 +92,11 @@ class StepMeter:
         return step
 
     def ends(self, step: Step) -> str | None:
-        """Return the reason why a step ends the training (see `Verdict`); None if the training continues."""
+        """Return the reason why a step ends the training (see `Verdict`), or None if the training continues."""
         return self._verdict.of(step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale)
 
     def replay(self, step: Step) -> Replay:
-        """Run a step again, each micro-batch with its random states; return the first result that is not finite."""
+        """Run a step again with the random states of each micro-batch. Return the first result that is not finite."""
         trainer = self.trainer
         if not step.batches:
             return "no batch of the step was recorded"
@@ -154,9 +154,9 @@ def not_finite(
 
     Args:
         measured: measurements of the step, by name.
-        checkpoint: the last complete checkpoint; None if there is none.
-        replay: result of running the step again; None if it was not run again.
-        script: True in a user's script: the error then names arguments as in Python.
+        checkpoint: the last complete checkpoint, or None if there is none.
+        replay: result of running the step again, or None if the step was not run again.
+        script: True in a user's script, where the error writes arguments as in Python.
         pictures: True if the training data has pictures.
     """
     figures = ", ".join(f"{name} {value}" for name, value in measured.items())

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a live bar in a terminal, else plain lines."""
+"""Shows the progress of a run as a live bar in a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """`inner`, made narrower than the console: at Ctrl-C, a terminal prints ^C after the live line."""
+    """Makes `inner` narrower than the console, because at Ctrl-C a terminal prints ^C after the live line."""
 
     inner: RenderableType
 
@@ -45,9 +45,9 @@ class _Bar(Progress):
 
 
 class ProgressView:
-    """Context manager that shows steps: loss, learning rate, gradient norm, tokens per second, remaining time.
+    """Context manager that shows loss, learning rate, gradient norm, tokens per second and remaining time of a run.
 
-    If `console` is a terminal, a live bar shows every step; else a line is printed every `every` steps.
+    If `console` is a terminal, a live bar shows every step. Otherwise, a line is printed every `every` steps.
     """
 
     def __init__(self, console: Console, every: int = 1) -> None:
@@ -94,7 +94,7 @@ class ProgressView:
             handler.setStream(sys.stderr)
 
     def update(self, step: int, total: int, record: StepRecord | None) -> None:
-        """Show that `step` of `total` steps are done; `record` describes the last step (None before the first)."""
+        """Show that `step` of `total` steps are done. `record` describes the last step (None before the first step)."""
         if record is None:
             self._bar.update(self._task, completed=step, total=total, visible=True)
             return
@@ -142,8 +142,8 @@ class ProgressView:
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """Return the log handlers that write to `stream`.
 
-    While a live bar is shown, rich replaces `sys.stderr` by a stream that writes above the bar. A log handler that still
-    uses the former `sys.stderr`, such as that of transformers, would write into the bar.
+    While a live bar is shown, rich replaces `sys.stderr` with a stream that writes above the bar. A log handler that
+    still uses the former `sys.stderr` (as transformers' handler does) would write into the bar.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return [

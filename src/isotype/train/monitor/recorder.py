@@ -30,17 +30,17 @@ _ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_sto
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
-    All processes make the records, so that they end a run at the same step; only rank 0 shows the progress. If the
-    optimizer skips updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while the next
-    step runs, or earlier if the trainer saves, logs or evaluates.
+    All processes make the records, so that all processes end a run at the same step. Only rank 0 shows the progress. If
+    the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while the
+    next step runs, or earlier if the trainer saves, logs or evaluates.
 
     Args:
-        view: shows the progress; None to show nothing.
-        earlier: report of the run up to the resumed checkpoint; None for a new run.
+        view: shows the progress, or None to show nothing.
+        earlier: report of the run up to the resumed checkpoint, or None for a new run.
 
     Attributes:
-        steps, evals: records of the steps and of the losses on held-back rows, those of `earlier` first.
-        resumed_from: step of the resumed checkpoint; None for a new run.
+        steps, evals: records of the steps, and of the losses on held-back rows. The records of `earlier` come first.
+        resumed_from: step of the resumed checkpoint, or None for a new run.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._show(state, None)
 
     def headroom(self) -> Headroom | None:
-        """Return the largest values of each block in float16 so far; None for a run in another dtype."""
+        """Return the largest values of each block so far in a float16 run, or None for a run in another dtype."""
         measured = None if self._headroom is None else self._headroom.record()
         before = None if self._earlier is None else self._earlier.headroom
         if measured is None or before is None or measured.blocks != before.blocks:
@@ -86,7 +86,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before an update with a loss or gradient that is not finite, raise TrainingError with the operator."""
+        """Before the update, raise TrainingError with the operator at fault if the loss or gradient norm is not finite."""
         self.settle()
         self._skipping = skipping_optimizer(kwargs["optimizer"], self.trainer.accelerator, args.device)
         if self._skipping is None:
@@ -102,7 +102,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._skipping = None
 
     def settle(self) -> None:
-        """Read and record the unread step; raise TrainingError if its loss or gradient was not finite."""
+        """Read and record the step that is still unread. Raise TrainingError if its loss or gradient norm is not finite."""
         step, self._unread = self._unread, None
         if step is not None:
             step.read()
@@ -110,7 +110,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._record(step)
 
     def record_unread(self) -> str:
-        """Record the unread step after an exception, without checks. Return "", or the reason why the step has no record."""
+        """After an exception, record the unread step without checks. Return "", or the reason why the step has no record."""
         step, self._unread = self._unread, None
         if step is None:
             return ""
@@ -187,10 +187,10 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that calls `write` after some steps in rank 0, so that writing takes at most one per cent of the time.
+    """Callback in rank 0 that calls `write` after some steps, so rarely that writing takes at most 1% of the time.
 
-    `write` writes the report of the run so far. A SaveError of `write` is ignored, because writing the last report raises
-    the error again.
+    `write` writes the report of the run so far. A SaveError from `write` is ignored, because writing the last report
+    raises the error again.
     """
 
     _LEAST_SECONDS = 10.0

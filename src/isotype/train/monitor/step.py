@@ -1,8 +1,8 @@
-"""An optimizer step of a trainer: its inputs, and its measurements, which are collected on the device and read once.
+"""An optimizer step of a trainer, with inputs and measurements. Measurements are collected on the device and read once.
 
-A step whose loss or gradient is not finite must not change the weights. torch's fused Adam and AdamW on CUDA can skip
-the update on the device (`found_inf`, which the GradScaler uses). The host then launches the update, and reads the
-values one step later without waiting. On other devices and with other optimizers, the host reads before the update.
+A step whose loss or gradient is not finite must not change the weights. PyTorch's fused Adam and AdamW on CUDA can skip
+the update on the device (`found_inf`, which the GradScaler uses): the host launches the update, and reads the values one
+step later without waiting. On other devices and with other optimizers, the host reads the values before the update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from isotype.core.random_states import RandomStates
 from isotype.report.run.record import StepRecord
 
 DEFERRED_ON = ("cuda",)
-"""Types of devices whose fused optimizers can skip an update on the device; ROCm has the type `cuda`."""
+"""Device types on which fused optimizers can skip an update by a flag on the device. ROCm has the type `cuda`."""
 
 _LOSS, _NORM = 1, 3
 """Positions of loss and norm among the five values of a step."""
@@ -28,7 +28,7 @@ _LOSS, _NORM = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Inputs of one call of `compute_loss`; tensors are not copied."""
+    """Inputs of one call of `compute_loss`. Tensors are not copied."""
 
     model: Any
     inputs: Any
@@ -38,17 +38,17 @@ class MicroBatch:
 
 @dataclass
 class Step:
-    """An optimizer step. Loss, norm and scale are scalars on the device until `read`, then Python numbers.
+    """An optimizer step. `read` converts loss, norm and scale from scalars on the device to Python numbers.
 
     Attributes:
-        number: the step's number, from 1.
-        tokens: number of tokens in the loss over all processes; set by `read`.
-        loss: sum over the micro-batches of this process; after `read`, the mean over all processes.
-        grad_norm: norm of the unscaled gradients before clipping; None if it was not measured.
-        scale: the loss scale of the backward; None without loss scaling.
-        stops: number of processes that were asked to stop; set by `read`.
+        number: the step's number, counted from 1.
+        tokens: number of tokens in the loss over all processes (set by `read`).
+        loss: sum of the losses of this process's micro-batches. `read` averages the sums of all processes.
+        grad_norm: norm of the unscaled gradients before clipping, or None if it was not measured.
+        scale: the loss scale in the backward, or None without loss scaling.
+        stops: number of processes that were asked to stop (set by `read`).
         began: start of the step by `time.perf_counter`, in seconds.
-        memory_bytes: peak memory of this process; 0 if it was not measured.
+        memory_bytes: peak memory of this process, or 0 if it was not measured.
     """
 
     number: int
@@ -70,15 +70,15 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """True if the values are on the device: after `launch` and before `read`."""
+        """True between `launch` and `read`, while the values are on the device."""
         return self._values is not None and not self.is_read
 
     def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
         """Collect the values in one tensor on the device, without waiting for the device.
 
         Args:
-            accelerator: sums tokens, loss and stop requests over all processes, which must all call `launch`. If None,
-                the loss is that of this process, and tokens are not counted.
+            accelerator: sums tokens, losses and stop requests over all processes, so all of them must call `launch`. If
+                `accelerator` is None, the loss is that of this process, and tokens are not counted.
             stops: True if this process was asked to stop.
         """
         # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
@@ -99,7 +99,7 @@ class Step:
         self._values = values
 
     def broken(self) -> torch.Tensor:
-        """Return a float32 scalar on the device: 1 if the launched loss or norm is not finite, else 0."""
+        """Return a float32 scalar on the device that is 1 if the launched loss or norm is not finite, and 0 otherwise."""
         assert self._values is not None
         finite = self._values[_LOSS].isfinite()
         if self.grad_norm is not None:
@@ -145,7 +145,7 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Return the number of attended tokens of a batch, without the extra sequences of KTO's KL estimate."""
+    """Count the tokens in a batch's attention masks, without the extra sequences for KTO's KL estimate."""
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:
@@ -155,10 +155,10 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
-    """Return the optimizer inside accelerate's wrapper if a flag on the device can make it skip an update; else None.
+    """Return the optimizer inside accelerate's wrapper if a flag on the device can make it skip an update, else None.
 
-    None, too, if a GradScaler sets this flag, or if there are several processes, because the host must read their stop
-    requests before the update.
+    The result is also None if a GradScaler sets the flag, or if there are several processes, because the host must read
+    the stop requests of all processes before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

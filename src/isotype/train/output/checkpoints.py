@@ -1,4 +1,4 @@
-"""The checkpoints in an output directory: their manifests, missing or damaged files, and the order of rows in an epoch."""
+"""Checkpoints in an output directory: manifests, missing or damaged files, and the order of rows in an epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isotype.model.shard import has_shards
 from isotype.precision.policy import POLICY_FILE
 
 MANIFEST = "isotype_checkpoint.json"
-"""File in a checkpoint with the time of saving, and the size and checksum of each file."""
+"""File in a checkpoint that records the time of saving, and the size and checksum of each file."""
 
 _STATE = "trainer_state.json"
 _WEIGHTS = (
@@ -44,7 +44,7 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write a checkpoint's manifest: the time of saving (a copy may have other file times), sizes and checksums."""
+    """Write a checkpoint's manifest: sizes, checksums, and the time of saving (a copy may have other file times)."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -59,10 +59,10 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
-    """Return what is missing or damaged in a checkpoint, as a clause; None if the checkpoint is complete.
+    """Describe in a clause what is missing or damaged in a checkpoint. Return None if the checkpoint is complete.
 
-    A checkpoint of another program has no manifest. It must have weights and a readable trainer state, which is written
-    last. If `contents` is True, every file is compared with its checksum in the manifest.
+    A checkpoint of another program needs no manifest, but weights and a readable trainer state (which is written last).
+    If `contents` is True, every file is compared with its checksum in the manifest.
     """
     if not checkpoint.is_dir():
         return "it is not a folder" if checkpoint.exists() else "it does not exist"
@@ -97,11 +97,11 @@ _KINDS: dict[str, dict[str, type]] = {
     "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
     "scaler.pt": {},
 }
-"""Files of the trainer's state, with the types of entries that they must have."""
+"""Files of the trainer's state, with the entries that each file must have and the types of these entries."""
 
 
 def unreadable_state(checkpoint: Path) -> str | None:
-    """Return why the trainer's state cannot be read, as a clause, or None. Only tensors and numbers are unpickled."""
+    """Describe in a clause why the trainer's state cannot be read, or return None. Only tensors and numbers are unpickled."""
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
@@ -131,7 +131,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
 
 
 def all_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the folders `checkpoint-N` in `output_dir`, complete or not, in the order of saving."""
+    """Return all folders `checkpoint-N` in `output_dir` (also incomplete checkpoints), in the order of saving."""
     root = Path(output_dir)
     checkpoints = [
         (saved_at(path), int(step), path)
@@ -146,7 +146,7 @@ def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return the time of saving in seconds since the epoch, from the manifest or the trainer state's file."""
+    """Return the time of saving from the manifest or, without a manifest, from file times (seconds since 1970)."""
     manifest = read_json(checkpoint / MANIFEST) or {}
     if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
@@ -155,14 +155,14 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """Return the key of `RESULT_FILES` for the result in `root`; None if there is no result."""
+    """Return the key of `RESULT_FILES` for the result in `root`, or None if there is no result."""
     policy = read_json(root / POLICY_FILE) or {}
     kind = policy.get("trainable")
     return kind if kind in RESULT_FILES else None
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete an earlier result of the other kind (adapter or model): programs would read the files of both together."""
+    """Delete an earlier result of the other kind (adapter or model), because programs would read both kinds of files."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -179,7 +179,7 @@ def _crc32(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if the file is missing or has no object."""
+    """Return the object in a JSON file, or None if the file is missing or contains no object."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -188,25 +188,25 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 REFERENCE = "isotype_reference.safetensors"
-"""File in a checkpoint with the reference model, which changes with `--sync_ref_model`."""
+"""File in a checkpoint with the reference model. The file exists only if `--sync_ref_model` changes the model."""
 
 logger = logging.getLogger("isotype")
 
 
 @dataclass(frozen=True)
 class Order:
-    """An epoch's sampler, and the random states of torch and of the sampler's generator, which determine the order of rows."""
+    """The sampler of an epoch, and the random states (of torch and of the sampler) that determine the order of rows."""
 
     sampler: Any
     drawn_from: dict[str, torch.Tensor]
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states that determine an epoch's order of rows; None if seed and epoch determine it.
+    """Restore or record the random states that determine the order of rows. Return None if seed and epoch determine it.
 
     Args:
-        checkpoint: the checkpoint that is resumed in this epoch; None if the epoch begins at its start.
-        skipped: number of batches of the epoch that were trained before the checkpoint.
+        checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.
+        skipped: number of the epoch's batches that were trained before the checkpoint.
     """
     part = loader
     while (inner := getattr(part, "batch_sampler", None)) is not None:
@@ -230,7 +230,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save this process's state in the middle of an epoch: random states, completions, a changed reference model."""
+    """In the middle of an epoch, save this process's random states, its completions and a changed reference model."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:
