@@ -1,4 +1,4 @@
-"""Decides the policy of a run, for float16 with measured value ranges, and enforces the policy on a trainer."""
+"""Decides a run's policy (with measured value ranges if it is float16), and enforces the policy on a trainer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy, and the value ranges by which it was decided (None without ranges).
+    """Return the policy, and the value ranges that the decision used (None if it used no ranges).
 
-    With `when="measure"`, the ranges of a local checkpoint are measured unless they are cached; with `when="known"`, only
+    With `when="measure"`, the ranges of a local checkpoint are measured unless they are cached. With `when="known"`, only
     cached ranges are used.
     """
     profile = device_profile(device)
@@ -48,10 +48,10 @@ def policy_by_ranges(
 
 
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Raise PrecisionError for float16 if a norm or another parameter has values above 65504.
+    """Raise PrecisionError if, under a float16 policy, a module that does not run in float32 has weights above 65504.
 
-    Linear layers and embeddings with larger values run in float32. The results of a norm with larger weights may fit
-    into float16 when they are measured, but an update of an adapter changes them by the weight times the learning rate.
+    Linear layers and embeddings with larger values run in float32. The measured results of a norm with larger weights may
+    fit into float16, but an adapter's update changes these results by the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -69,7 +69,7 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
 def policy_of_run(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return `policy_by_ranges` in all processes of a run; only rank 0 measures."""
+    """Return the result of `policy_by_ranges` in all processes of a run. Only rank 0 measures."""
     if processes() == 1:
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
@@ -84,7 +84,7 @@ def policy_of_run(
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
-    """Return the second moments `[in]` of each linear layer's input, which rank 0 measures unless they are cached."""
+    """Return the second moments (`[in]`) of each linear layer's input. Rank 0 measures the moments unless they are cached."""
 
     def measured() -> dict[str, str]:
         local = downloaded(checkpoint)
@@ -96,7 +96,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU; on the CPU if there is no GPU, or if its memory is too small."""
+    """Measure block by block on the training's GPU. Use the CPU if there is no GPU or the GPU's memory is too small."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
@@ -111,12 +111,12 @@ def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: D
 
 
 def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, ...]:
-    """Bring a model or a trainer under `policy` in place, and return the changes.
+    """Apply `policy` to a model or a trainer in place, and return the changes.
 
     Args:
         model: a model, or a trainer of transformers or TRL before `train()`. A trainer also gets GradScaler and autocast,
             which accelerate omits for float16 on a CPU.
-        policy: by default the model's policy (set by `isotype.load` and `isotype.add_lora`).
+        policy: by default, the model's policy (set by `isotype.load` and `isotype.add_lora`).
 
     Raises:
         PrecisionError: there is no policy, a quantization state is lost, or the trainer was built for another mixed
@@ -134,14 +134,14 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
 def enforce_trainer(
     trainer: Any, policy: PrecisionPolicy, masters: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[Change, ...]:
-    """Bring a trainer that has just been built under `policy`: its model, its autocast and its GradScaler.
+    """Apply `policy` to the model, the autocast and the GradScaler of a newly built trainer.
 
-    Liger's kernels, which the trainer would install when training begins, are switched off: see
-    `isotype.compat.liger`.
+    Liger's kernels, which the trainer would install when training begins, are switched off (see
+    `isotype.compat.liger`).
 
     Args:
-        masters: values of the trainable parameters by name, from before the trainer was built. They restore digits that
-            are lost because TRL casts the trainable parameters of a quantized model to bfloat16.
+        masters: values of the trainable parameters by name, from before the trainer was built. Parameters get these values
+            back, because TRL casts the trainable parameters of a quantized model to bfloat16 and so rounds them.
     """
     parameters = dict(trainer.model.named_parameters())
     for name, values in (masters or {}).items():
@@ -161,7 +161,7 @@ def enforce_trainer(
 
 
 def masters_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return the data of the trainable parameters by name, without copying them, for `enforce_trainer`."""
+    """Return the data of the trainable parameters by name, without a copy, for `enforce_trainer`."""
     return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -171,7 +171,7 @@ def mixed_precision_name(policy: PrecisionPolicy) -> str:
 
 
 def precision_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Return the attributes of transformers' TrainingArguments that the policy decides."""
+    """Return the attributes of transformers' TrainingArguments that the policy decides, with their values."""
     return {
         "bf16": policy.compute == torch.bfloat16,
         "fp16": policy.compute == torch.float16,
@@ -200,6 +200,6 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
 
 
 def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
-    """Set the policy's loss scale on a GradScaler that has torch's default scale."""
+    """Set a GradScaler's scale to the policy's loss scale if the GradScaler still has PyTorch's default."""
     if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})

@@ -182,7 +182,7 @@ def stopped(
     script: bool = False,
     pictures: bool = False,
 ) -> TrainingError:
-    """Return the error that ends a run before the update of `step`, because `what` is not finite."""
+    """Return the error that ends a run before the update of `step`. `what` is the reason ("the loss is not finite")."""
     parts = {
         "loss": step.loss,
         "learning rate": step.learning_rate,

@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint, the comparison of its settings, notes for the user, and the command."""
+"""Resumes a run: finds the checkpoint, compares settings, writes notes for the user and the command that resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NO_RESUME = (None, False, "False", "false")
 
 
 def resume_point(settings: Settings) -> Path | None:
-    """Return the complete checkpoint that the run resumes; None for a run from the beginning."""
+    """Return the complete checkpoint that the run resumes, or None if the run starts from the beginning."""
     requested = settings.training.resume_from_checkpoint
     if requested in _NO_RESUME:
         return None
@@ -97,7 +97,7 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
 
 
 def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
-    """Print the checkpoint that is resumed, and the incomplete checkpoints."""
+    """Print which checkpoint is resumed and which checkpoints are incomplete."""
     root = settings.training.output_dir
     if settings.training.resume_from_checkpoint in _NO_RESUME:
         return
@@ -117,7 +117,7 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
 
 
 def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
-    """Return the command line that resumes `checkpoint` with as many processes as now."""
+    """Return the command line that resumes `checkpoint` with the current number of processes."""
     command = command.but(resume_from_checkpoint=None)
     if "output_dir" not in command:
         command = command.but(output_dir=output_dir)
@@ -139,19 +139,19 @@ def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
 
 
 RUN_FILE = "isotype_run.json"
-"""File in a checkpoint with the settings of its run."""
+"""File in a checkpoint that records the settings of the run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""Names in `RUN_FILE` of values that a run decides once; they stay the same in a resumed run."""
+"""`RUN_FILE` records these values under these names. A run decides each value once, and a resumed run keeps the value."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
-    """Return the content of `RUN_FILE` in the resumed checkpoint; empty if there is no checkpoint or no such file."""
+    """Return the content of `RUN_FILE` in the resumed checkpoint, or an empty dict without a checkpoint or `RUN_FILE`."""
     return {} if resume is None else read_json(resume / RUN_FILE) or {}
 
 
 def template_date(resume: Path | None) -> date | None:
-    """Return the date that chat templates write in a checkpoint's run; None if the checkpoint records none."""
+    """Return the date for chat templates that a checkpoint records, or None if the checkpoint records no date."""
     try:
         return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
     except (KeyError, TypeError, ValueError):
@@ -181,7 +181,7 @@ _POLICY = {
     "layers": "--quantization",
 }
 _PARTS = {True: "language", False: "all"}
-"""Value of `--quantized_parts` for a policy whose `dense` names modules (True) or is empty (False)."""
+"""Value of `--quantized_parts`, by whether the policy's `dense` names modules (True) or is empty (False)."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 
@@ -189,10 +189,10 @@ _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("data
 def identity_of(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any
 ) -> dict[str, Any]:
-    """Return the settings that determine a run's numbers, by argument name, as plain JSON values.
+    """Return the settings that determine the numerical results of a run, by argument name, as plain JSON values.
 
-    Names that are no arguments: `method`, `weights` and `rows` (fingerprints of the model and the training rows, or
-    None), and `rows in an optimizer step` (of all processes). `settings` are as they were before the trainer was built.
+    Four names are not arguments: `method`, `rows in an optimizer step` (of all processes), and `weights` and `rows`, the
+    fingerprints of the model and the training rows (or None). `settings` must be from before the trainer was built.
     """
     from transformers import TrainingArguments
 
@@ -264,7 +264,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _from_other_files(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings that PEFT's config and the policy file of a checkpoint record, by the names of `identity_of`."""
+    """Return settings from a checkpoint's policy file and PEFT config, under the same names as in `identity_of`."""
     settings: dict[str, Any] = {}
     policy = read_json(checkpoint / POLICY_FILE)
     if policy is not None:

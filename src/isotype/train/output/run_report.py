@@ -1,4 +1,4 @@
-"""The report of a run, in the run's folder and in every checkpoint. A resumed run continues the report."""
+"""Writes the report of a run into its folder and into each checkpoint. A resumed run continues the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isotype.train.output.resume import RUN_FILE
 
 
 def earlier_report(resume: Path | None) -> RunRecord | None:
-    """Return the report in the resumed checkpoint, or None; raise CheckpointError if the report is damaged."""
+    """Return the report in the resumed checkpoint, or None. Raise CheckpointError if the report is damaged."""
     path = None if resume is None else resume / JSON_NAME
     if path is None or not path.is_file():
         return None
@@ -46,9 +46,9 @@ def files_of_checkpoint(
 
 
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
-    """Write the report into the run's folder `root` if `writes` is True (in rank 0); return the path of the HTML report.
+    """Write the report into the run's folder `root` if `writes` is True (in rank 0). Return the path of the HTML report.
 
-    A command that has made no step does not overwrite a report with steps: it may be the report of a finished run.
+    A command that has made no step does not overwrite a report with steps, which may be from a finished run.
     """
     complete = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not complete and _has_steps(root / JSON_NAME)):
@@ -73,7 +73,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Path]:
-    """Write `run_report.html` and `run_report.json` (complete or not at all), and return their paths."""
+    """Write `run_report.html` and `run_report.json`, each completely or not at all. Return the paths of both files."""
     directory = Path(directory)
     html, data = to_html(record), to_json(record)
     try:
@@ -88,7 +88,7 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
 
 
 def model_card(record: RunRecord) -> str:
-    """Return the run's model card: Markdown with a metadata block (huggingface.co/docs/hub/model-cards)."""
+    """Return the run's model card in Markdown, with a metadata block (huggingface.co/docs/hub/model-cards)."""
     adapter = record.parameters_trainable < record.parameters_total
     metadata = [
         f"base_model: {json.dumps(record.model)}",

@@ -1,4 +1,4 @@
-"""A trainer that saves only complete checkpoints: each is built in a temporary folder, synced to disk, and renamed."""
+"""Saves only complete checkpoints: each checkpoint is built in a temporary folder, synced to disk, and renamed."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from isotype.train.output.sharded import Sharded
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions of a training command that its trainer calls while it saves.
+    """Functions of a training command that the trainer calls when it saves.
 
     Attributes:
         before: raises an error if the current step must not be saved.
         in_checkpoint: writes more files into the folder of a checkpoint.
-        card: returns the model card of the run; None for the trainer's model card.
-        goes_on: returns the command that resumes a checkpoint; None in a script.
+        card: returns the model card of the run. If `card` is None, the trainer makes the model card.
+        goes_on: returns the command that resumes a checkpoint, or is None in a script.
     """
 
     before: Callable[[], object] = lambda: None
@@ -57,7 +57,7 @@ class Hooks:
 
 
 class WholeCheckpoints(Sharded):
-    """Mixin over `transformers.Trainer`: checkpoints are complete or absent, even if the process is killed."""
+    """Mixin for `transformers.Trainer`. Each checkpoint is complete or absent, even if the process is killed."""
 
     hooks: Hooks = Hooks()
     _staging: Path | None = None
@@ -68,7 +68,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Finish or undo the last save of a killed run in the output directory, then call the trainer's `train`."""
+        """Call the trainer's `train` after finishing or undoing a save that a killed run left in the output directory."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
@@ -80,12 +80,12 @@ class WholeCheckpoints(Sharded):
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """Return the last complete checkpoint of this run, else the checkpoint that was resumed, or None."""
+        """Return the last complete checkpoint of this run, or else the checkpoint that was resumed (None if neither exists)."""
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
-        """Call `Hooks.before`; raise TrainingError in every process if a process has weights that are not finite."""
+        """Call `Hooks.before`. Raise TrainingError in every process if trained weights of any process are not finite."""
         self.hooks.before()
         finite = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if finite else 1.0, device=self.args.device))
@@ -154,7 +154,7 @@ class WholeCheckpoints(Sharded):
             discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`; if the process is killed, `recover` leaves all old files or all new ones."""
+        """Save the model into `directory`. If the process is killed, `recover` leaves only old files or only new files."""
         self._check_trained()
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)
@@ -177,7 +177,7 @@ class WholeCheckpoints(Sharded):
 
     @contextmanager
     def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
-        """Yield an empty folder for new files, and delete it at the end; raise SaveError about `what` if a write fails."""
+        """Yield an empty folder for new files, and delete it at the end. If a write fails, raise SaveError about `what`."""
         staging = directory / STAGING
         try:
             if self.args.should_save:

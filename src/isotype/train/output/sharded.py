@@ -1,7 +1,7 @@
-"""Saves the training of a sharded model, and resumes it with any number of processes.
+"""Saves checkpoints of a sharded model, and resumes training from them with any number of processes.
 
 A checkpoint of a sharded run has the folder `sharded/` with trained weights and optimizer states by parameter name.
-`torch.distributed.checkpoint` writes them as safetensors: each process writes its own rows of the tensors.
+`torch.distributed.checkpoint` writes safetensors files, and each process writes its own rows of the tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from isotype.core.names import base_name, listed
 from isotype.model.shard import has_shards, is_sharded
 
 SHARDS = "sharded"
-"""Folder of a checkpoint with the shards of all processes."""
+"""Folder in a checkpoint for the shards of all processes."""
 
 _GROUPS = "optimizer_groups.json"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the weights that are saved; return them by name in CPU memory, or {} if `keep` is False. A collective operation."""
+    """Gather the weights to save (a collective operation). Return them by name in CPU memory, or {} if `keep` is False."""
     named: Mapping[str, torch.Tensor] = model.state_dict()
     if hasattr(model, "peft_config"):  # only the adapters are saved, with TRL's reference adapter `ref`
         named = {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}
@@ -53,7 +53,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Save trained weights and optimizer states into `directory`; a collective operation of all processes."""
+    """Save trained weights and optimizer states into `directory`. All processes must call `save_state` together."""
     names = _trained(model)
     state: dict[str, Any] = {f"{_MODEL}{name}": parameter for name, parameter in names.items()}
     for name, parameter in names.items():
@@ -71,7 +71,7 @@ def load_weights(directory: Path, model: nn.Module) -> None:
 
 
 def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Read optimizer states from `directory`; each is sharded as its parameter is."""
+    """Read optimizer states from `directory`. Each state is sharded in the same way as its parameter."""
     reader = HuggingFaceStorageReader(str(directory))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     fused = {
@@ -114,7 +114,7 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors, which every process has read, into sharded parameters."""
+    """Copy unsharded tensors, which every process has read, into sharded parameters."""
     from torch.distributed.tensor import distribute_tensor
 
     for name, parameter in _trained(model).items():
@@ -125,7 +125,7 @@ def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Shard whole optimizer states, which every process has read, as their parameters are sharded."""
+    """Shard optimizer states in the same way as their parameters. Every process has read the whole states."""
     from torch.distributed.tensor import distribute_tensor
 
     for parameter, state in optimizer.state.items():
@@ -140,7 +140,7 @@ def shard_optimizer(optimizer: Any) -> None:
 
 
 class Sharded(TrainerSteps):
-    """Mixin over `transformers.Trainer` that saves and resumes sharded models, and reads checkpoints of sharded runs."""
+    """Mixin for `transformers.Trainer` that saves and resumes sharded models, and reads checkpoints of sharded runs."""
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not has_shards(self.model):
@@ -207,7 +207,7 @@ class Sharded(TrainerSteps):
 
 
 def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Return the trained weights of an unsharded run's checkpoint, by the names of `model`'s parameters."""
+    """Return the trained weights from a checkpoint of an unsharded run, by the names of `model`'s parameters."""
     from safetensors.torch import load_file
 
     weights = {

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from isotype.train.rows.lengths import Lengths
 
 DEFAULT_LENGTH = 1024
-"""Default number of tokens per row: TRL's default of `--max_length`."""
+"""Default number of tokens per row, the same as TRL's default for `--max_length`."""
 _BATCH = "per_device_train_batch_size"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `isotype check` that a training command lacks.
+    """The arguments that `isotype check` has in addition to those of a training command.
 
     Attributes:
         bare: True if a model was named without a training method.
-        batch, length: number of rows in the step, and tokens per row; None if the training's arguments decide.
-        fsdp: version of FSDP (0 for none); None if the training's arguments decide.
-        devices: number of devices that train together; None if the launcher decides.
-        sarif: path of the SARIF report; `-` for standard output.
-        fail_on: lowest severity of a finding for which the exit status is 1.
-        image: width and height of each picture in pixels; None if the data decides.
+        batch, length: number of rows in the step, and number of tokens per row. None leaves it to the training's arguments.
+        fsdp: version of FSDP (0 for no FSDP), or None if the training's arguments decide.
+        devices: number of devices that train together, or None if the launcher decides.
+        sarif: path of the SARIF report, or `-` for standard output.
+        fail_on: the exit status is 1 if a finding has this severity or a higher severity.
+        image: width and height of each picture in pixels, or None if the data decides.
         images: number of pictures per row.
     """
 
@@ -57,35 +57,35 @@ class Options:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step to be checked. Lengths are numbers of tokens.
+    """A training step to check. All lengths are numbers of tokens.
 
     Attributes:
-        device: name of a device or of a profile.
-        rows: rows of a batch; pairs of rows for dpo and reward.
-        length: length of a row; None for the default.
-        checkpointing: keywords of `gradient_checkpointing_enable`; None if it is off.
+        device: name of a device or of a device profile.
+        rows: number of rows in a batch (of pairs of rows for dpo and reward).
+        length: length of a row, or None for the default.
+        checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
         auto: True if the memory of the step decides `checkpointing`.
-        longest: length of the longest possible row of the training; None if this is `length`.
-        unforeseen: reason why the memory of the step cannot be estimated, as a clause; "" if a trace shows the memory.
-        lora: a `peft.LoraConfig` or its arguments; None if every weight is trained.
-        fsdp: version of FSDP; 0 for none.
+        longest: length of the longest possible row in the training, or None if `length` is the longest.
+        unforeseen: a clause that says why the step's memory cannot be estimated, or "" if a trace shows the memory.
+        lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
+        fsdp: version of FSDP, or 0 for no FSDP.
         reshard: True if FSDP frees a block's gathered weights after its forward.
-        step_rows: rows of an optimizer step on one device; gradients are accumulated if `step_rows` is more than `rows`.
-        evaluation: rows of an evaluation batch; 0 if it has `rows` rows; None if the training has no evaluation.
-        evaluation_length: length of the longest evaluation row; None for the training's length.
-        prompt: length of the prompt at the beginning of every row, which has no loss.
+        step_rows: rows of an optimizer step on one device. If `step_rows` is more than `rows`, gradients are accumulated.
+        evaluation: rows in an evaluation batch (0 means `rows`), or None if the training has no evaluation.
+        evaluation_length: length of the longest evaluation row, or None if it is the training's length.
+        prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
         completion: length of a completion (grpo, rloo).
         reference: True if every step runs the reference model.
-        copied: what the reference model is a frozen copy of: `weights`, `adapters`, or None if nothing is copied.
-        attention: attention implementation; None for transformers' choice.
-        packed: True if rows have several documents, separated by their positions.
-        ranges: `measure` or `known`, see `isotype.train.policy.policy_by_ranges`.
-        data: description of the data set's rows; "" if no data set was opened.
+        copied: `weights` or `adapters` if the reference model is a frozen copy of these, or None if nothing is copied.
+        attention: attention implementation, or None if transformers chooses.
+        packed: True if rows have several documents that are separated by position ids.
+        ranges: `measure` or `known` (see `isotype.train.policy.policy_by_ranges`).
+        data: description of the data set's rows, or "" if no data set was opened.
         dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
-        data_rows: number of rows of the training data; None for a stream, or if no data set was opened.
-        lengths, evaluation_lengths: lengths of the training rows and evaluation rows; None if they were not counted.
-        adapt: parts of the model that get adapters; None for all.
-        pictures: the pictures of each row; None for the default of the model's config.
+        data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
+        lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
+        adapt: parts of the model that get adapters, or None for all parts.
+        pictures: the pictures of each row, or None for the default of the model's config.
     """
 
     source: str
@@ -132,8 +132,8 @@ class Repaired:
 
     Attributes:
         fixes: fixes that together resolve the findings.
-        unresolved: findings without a fix, each with the reason.
-        command: the repaired training command; None if a function's model was checked.
+        unresolved: findings that have no fix, each with the reason.
+        command: the repaired training command, or None if the checked model came from a function.
     """
 
     text: str
@@ -142,7 +142,7 @@ class Repaired:
     command: Command | None = None
 
     def content(self) -> dict[str, Any]:
-        """Return the result for JSON; a fix has the field `scope`, see `isotype.records.finding.SCOPES`."""
+        """Return the result for JSON. Each fix has the field `scope` (see `isotype.records.finding.SCOPES`)."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
         left = [
             {"code": finding.code, "cause": finding.cause, "reason": reason}
@@ -155,7 +155,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Return the findings; a fix that changes arguments gets the changed command: a check if `bare`, else a training."""
+    """Add to each fix that changes arguments the command with these changes (of a check if `bare`, else of a training)."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
@@ -180,12 +180,12 @@ def repaired_command(
     present: bool = True,
     remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command; the text also lists what no argument can change.
+    """Apply the fixes to a training command. The text of the result also lists the fixes that no argument can make.
 
     Args:
-        unresolved: findings without a fix in the traced step, each with the reason.
-        remaining: decides the policy of a changed command, checks the command, and returns its findings, each with the
-            reason; None if no command is checked.
+        unresolved: findings of the traced step that have no fix, each with the reason.
+        remaining: checks a changed command under its own policy and returns the findings that are left, each with the
+            reason. If `remaining` is None, the changed command is not checked.
     """
     repaired, by_hand = command, []
     for fix in fixes:
@@ -205,7 +205,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""The argument that an action changes, by the kind of the action; by its target if the kind is `setting`."""
+"""Maps an action's kind (or its target, if the kind is `setting`) to the argument that the action changes."""
 
 
 def _argument(action: Action) -> str | None:

@@ -1,4 +1,4 @@
-"""Plans the step of a training command, from its arguments and from the rows of its data set."""
+"""Plans the step of a training command from the command's arguments and the rows of the data set."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the step of a command, with the lengths of its rows if data and tokenizer are on this machine."""
+    """Return the step of a command. If data and tokenizer are on this machine, the step has the lengths of the rows."""
     settings = start_of(settings_of(command))
     if problems := argument_problems(settings):
         raise UsageError("invalid arguments", problems)
@@ -47,7 +47,7 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
 
 
 def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
-    """Choose the layers that a training recomputes in the backward; rank 0 chooses for all processes."""
+    """Choose the layers that a training recomputes in the backward. Rank 0 chooses for all processes."""
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as requested")
@@ -184,11 +184,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose pictures are encoded: half are the rows with most pixels, half those with most pictures."""
+"""The pictures of this many rows are encoded: half are the rows with most pixels, half the rows with most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the pictures of the sampled row with the most encoded pixel values; None if it is unknown."""
+    """Return the pictures of the sampled row that has the most encoded pixel values, or None if this row is unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

@@ -1,4 +1,4 @@
-"""Checks the step of a plan: decides the policy, builds the model on the meta device and a batch, traces and reports."""
+"""Checks a planned step: decides the policy, builds a meta-device model and a batch, traces the step and reports."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from isotype.train.run import Choice, NotForeseenError, choose
 MIXED = "each document is traced in a padded row of its own: in one packed row, documents would attend to each other"
 
 _TRIAL = 32
-"""Length in tokens of a row with two documents; its trace shows whether the documents attend to each other."""
+"""Tokens in a trial row with two documents. The trace of this row shows whether the documents attend to each other."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
-"""Bytes per value: 4 bits, and an 8-bit scale per 32 values (OCP MX specification 1.0, 5.2)."""
+"""Bytes per value, for 4 bits and an 8-bit scale per 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""If the step without recomputation needs less than this share of the allowed memory, no alternative is reported."""
+"""If a step without recomputation needs less than this share of the allowed memory, no alternative is reported."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step of a plan, which can be traced with several choices of recomputed layers.
+    """The step of a plan. The step can be traced with different choices of layers to recompute.
 
     Attributes:
-        ranges: the value ranges by which the policy was decided; None without a measurement.
+        ranges: the value ranges that decided the policy, or None if ranges were not measured.
     """
 
     plan: StepPlan
@@ -75,7 +75,7 @@ class PlannedStep:
         return room_of(device_profile(self.plan.device))
 
     def choice(self) -> Choice:
-        """Choose the layers to recompute in the backward; a check and its training make the same choice."""
+        """Choose the layers to recompute in the backward. The check and the training make the same choice."""
         if self.plan.unforeseen:
             return Choice(CHECKPOINTING, self.plan.unforeseen)
         try:
@@ -98,9 +98,9 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if the documents of a packed row would attend to each other. The training then puts them into separate rows.
+        """True if the documents of a packed row would attend to each other, so that the training puts each in its own row.
 
-        A training tests this by running its model. Without weights, a trace shows if the masks depend on documents.
+        A training tests its masks by running the model. Without weights, a trace shows if masks depend on documents.
         """
         plan = self.plan
         if not plan.packed:
@@ -114,7 +114,7 @@ class PlannedStep:
         return not separated or has_states(model)
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan of a batch and the length of its rows; if `mixed`, each document has a separate row."""
+        """Return the plan of a batch and the length of its rows. If `mixed` is True, each document has a separate row."""
         if not self.mixed:
             return replace(self.plan, rows=rows), tokens
         rows, tokens = one_a_row(lengths, tokens, rows)
@@ -144,7 +144,7 @@ class PlannedStep:
         )
 
     def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return a batch of the training's evaluation with its loss; None without an evaluation."""
+        """Return an evaluation batch of the training with its loss, or None if the training has no evaluation."""
         plan = self.plan
         if plan.evaluation is None:
             return None
@@ -158,12 +158,12 @@ class PlannedStep:
         return _inputs(*self._batch(rows, length, lengths or plan.lengths), model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
-        """Return the report on the step; if `choice` has traced the step, it is not traced again."""
+        """Return the report on the step. If `choice` has already traced the step, that trace is used."""
         trace = self._traces.get((repr(arguments), rows, tokens))
         return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the step's cost with the opposite choice (all layers recomputed, or none); "" if no layer need be recomputed."""
+        """Describe the cost of the opposite choice (all layers recomputed, or none), or return "" if memory is ample."""
         room = self.room.size
         if room is None or self.plan.unforeseen:
             return ""
@@ -191,7 +191,7 @@ class PlannedStep:
         return self._traces[key]
 
     def traced(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Trace:
-        """Trace the step, without a cache; raise NotForeseenError if it cannot be traced."""
+        """Trace the step without a cache. Raise NotForeseenError if the step cannot be traced."""
         trace = trace_of(self.request(arguments, rows, tokens))
         if trace.failure is not None:
             raise NotForeseenError(f"the step could not be traced ({trace.failure.error})")
@@ -278,7 +278,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the number of tokens of a row: the requested or the default length, limited by the model's positions."""
+    """Return the number of tokens in a row: the requested or default length, but at most the model's positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         positions = None
@@ -310,14 +310,14 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
 
 
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
-    """Return True if the training's attention uses the lengths of packed documents; rows are then traced unpacked."""
+    """Return True if the training's attention uses the lengths of packed documents, so that rows are traced unpacked."""
     profile = device_profile(plan.device)
     base = without_peft(model)
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
-    """Yield a line on experts that are in MXFP4 in the checkpoint, and in a float dtype in the model."""
+    """Yield a line about experts that are in MXFP4 in the checkpoint but in a float dtype in the model."""
     saved = quantization_of(config)
     if saved is None or not saved.experts:
         return

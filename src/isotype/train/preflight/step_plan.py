@@ -1,4 +1,4 @@
-"""Plans the step that the arguments of `isotype check` describe: those of a training command, and a few more."""
+"""Plans the step from the arguments of `isotype check`: the arguments of a training command, and a few more."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ loses precision, on any device. The check needs no weights, no GPU and no data s
   isotype check package.module:function a function that returns (model, inputs), or a dict of isotype.check's
                                         arguments
 
-All flags of `isotype sft` (or dpo, …) work. This list has the most used flags of a training, and the flags that only a
-check has:"""
+All flags of `isotype sft` (or dpo, …) work. This list has the most used training flags, and the flags that only
+`isotype check` has:"""
 
 _STATUS = """\
 exit status: 0 no finding of the severity --fail-on or higher; 1 such a finding, or a step that does not fit or was not
@@ -69,7 +69,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
-    """Return the options, function and device of `isotype check package.module:function`; refuse training arguments."""
+    """Parse `isotype check package.module:function …` into (options, function, device). Refuse training arguments."""
     function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
     _add_own(parser)
@@ -88,7 +88,7 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """Parse `1024x768` into (width, height); raise ValueError if it is not a size."""
+    """Parse a text such as `1024x768` into (width, height). Raise ValueError if the text is not a size."""
     width, _, height = text.lower().replace("×", "x").partition("x")
     if min(sides := (int(width), int(height))) < 1:
         raise ValueError(text)
@@ -97,31 +97,31 @@ def image_size(text: str) -> tuple[int, int]:
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", type=int, help="rows of a step (default: those of the training, or 1 for a bare MODEL)")
-    add("--length", type=int, help=f"tokens of a row (default: --max_length, or {DEFAULT_LENGTH})")
+    add("--batch", type=int, help="rows in a step (default: the training's batch size, or 1 for MODEL without a method)")
+    add("--length", type=int, help=f"tokens in a row (default: --max_length, or {DEFAULT_LENGTH})")
     add(
         "--devices",
         type=int,
-        help="number of devices that train together: each has all weights (DDP), or with --fsdp 2 (--fsdp full_shard) a share",
+        help="devices that train together; each has all weights (DDP), or a share with --fsdp 2 (--fsdp full_shard)",
     )
     add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
     add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
     add("--generate", action="store_true", help="also trace the generation of tokens")
-    add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
+    add("-v", "--verbose", action="store_true", help="also print what memory and time consist of")
     add("--json", action="store_true", help="print JSON")
     add("--sarif", metavar="PATH", help="write the report as SARIF, for code scanning; `-` prints SARIF")
     add("--html", type=Path, metavar="PATH", help="write the report as one HTML file")
-    add("--fix", action="store_true", help="show the repaired command, or the fixes of the function's model")
+    add("--fix", action="store_true", help="show the repaired command, or the fixes for the function's model")
     levels = ("error", "warning")
-    fail_on = "lowest severity of a finding for which the exit status is 1 (default: error)"
+    fail_on = "exit with status 1 if a finding has this severity or a higher one (default: error)"
     add("--fail-on", choices=levels, default="error", help=fail_on)
 
 
 _USED_MOST: Mapping[str, str] = {
-    "dtype": "compute dtype; auto: the checkpoint's dtype, if the device runs it",
+    "dtype": "compute dtype; auto is the checkpoint's dtype, if the device supports it",
     "quantization": "storage of the frozen weights",
     "device": "a device of this machine (cpu, cuda) or a device profile (t4, a100, h100, mi300x, …)",
-    "ranges": "for float16: measure the value ranges of the checkpoint and cache them, or use ranges only if they are cached",
+    "ranges": "value ranges for float16: measure and cache those of the checkpoint, or use ranges only if already cached",
     "lora_r": "rank of the adapters",
     "lora_alpha": "alpha of the adapters; their scale is alpha / rank",
     "lora_dropout": "dropout of the adapters' inputs",
@@ -146,7 +146,7 @@ def help_parser() -> argparse.ArgumentParser:
         choices = known[name].choices if name != "optim" else ()
         parser.add_argument(f"--{name}", choices=choices or None, help=f"{text}{default}")
     parser.add_argument(
-        "--fsdp", choices=("0", "1", "2"), help="version of FSDP by which the run is sharded; 0 for none"
+        "--fsdp", choices=("0", "1", "2"), help="version of FSDP that shards the run, or 0 for no FSDP"
     )
     _add_own(parser)
     return parser
@@ -165,7 +165,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """Return the plan with the pictures of `--image`; raise UsageError if their number of tokens is unknown."""
+    """Add the pictures of `--image` to the plan. Raise UsageError if the number of tokens in a picture is unknown."""
     if options.image is None:
         return plan
     from isotype.checkpoint.opened import config_of, open_model

@@ -1,4 +1,4 @@
-"""Batches and losses with the shapes and dtypes of a training, for a trace without a data set."""
+"""Makes batches and losses with the shapes and dtypes of a training, so that a step can be traced without a data set."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPT_TOKENS = 512
 def synthetic_batch(
     model: Any, rows: int, length: int, pictures: Pictures | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a batch as TRL's collators make it, for a model of transformers.
+    """Return a batch for a transformers model, in the form that TRL's collators make.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`; by default one picture, if the config has the number of tokens of a picture. Picture tokens have no loss.
+    `pictures`, or one picture by default if the config gives its number of tokens. Picture tokens have no loss.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
@@ -59,7 +59,7 @@ def synthetic_batch(
 
 
 def least_length(config: Any, pictures: Pictures | None = None) -> int:
-    """Return the length in tokens of the shortest row that `synthetic_batch` can make for a model of this config."""
+    """Return the fewest tokens in a row that `synthetic_batch` can make for a model with this config."""
     pictures = pictures or by_config(config)
     return 2 if pictures is None else pictures.tokens + 2
 
@@ -70,7 +70,7 @@ TEXT_ALONE = (
 
 
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
-    """Return a note on the pictures of a synthetic batch; () for a model that takes no pictures."""
+    """Return a note on the pictures in a synthetic batch, or () for a model that takes no pictures."""
     if getattr(config, "vision_config", None) is None:
         return ()
     pictures = pictures or by_config(config)
@@ -89,16 +89,16 @@ def step_inputs(
     packed: bool = False,
     pictures: Pictures | None = None,
 ) -> LossOf:
-    """Return the inputs of one step of a method, and the function of the step's loss.
+    """Return the inputs of one step of a method, and the function that computes the step's loss.
 
     Args:
-        model: the model, with or without adapters. Unless it is a reward model, `isotype.lora.loss.trl_head.put_head` has
-            replaced its forward.
-        rows: number of examples (for grpo and rloo: of completions) in the step.
-        prompt: number of tokens at the beginning of an example that have no loss.
-        completion: number of tokens of the completion (grpo, rloo).
+        model: the model, with or without adapters. `isotype.lora.loss.trl_head.put_head` must have replaced the model's
+            forward, except in a reward model.
+        rows: number of examples in the step (of completions for grpo and rloo).
+        prompt: number of tokens without loss at the beginning of an example.
+        completion: number of tokens in a completion (grpo, rloo).
         reference: True if every step also runs the reference model.
-        packed: True if each row has two documents, separated by their positions (sft).
+        packed: True if each row has two documents that are separated by position ids (sft).
     """
     batch = synthetic_batch(model, rows, length, pictures)
     loss = METHODS[method].loss
@@ -135,20 +135,20 @@ def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the log-probabilities of the tokens, float32 `[rows, length - 1]`; 0 for tokens without loss."""
+    """Return the log-probability of each token (float32 `[rows, length - 1]`), which is 0 for tokens without loss."""
     labels = batch.get("labels", batch["input_ids"])  # the phase `generate` has no labels
     log_probs: torch.Tensor = model(**{**batch, "labels": labels}, fused_lm_head=True).log_probs
     return log_probs
 
 
 def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
-    """Return the log-probability of each row, float32 `[rows]`, minus that of the reference model if `reference`."""
+    """Return each row's log-probability (float32 `[rows]`). If `reference`, subtract the reference model's value."""
     sums = _log_probs(model, batch).sum(-1)
     return sums - _reference_log_probs(model, batch).sum(-1) if reference else sums
 
 
 def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the log-probabilities, float32 `[rows, length - 1]`, of the model with its adapters disabled (as in TRL)."""
+    """Return the log-probabilities (float32 `[rows, length - 1]`) of the model with disabled adapters, as TRL does."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return _log_probs(model, batch)
 
@@ -156,7 +156,7 @@ def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch
 def _preference_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
-    """Return DPO's sigmoid loss with beta 0.1, https://arxiv.org/abs/2305.18290 equation 7."""
+    """Return DPO's sigmoid loss with beta 0.1 (https://arxiv.org/abs/2305.18290, equation 7)."""
     chosen, rejected = _log_ratios(model, batch, reference).chunk(2)
     return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
@@ -164,7 +164,7 @@ def _preference_loss(
 def _unpaired_loss(
     model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
 ) -> torch.Tensor:
-    """Return KTO's loss, https://arxiv.org/abs/2402.01306 equation 8, with one more forward for the KL term."""
+    """Return KTO's loss (https://arxiv.org/abs/2402.01306, equation 8), with an extra forward for the KL term."""
     with torch.no_grad():
         kl = _log_ratios(model, batch, reference)
     ratios = _log_ratios(model, batch, reference)
@@ -174,7 +174,7 @@ def _unpaired_loss(
 def _policy_loss(
     model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
 ) -> torch.Tensor:
-    """Return GRPO's clipped loss with advantages of 1, https://arxiv.org/abs/2402.03300 equation 3."""
+    """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3)."""
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()
     advantages = torch.ones(logps.shape[0], 1)
