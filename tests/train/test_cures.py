@@ -67,5 +67,5 @@ def test_by_the_names_in_a_message() -> None:
         == "leave --packing out"
     )
     assert cure_by_name("No.", {"beta"}, values, "isotype sft") == (
-        "leave out one of --beta; isotype sft --help-all lists all"
+        "leave out one of --beta; isotype sft --help-all lists all arguments"
     )

@@ -28,7 +28,7 @@ from tests.processes import run_module
 from tests.train.tiny import arguments, rows, save_chat_model, save_rows
 
 ROOT = Path(__file__).parents[2]
-STOPPING = "\nstopping after this step and saving a checkpoint; once more to stop at once\n"
+STOPPING = "\nstopping after this step and saving a checkpoint; a second signal stops at once\n"
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_a_newer_version_is_one_line(
     require_fitting_libraries()
     (record,) = caplog.records
     assert re.fullmatch(
-        r"trl 1\.17\.2 is newer than 1\.16, the last with which isotype \S+ was tested", record.getMessage()
+        r"trl 1\.17\.2 is newer than 1\.16, the newest version tested with isotype \S+", record.getMessage()
     )
 
 

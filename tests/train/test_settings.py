@@ -241,7 +241,7 @@ def test_lora_bias_is_an_argument():
 
 def test_an_infinite_number_of_steps_is_refused():
     assert message("--save_steps", "inf").endswith(
-        "--save_steps inf\n    expected  more than 0\n    fix       a number of steps, or a share of them below 1"
+        "--save_steps inf\n    expected  more than 0\n    fix       give a number of steps, or a share of all steps below 1"
     )
 
 

@@ -98,7 +98,7 @@ def test_all_problems_are_named_at_once():
         (["--num_train_epochs", "0"], "--num_train_epochs 0"),
         (
             ["--use_liger_kernel", "True"],
-            "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, also those that follow the precision policy",
+            "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, including those that follow the precision policy",
         ),
         (["--dataset_streaming", "True"], "--dataset_streaming without --max_steps"),
         (["--use_cpu", "True", "--device", "cuda"], "--use_cpu True and --device cuda"),

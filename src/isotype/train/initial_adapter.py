@@ -121,7 +121,7 @@ same up to rounding, even if the new decomposition has other signs.
 LOFTQ = "loftq"
 """Initialisation that compensates a part of the quantization error of 4-bit layers (see `isotype.checkpoint.loftq`)."""
 
-_DATA = "it needs data before the adapter exists: save an adapter by PEFT's script and give it as --model_name_or_path"
+_DATA = "it needs data before the adapter exists: save an adapter with PEFT's script and give it as --model_name_or_path"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
     "corda": _DATA,
@@ -206,7 +206,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
         fix = f"merge it first ({merged}), and start from the merged model"
         return [Problem(f"an adapter that was initialised by {name}", expected, fix)]
     what = f"--init_lora_weights {name} with {settings.method.name}"
-    return [Problem(what, expected, "leave it out, or gaussian or orthogonal")]
+    return [Problem(what, expected, "leave it out, or give gaussian or orthogonal")]
 
 
 def is_its_own_reference(settings: Settings) -> bool:

@@ -28,7 +28,7 @@ _GONE = re.compile(
 
 @dataclass(frozen=True)
 class Sharding:
-    """How FSDP shards a model over processes.
+    """The settings with which FSDP shards a model over processes.
 
     Attributes:
         reshard: if True, a block's gathered weights are freed after its forward and gathered again for its backward.
@@ -136,7 +136,7 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         process = f"process {trainer.args.process_index} of {trainer.args.world_size}"
         what = f"step {trainer.state.global_step + 1}: {process} waited for another process, which has ended"
-        fix = "look for its message above; a process that the system killed (out of memory: signal 9) leaves none"
+        fix = "look for that process's message above; a process killed by the system (out of memory: signal 9) leaves none"
         hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
         if checkpoint := trainer.last_checkpoint():
             hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"

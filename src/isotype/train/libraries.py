@@ -67,6 +67,6 @@ def newer_than_tested() -> list[str]:
             continue
         if Version(installed).release[:2] > Version(last).release[:2]:
             lines.append(
-                f"{library} {installed} is newer than {last}, the last with which isotype {VERSION} was tested"
+                f"{library} {installed} is newer than {last}, the newest version tested with isotype {VERSION}"
             )
     return lines

@@ -1,4 +1,4 @@
-"""Reward functions of `isotype grpo` and `rloo`, by the names that `trl grpo` accepts."""
+"""Finds reward functions for `isotype grpo` and `rloo` by the same names that `trl grpo` accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_IN = (
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
-    """Return reward functions, by TRL's name or a dotted path (`my_rewards.length`), and the reward model's path."""
+    """Return the reward model's path (if given) and the functions in `names` (TRL's, or others as `module.function`)."""
     functions: list[Any] = [reward_model] if reward_model else []
     problems = []
     for name in names or ():
@@ -71,7 +71,7 @@ def _explained(function: Any) -> Any:
 
 
 def _line_in(function: Any, error: Exception) -> str:
-    """Return `file:line` of the traceback's last frame that is in the function's file."""
+    """Return `file:line` of the last frame in the traceback that is in the same file as the function."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else line_of(error)

@@ -1,4 +1,4 @@
-"""A training run as two values: `Run` has the decisions before a weight is read, `Built` the objects built after that."""
+"""A training run: `Run` has the decisions made before a weight is read, and `Built` has the objects built afterwards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""Largest `every_n_layers`: a larger number saves less memory than the error of the memory's estimate."""
+"""Largest `every_n_layers`. A larger number would save less memory than the error in the memory estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
 
 class NotForeseenError(Exception):
-    """The memory of a step cannot be determined; the message is the reason, as a clause."""
+    """The memory of a step cannot be determined. The message is a clause that gives the reason."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layers that are recomputed in the backward, and the reason for this choice.
+    """The choice of the layers that are recomputed in the backward, with the reason.
 
     Attributes:
-        arguments: keywords of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
+        arguments: arguments of the model's `gradient_checkpointing_enable`, or None if no layer is recomputed.
     """
 
     arguments: Mapping[str, Any] | None
@@ -52,9 +52,9 @@ class Choice:
 
 
 def choose(foresee: Foresee, room: Room) -> Choice:
-    """Choose as few recomputed layers as the memory allows: none, every fourth, third or second layer, or all.
+    """Choose to recompute as few layers as the memory allows: none, every fourth, third or second layer, or all.
 
-    `foresee` returns the step's peak memory in bytes, for given arguments of `gradient_checkpointing_enable`.
+    `foresee` takes arguments of `gradient_checkpointing_enable` and returns the step's peak memory in bytes.
     """
     if room.size is None:
         return Choice(CHECKPOINTING, room.words)
@@ -86,12 +86,12 @@ class Run:
     """The decisions of a training command.
 
     Attributes:
-        settings: the command's settings, with the base model in place of an adapter to train further.
-        rewards: the trainer's argument `reward_funcs`; empty for methods without rewards.
-        resume: the checkpoint to resume; None to start from the beginning.
+        settings: the command's settings, with the base model's name if the command names an adapter to train further.
+        rewards: a dict with the trainer's argument `reward_funcs`, or an empty dict for methods without rewards.
+        resume: the checkpoint to resume, or None to start from the beginning.
         earlier: the report of the run up to the checkpoint `resume`.
-        identity: the settings that determine the run's numbers, see `isotype.train.output.resume.identity_of`.
-        ranges: the value ranges by which the policy was decided; None without a measurement.
+        identity: the settings that determine the run's numbers (see `isotype.train.output.resume.identity_of`).
+        ranges: the value ranges that decided the policy, or None if ranges were not measured.
     """
 
     settings: Settings
@@ -112,9 +112,9 @@ class Built:
     """The objects that a run has built for training.
 
     Attributes:
-        asked: sample questions for the model before and after the training, with their prompts.
-        fusion: the report on the fused layers; None if nothing was fused.
-        lengths: lengths of the training rows; None if they are unknown.
+        asked: sample questions with prompts. The model answers each question before and after the training.
+        fusion: the report on the fused layers, or None if nothing was fused.
+        lengths: lengths of the training rows, or None if they are unknown.
         pictures: True if the data has pictures.
     """
 

@@ -1,8 +1,8 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-No package on which isotype can depend contains a vision-language model. So the tower (0.4 million parameters) and a
-projector are trained for half a minute on drawn pictures, until their outputs are near the embeddings of the matching
-words: "three", "red", "circles". SmolLM2's weights do not change, and no part is trained on the fine-tuning's questions.
+No package that isotype can depend on contains a vision-language model. So the vision tower (0.4 million parameters) and
+a projector are trained for half a minute on drawn pictures. The training moves the outputs close to the embeddings of
+matching words ("three", "red", "circles"). SmolLM2's weights do not change, and no part learns the demo's questions.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for a picture's tokens: of every three tokens, one means the number, one the colour, one the form."""
+"""Words for a picture's tokens. In every three tokens, one means the number, one the colour, and one the form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
-    """Train the model and save it with its processor in `folder`, unless it exists; machines differ only by rounding."""
+    """Train the model and save it with its processor in `folder`, unless it exists. Machines differ only in rounding."""
     if (folder / "config.json").is_file():
         return folder
     from transformers import LlavaForConditionalGeneration
@@ -113,7 +113,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector so that a picture's tokens match, in turn, the words for its number, colour and form."""
+    """Train tower and projector until a picture's tokens match the words for its number, colour and form (in turn)."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

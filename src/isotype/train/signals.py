@@ -1,4 +1,4 @@
-"""Ends a run early: after the step in which a signal arrives, or after evaluations that do not improve (early stopping)."""
+"""Ends a run early, when a signal arrives or when evaluations do not improve (early stopping)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from isotype.core.names import plural
 from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
-"""Seconds after a signal in which a launcher may send the same signal again."""
+"""For this many seconds after a signal, a launcher may send the same signal again."""
 
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """At the first Ctrl-C, SIGTERM or SIGHUP, finish the step, save a checkpoint and end the training; at the second, end at once.
+    """Let a first Ctrl-C, SIGTERM or SIGHUP end the training after this step with a checkpoint, and a second one at once.
 
-    A second SIGHUP is ignored: a terminal that hangs up may send two (kernel and shell).
+    A second SIGHUP is ignored, because a terminal that hangs up may cause two (from the kernel and the shell).
 
-    Yield the list of signals received so far. Outside the main thread Python receives no signals, and the list stays
-    empty. At the end the former handlers are restored. After a stop, however, the `isotype` command ignores further
-    signals, so that it can print how to resume.
+    Yield the list of signals received so far. Outside the main thread, Python receives no signals, and the list stays
+    empty. When the context ends, the former signal handlers are restored. But if a signal has stopped the `isotype`
+    command, further signals are ignored, so that the command can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -68,7 +68,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         began.append(time.monotonic())
         stopped.append(signum)
         with suppress(RuntimeError):  # raised by a stream whose write the signal has interrupted
-            console.print("\nstopping after this step and saving a checkpoint; once more to stop at once")
+            console.print("\nstopping after this step and saving a checkpoint; a second signal stops at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield stopped
@@ -85,7 +85,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
 
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Return True in every process if one process was asked to stop, so that all stop after the same step."""
+    """Return True in every process if any process was asked to stop, so that all processes stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
         numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
@@ -94,17 +94,17 @@ def _agreed(trainer: Any, stopped: list[int]) -> bool:
 
 
 class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that ends a training once its evaluation loss, or `--metric_for_best_model`, no longer improves."""
+    """Callback that ends a training when the evaluation loss (or `--metric_for_best_model`) no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore only the counter from the checkpoint: transformers would also restore the former run's decision to stop."""
+        """Restore only the counter from the checkpoint. (transformers would also restore an earlier decision to stop.)"""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
             self.early_stopping_patience_counter = int(saved["attributes"].get(counter, 0))
 
     def description(self, state: Any, metric: str) -> str | None:
-        """Return a line if this callback has ended the training, else None."""
+        """Return a message about the early stop if this callback has ended the training, else None."""
         counter, patience = self.early_stopping_patience_counter, self.early_stopping_patience
         if counter < patience or state.global_step >= state.max_steps:
             return None
@@ -136,7 +136,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def balance(trainer: Any) -> str | None:
-    """Return a note on the load-balancing loss of routers; None if the loss does not include it."""
+    """Return a note on the routers' load-balancing loss, or None if the training loss does not include it."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None
@@ -145,7 +145,7 @@ def balance(trainer: Any) -> str | None:
 
 
 def not_the_best(settings: Settings) -> str | None:
-    """Return a note if early stopping saves the last model instead of the best; else None."""
+    """Return a note if early stopping saves the last model instead of the best model, else None."""
     training = settings.training
     if settings.extra.early_stopping_patience is None or training.load_best_model_at_end:
         return None

@@ -1,4 +1,4 @@
-"""Trainers of transformers or TRL under a policy, with complete checkpoints and measured steps."""
+"""Makes trainers of transformers or TRL that follow a policy, save complete checkpoints and measure each step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from isotype.train.rows.packed import seen_as_joined
 
 
 class PolicyTrainer(WholeCheckpoints):
-    """Mixin over `transformers.Trainer`; see `policy_trainer`.
+    """Mixin for `transformers.Trainer` (see `policy_trainer`).
 
     Attributes:
-        compilation: keywords of `torch.compile` for the model's blocks; None without compilation.
+        compilation: arguments of `torch.compile` for the model's blocks, or None without compilation.
     """
 
     compilation: Mapping[str, Any] | None = None
@@ -47,8 +47,8 @@ class PolicyTrainer(WholeCheckpoints):
     def _free_inputs(self: Any) -> None:
         """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
-        TRL sets `requires_grad` when the trainer is built, and transformers (5.23) when the training begins. Autograd
-        would then also run the backward of frozen layers below the first adapter.
+        TRL sets `requires_grad` when the trainer is built, and transformers (5.23) sets it when the training begins.
+        With `requires_grad` set, autograd would also run the backward of frozen layers below the first adapter.
         """
         args = self.args
         if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
@@ -57,7 +57,7 @@ class PolicyTrainer(WholeCheckpoints):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, signals: Sequence[int] = (), **kwargs: Any
     ) -> Any:
-        """Call the trainer's `train` and measure every step; `signals` lists the signals that ask this process to stop."""
+        """Call the trainer's `train` and measure every step. `signals` lists received signals to stop this process."""
         self._flops_of_value = None
         with memory_meter(self.args.device) as memory:
             self.steps = StepMeter(self, together=True, memory=memory, signals=signals)
@@ -82,7 +82,7 @@ class PolicyTrainer(WholeCheckpoints):
         super().run_epoch(**kwargs)
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """Return the trainer's estimate; the parameters of the model are counted only at the first call."""
+        """Return the trainer's estimate, but count the model's parameters only at the first call."""
         name = getattr(self.model, "main_input_name", "input_ids")
         values: int = inputs[name].numel() if name in inputs else 0
         if not values:
@@ -92,13 +92,13 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's method; hooks of embeddings get the rows of the batch as one row, which TRL would make."""
+        """Call the trainer's `compute_loss`. Embedding hooks see the batch as one row, as with TRL's own collator."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
 @cache
 def policy_trainer(trainer_class: type) -> type:
-    """Return a subclass of `trainer_class`, with the same name, that is also a `PolicyTrainer`."""
+    """Return a class with the same name as `trainer_class` that inherits from it and from `PolicyTrainer`."""
     bases = (PolicyTrainer, trainer_class)
     return type(trainer_class.__name__, bases, {"__module__": trainer_class.__module__})

@@ -1,4 +1,4 @@
-"""Runs a training command: makes a trained adapter (or model) and a run report from parsed arguments."""
+"""Runs a training command: from parsed arguments to a trained adapter (or model) and a run report."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        adapter: directory of the saved adapter (or model); None if nothing was saved.
-        checkpoint: the last complete checkpoint of this run, or the resumed checkpoint; None if there is none.
-        stopped_by: number of the signal that stopped the run; None if no signal stopped it.
+        adapter: directory of the saved adapter (or model), or None if nothing was saved.
+        checkpoint: the last complete checkpoint of this run, else the resumed checkpoint, or None without either.
+        stopped_by: number of the signal that stopped the run, or None if no signal stopped the run.
         pictures: True if the training data has pictures.
     """
 
@@ -111,7 +111,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     Errors in the arguments, the data, the device and the checkpoint's headers are raised before any weights are read.
 
     Raises:
-        IsotypeError: bad arguments, data, checkpoint or precision; a full disk when a file is saved.
+        IsotypeError: bad arguments, data, checkpoint or precision, or a full disk when a file is saved.
     """
     require_fitting_libraries()
     with interrupts_kept():
@@ -139,7 +139,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`: isotype shards the model while loading, the trainer does not."""
+    """Return the settings for this machine, without `--fsdp`, because isotype shards the model instead of the trainer."""
     values = loading_arguments(settings, profile)
     auto = settings.auto_checkpointing
     if sharding is not None:
@@ -151,7 +151,7 @@ def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceP
 
 
 def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]) -> Run:
-    """Read the data and decide the policy; raise CheckpointError if the resumed checkpoint belongs to another run."""
+    """Read the data and decide the policy. Raise CheckpointError if the resumed checkpoint belongs to another run."""
     resume = resume_point(settings)
     earlier = earlier_report(resume)
     notes: list[str] = []
@@ -185,7 +185,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
 
 @contextmanager
 def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
-    """Hold the lock of the output directory in the process that writes, so that no second run writes into it."""
+    """Lock the output directory in the process that writes, so that no other run writes into the directory."""
     if not settings.training.should_save:
         yield
         return
@@ -198,7 +198,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
 
 @contextmanager
 def _output_directory(settings: Settings) -> Iterator[None]:
-    """Create the output directory, and remove it at the end if nothing was written into it."""
+    """Create the output directory, and remove the directory at the end if nothing was written into it."""
     root = Path(settings.training.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -218,7 +218,7 @@ def _output_directory(settings: Settings) -> Iterator[None]:
 
 
 def _build(run: Run, console: Console) -> Built:
-    """Build the model and its trainer under the policy, and print answers to the sample questions before the training."""
+    """Build the model and the trainer under the policy. Print the model's answers to sample questions before the training."""
     from transformers import set_seed
 
     from isotype.checkpoint.load import tokenizer_source
@@ -299,7 +299,7 @@ def _build(run: Run, console: Console) -> Built:
 
 
 def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
-    """Compile the model's blocks, or fuse its layers; return the report of the fusion, or None if nothing is fused."""
+    """Compile the model's blocks or fuse its layers. Return the report on fused layers, or None if nothing is fused."""
     if trainer.compilation is not None:
         say(console, compile_blocks(trainer.model, trainer.compilation))
         return None
@@ -313,7 +313,7 @@ def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) 
 
 
 def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
-    """Return the trainer's arguments for the policy, the chosen gradient checkpointing and the columns of the rows."""
+    """Return the trainer's arguments that follow from the policy, the chosen gradient checkpointing and the rows' columns."""
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
@@ -328,7 +328,7 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
 
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
-    """While a trainer is built, turn errors of TRL and PEFT into a UsageError about the user's arguments."""
+    """Turn errors from TRL and PEFT while a trainer is built into a UsageError about the user's arguments."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -341,7 +341,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterator[None]:
-    """If the chat template refuses a row, render all rows to find it, and raise DataError with its number."""
+    """If the chat template refuses a row, render all rows to find this row. Raise DataError with the row's number."""
     try:
         yield
     except (TemplateError, *ERRORS):
@@ -352,10 +352,10 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 
 @contextmanager
 def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
-    """While the trainer is built, set the model's name to the path of its weights.
+    """While the trainer is built, use the path of the model's weights as the model's name.
 
-    If every weight is trained, TRL loads the reference model by the model's name. With a hub id as the name, TRL would
-    load the newest revision instead of the requested one. With a GGUF file as the name, TRL would fail.
+    If every weight is trained, TRL loads the reference model by the model's name. If the name were a hub id, TRL would
+    load the newest revision instead of the requested one. If the name were a GGUF file, TRL would fail.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)
@@ -368,14 +368,14 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
-    """Return the hub id from which the trainer will read a chat template, reward model or reference model, or None."""
+    """Return a hub id that the trainer will read (for a chat template, reward model or reference model), or None."""
     names = [getattr(settings.training, "chat_template_path", None)]
     names += [getattr(settings.script, "reward_model_name_or_path", None), source]
     return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
 
 
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
-    """Return the sample questions with the answers before the training, which a resumed run has in its report."""
+    """Return the sample questions with the answers before the training. A resumed run takes the answers from its report."""
     questions = describe.sample_questions(run.settings, run.data) if run.settings.method.answers else []
     if not questions:
         return []
@@ -467,7 +467,7 @@ def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
 def _train_and_save(
     trainer: Any, root: Path, resume: Path | None, hooks: Hooks, console: Console
 ) -> int | None:
-    """Train, and save the model into `root`; return the signal that stopped the training, or None if none did."""
+    """Train, and save the model into `root`. Return the signal that stopped the training, or None if no signal did."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
             with interrupts_kept():  # a library may turn the exception of a second signal into an error

@@ -1,4 +1,4 @@
-"""Checks a training command before a weight is read. All problems of its arguments are reported at once."""
+"""Checks a training command before a weight is read. All problems in the command's arguments are reported at once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the arguments, then the optimizer and the hub, then files that the trainer reads; raise UsageError."""
+    """Raise UsageError about the arguments, else about the optimizer and the hub, else about files for the trainer."""
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
     problems += compiler_problems(settings.training, settings.extra.device)
     if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
@@ -82,7 +82,7 @@ def _read(settings: Settings, name: str) -> Any:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--lora_task_type` belongs to another method; PEFT chooses the trained head by this argument."""
+    """Yield a problem if `--lora_task_type` belongs to another method. The argument decides which head PEFT trains."""
     task, method = settings.model.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
@@ -126,7 +126,7 @@ _CHECKPOINT = sorted(
     {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
     - {"function", "args", "kwargs", "context_fn"}
 )
-"""Valid keys of `--gradient_checkpointing_kwargs`: keywords of torch and transformers whose values JSON can express."""
+"""Valid keys of `--gradient_checkpointing_kwargs`: arguments in PyTorch and transformers that can be written in JSON."""
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
@@ -293,7 +293,7 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
     training, init = settings.training, settings.training.model_init_kwargs or {}
     if getattr(training, "use_liger_kernel", False):
         yield Problem(
-            "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, also those that follow the precision policy",
+            "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, including those that follow the precision policy",
             "modules that compute under the policy",
             "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
         )
@@ -330,8 +330,8 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     Raises:
         UsageError: conversations without a chat template, a special token that is not in the vocabulary, or no
             completions for `--completion_only_loss True`.
-        CheckpointError: the tokenizer has token ids for which the model has no embedding.
-        DataError: rows have such token ids, or pictures that the model does not take.
+        CheckpointError: the model has no embedding for some token ids of the tokenizer.
+        DataError: rows have token ids without an embedding, or pictures that the model does not take.
     """
     from transformers import AutoConfig
 
@@ -397,7 +397,7 @@ def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
-    """Return a hint if prompts are plain text, which the model's chat template does not render; else return ()."""
+    """Return a hint if prompts are plain text that the model's chat template does not render, else ()."""
     row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")
@@ -407,12 +407,12 @@ def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...
         return ()  # the rows already have the template's special tokens
     return (
         "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
-        "makes them messages of the user, and the answers messages of the assistant",
+        "turns prompts into user messages and answers into assistant messages",
     )
 
 
 def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: Any) -> str | None:
-    """Describe the rows that the trainer dropped because of `max_length`; None if it dropped none.
+    """Describe the rows that the trainer dropped because of `max_length`, or return None if it dropped no row.
 
     Raises:
         DataError: all rows were dropped.

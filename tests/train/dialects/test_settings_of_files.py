@@ -121,7 +121,7 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
         "  tf32: no effect: products are in the compute dtype (--tf32 True for float32)\n"
         "  datasets[0].type: not done: words around an instruction and its input; the prompt is the "
         "instruction, an empty line and the input\n"
-        "  sequence_len: not done: longer rows are not dropped but cut\n"
+        "  sequence_len: not done: dropping longer rows; isotype cuts them\n"
         "  model_type: no effect: the files of the checkpoint name its classes and its tokenizer\n"
         "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it (--attn_implementation "
         "selects another)\n"
@@ -180,7 +180,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
     with pytest.raises(UsageError) as caught:
         parse_settings(METHODS["sft"], ["--config", written(AXOLOTL | refused)])
     assert str(caught.value) == (
-        "theirs.yaml requests what isotype does not do\n"
+        "theirs.yaml requests something that isotype does not do\n"
         "  - optimizer: muon\n"
         "    expected  one of adamw_torch, adamw_torch_fused, adafactor, adamw_torch_4bit, adamw_torch_8bit, ademamix, sgd, adagrad, "
         "adamw_bnb_8bit, adamw_8bit, ademamix_8bit, lion_8bit, lion_32bit, paged_adamw_32bit, paged_adamw_8bit, "

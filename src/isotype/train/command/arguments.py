@@ -151,7 +151,7 @@ class Limit:
 _COUNT = Limit(1, 10**7, fix="give a number in this range")  # their products stay within 64 bits
 _NOT_NEGATIVE = Limit(0, fix="give 0 or more")
 _SEED = Limit(0, 2**32 - 1, fix="give a number in this range")
-_EVERY = Limit(0, above=True, fix="a number of steps, or a share of them below 1")
+_EVERY = Limit(0, above=True, fix="give a number of steps, or a share of all steps below 1")
 _GROUP = Limit(2, fix="give at least 2: a completion is compared with others of its prompt")
 _SCALE = Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing")
 _DROPOUT = Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
@@ -210,7 +210,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
     Argument("packing", "training", "True", "several short rows in one", ("labels",)),
     Argument(
-        "beta", "training", "0.1", "higher: closer to the reference model", _COMPARED, limit=_NOT_NEGATIVE
+        "beta", "training", "0.1", "higher values stay near the reference", _COMPARED, limit=_NOT_NEGATIVE
     ),
     Argument("reward_funcs", "training", "my_rewards.length", "or accuracy_reward, …", ("policy",)),
     Argument("num_generations", "training", "8", "completions of each prompt", ("policy",), _GROUP),
@@ -260,7 +260,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     *_limited(_NOT_NEGATIVE, "epsilon eval_delay"),
     *_limited(_SEED, "seed data_seed"),
     *_limited(_SHARE, "adam_beta1 adam_beta2 label_smoothing_factor"),
-    Argument("label_smoothing", limit=Limit(0, 0.5, fix="the share of pairs whose order is wrong")),
+    Argument("label_smoothing", limit=Limit(0, 0.5, fix="give the share of pairs in the wrong order")),
     Argument("temperature", limit=Limit(0, above=True, fix="1 is the default")),
     Argument("top_p", limit=Limit(0, 1, above=True, fix="1 keeps every token")),
     Argument(

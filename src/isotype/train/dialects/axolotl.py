@@ -5,7 +5,7 @@ from __future__ import annotations
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import FRAME, Reader, Rows, speaks, tables, use_rows
 
-_CUT = "not done: longer rows are not dropped but cut"
+_CUT = "not done: dropping longer rows; isotype cuts them"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 

@@ -122,7 +122,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
                 content = torch.load(path, map_location="meta", weights_only=True)
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
             return (
-                f"{path.name} is no file of tensors and numbers by torch.save; isotype unpickles nothing else"
+                f"{path.name} is not a torch.save file of tensors and numbers; isotype unpickles nothing else"
             )
         content = content if isinstance(content, dict) else {}
         if lacking := [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]:
@@ -259,7 +259,7 @@ def _random_states(sampler: Any) -> dict[str, torch.Tensor]:
 def _restore(trainer: Any, sampler: Any, file: Path, moment: str) -> None:
     saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
     if saved.get("processes") != trainer.args.world_size:
-        why = "of another number of processes" if saved else "not saved by isotype"
+        why = "from a run with another number of processes" if saved else "not saved by isotype"
         logger.warning(
             "%s is %s: the order of rows may differ, and completions are generated again", file.parent, why
         )

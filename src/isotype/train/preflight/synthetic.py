@@ -191,4 +191,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], tor
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""The loss for each `Method.loss` except `labels`: a function of (model, batch, tokens of a completion, reference)."""
+"""For each `Method.loss` except `labels`, the loss as a function of (model, batch, tokens in a completion, reference)."""

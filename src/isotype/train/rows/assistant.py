@@ -1,8 +1,8 @@
-"""Labels of conversations in which TRL cannot find the targets: for `--assistant_only_loss`, and for excluded turns.
+"""Labels conversations in which TRL cannot find the targets (for `--assistant_only_loss`, or if turns are excluded).
 
-TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template; for some models it has
-templates with markers. With other templates, isotype renders a conversation up to each turn of the assistant, without
-and with that turn. The targets are the tokens that only the longer text has. TRL uses the given labels unchanged.
+TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
+for some models. For other templates, isotype renders a conversation twice for each assistant turn: up to the turn, and
+including the turn. The turn's targets are the tokens that only the longer text has. TRL uses these labels unchanged.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def labelled_rows(
     limit: int | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Any:
-    """Return the splits with `input_ids` and `labels` if TRL cannot find the targets; else return them unchanged.
+    """Turn the rows of all splits into `input_ids` and `labels` if TRL cannot find the targets, else return `data` unchanged.
 
-    TRL needs a template with markers, and it ignores marks by which a row excludes a turn from the loss.
+    TRL needs a chat template with markers, and TRL ignores the marks that exclude a turn of a row from the loss.
 
     Args:
-        limit: number of rows of each split to label; None for all rows.
-        say: prints a line on the excluded turns.
+        limit: number of rows to label in each split, or None for all rows.
+        say: prints a line about excluded turns.
 
     Raises:
         UsageError: the assistant's text cannot be found in these columns or with this chat template.
-        DataError: the template renders the beginning of a row differently from the whole.
+        DataError: the template renders the first turns of a row differently if other turns follow.
     """
     training = settings.training
     columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
@@ -84,7 +84,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` that are excluded from the loss; of a stream, count in the first 1000 rows."""
+    """Count the turns in the columns `names` that are excluded from the loss (in a stream, in the first 1000 rows)."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -106,7 +106,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template at `path`; None if `path` is a model with whose template TRL finds the targets."""
+    """Return the tokenizer with the template at `path`, or None if `path` is a model whose template TRL can use itself."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)
@@ -129,7 +129,7 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
 
 
 def trl_finds_tokens(tokenizer: Any) -> bool:
-    """Return True if the tokenizer's chat template has markers, or TRL has a version of this template with markers."""
+    """Return True if the tokenizer's chat template has markers, or if TRL has a version of the template with markers."""
     from trl import get_training_chat_template
     from trl.chat_template_utils import has_generation_markers
 
@@ -146,17 +146,17 @@ def trl_finds_tokens(tokenizer: Any) -> bool:
 def labelled_row(
     row: Mapping[str, Any], index: int, *, tokenizer: Any, whole: bool, only: bool = True, source: str = ""
 ) -> dict[str, list[int]]:
-    """Return token ids of one conversation, and labels that are -100 for tokens without loss.
+    """Return the token ids of one conversation, and labels (-100 for tokens without loss).
 
     Args:
-        row: `messages`, or `prompt` and `completion` as messages; `tools` and `chat_template_kwargs` as for TRL.
+        row: has `messages`, or `prompt` and `completion` as messages. `tools` and `chat_template_kwargs` are as for TRL.
         whole: True if prompts have loss, too.
         only: True if only the assistant's turns have loss.
         source: name of the data set, for error messages.
 
     Raises:
-        DataError: the template refuses the conversation or renders its beginning differently from the whole, or no token
-            has loss.
+        DataError: no token has loss, or the template refuses the conversation or renders its first turns differently if
+            other turns follow.
     """
     from trl import prepare_multimodal_messages
 
@@ -186,7 +186,9 @@ def labelled_row(
     return {"input_ids": ids, "labels": labels}
 
 
-_SAME_BEGINNING = "a chat template that renders the beginning of a conversation the same, whatever follows"
+_SAME_BEGINNING = (
+    "a chat template that renders the first turns of a conversation the same, whatever turns follow"
+)
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
     "'prompt' and 'completion', whose loss counts only the completion; or leave --assistant_only_loss out"

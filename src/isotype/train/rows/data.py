@@ -33,7 +33,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data before rows are held back. `evaluates` requires a test split; by default, evaluation requires it."""
+    """Read the data before rows are held back. If `evaluates` (by default, if evaluation is on), require a test split."""
     evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -54,7 +54,7 @@ def training_data(
 def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
-    """Return `training_data` if the data is on this machine; None if it is on the hub or no data set is named."""
+    """Return `training_data` if the data is on this machine. Return None for data on the hub or without a data set."""
     script, mixture = settings.script, settings.dataset
     if mixture is not None and mixture.datasets:
         local = all(not e.data_files and not e.data_dir and find_local(e.path) for e in mixture.datasets)
@@ -65,7 +65,7 @@ def training_data_here(
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
-    """Return the splits; with `--eval_split`, a share of the training rows becomes the test split."""
+    """With `--eval_split`, make a share of the training rows the test split. Otherwise, return `data` unchanged."""
     share, script = settings.extra.eval_split, settings.script
     if share is None:
         return data
@@ -83,7 +83,7 @@ def hold_back(settings: Settings, data: Any) -> Any:
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits; for a chat template that accepts only text, the text parts of each message are joined."""
+    """If the chat template accepts only text, join the text parts of each message. Otherwise, return `data` unchanged."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
     chats = {}  # for each split, the columns whose type allows contents in parts; all columns of chats if types are unknown
@@ -99,7 +99,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return the columns among `names` that are lists of items for which `wanted` is true, or whose type is unknown."""
+    """Return the list columns in `names` whose item type is unknown or makes `wanted` true."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
@@ -141,7 +141,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if rows have pictures and the model takes none, or if its processor refuses one of up to 64 rows."""
+    """Raise DataError if rows have pictures but the model takes none, or if the processor refuses a row (tries up to 64)."""
     problems = [
         problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
     ]
@@ -176,21 +176,21 @@ def _columns(settings: Settings, rows: Any) -> list[str]:
 
 
 def has_pictures(settings: Settings, data: Any) -> bool:
-    """Return True if a split has a column of pictures that the method reads."""
+    """Return True if the method reads a column with pictures in any split."""
     return any(_columns(settings, rows) for rows in data.values())
 
 
 def uncut(settings: Settings, data: Any) -> dict[str, Any]:
-    """Return the arguments with which rows are not cut, if a row has pictures; else an empty dictionary."""
+    """If the rows have pictures, return trainer arguments that prevent cutting, else an empty dictionary."""
     return {"max_length": None} if has_pictures(settings, data) else {}
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Return the splits of `plain_contents`, without rows with pictures that are longer than `max_length`.
+    """Apply `plain_contents`, and drop rows with pictures that are longer than `max_length`.
 
     Raises:
-        DataError: rows with pictures are longer, and `--excess_length_strategy` is not `drop`.
-        UsageError: rows with pictures are to be packed.
+        DataError: rows with pictures are longer than `max_length`, and `--excess_length_strategy` is not `drop`.
+        UsageError: the arguments request packing of rows with pictures.
     """
     data = plain_contents(tokenizer, data, say)
     columns = [name for rows in data.values() for name in _columns(settings, rows)]
@@ -240,7 +240,7 @@ def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, in
 
 @contextmanager
 def pictures_named(trainer: Any) -> Iterator[None]:
-    """If a trainer cannot decode a picture, raise DataError with the number of its row."""
+    """If a trainer cannot decode a picture, raise DataError with the number of the picture's row."""
     try:
         yield
     except (OSError, SyntaxError) as error:

@@ -23,7 +23,7 @@ _LONGEST_TEXT = 600  # number of printed characters of one part of an example
 
 
 def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
-    """Return a summary of the trainer's data; None for a stream."""
+    """Return a summary of the trainer's data, or None for a stream."""
     rows, held = trainer.train_dataset, trainer.eval_dataset
     if not hasattr(rows, "__len__"):
         return None
@@ -48,7 +48,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the number of epochs as transformers counts them: an epoch's last batch and last step may be smaller."""
+    """Return the number of epochs as transformers counts it: the last batch and last step of an epoch may be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps
@@ -65,7 +65,7 @@ def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
 
 
 def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:
-    """Return the share of padding in batches of `batch` random rows that are cut to `limit` and padded to the longest."""
+    """Return the share of padding if `batch` random rows are cut to `limit` and padded to the longest of them."""
     shown = [min(length, limit or length) for length in tokens]
     random.Random(0).shuffle(shown)
     batches = [shown[at : at + batch] for at in range(0, len(shown), batch)]
@@ -73,7 +73,7 @@ def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float
 
 
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
-    """Return (has loss, text) of the consecutive parts of the first row; None if the rows have no labels."""
+    """Split the first row into consecutive parts (has loss, text). Return None if the rows have no labels."""
     if not len(trainer.train_dataset):
         return None
     if isinstance(trainer.data_collator, Pictured):

@@ -1,4 +1,4 @@
-"""Lengths in tokens of a data set's rows, as they are, cut to `max_length`, or packed."""
+"""Counts the tokens in a data set's rows, and in rows that are cut to `max_length` or packed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 UNBOUNDED = "the length of rows is not limited (--max_length limits it)"
 
 COUNTED_ROWS = 2000
-"""Largest number of rows that are tokenized; of a longer data set, every n-th row is tokenized."""
+"""At most this many rows are tokenized. In a larger data set, only every n-th row is tokenized."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of rows.
+    """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens of each tokenized row (of a pair, the prompt with the longer answer).
-        rows: number of rows of the data set.
+        tokens: number of tokens in each tokenized row (for a pair, in the prompt with the longer answer).
+        rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
-        prompt: number of tokens of the shortest prompt.
+        prompt: number of tokens in the shortest prompt.
     """
 
     tokens: tuple[int, ...]
@@ -47,14 +47,14 @@ class Lengths:
         return max(self.tokens)
 
     def begun_twice(self) -> str | None:
-        """Return a note on rows that begin with two beginning-of-text tokens; None if there are none."""
+        """Return a note on rows that begin with two beginning-of-text tokens, or None if there are no such rows."""
         if not self.doubled:
             return None
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows that are cut to `limit` tokens, or left out if `whole`; None if no row is longer."""
+        """Describe the rows longer than `limit` tokens, which are cut (or left out if `whole`). None if there are none."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -70,9 +70,9 @@ class Lengths:
 def lengths_of(
     method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
 ) -> Lengths | None:
-    """Return the lengths of a data set's rows as the method's trainer tokenizes them; None if they are unknown.
+    """Return the lengths of a data set's rows as the method's trainer tokenizes them, or None if they are unknown.
 
-    They are unknown for a stream, and for rows with pictures without a processor. `text_field` is SFT's column of text.
+    The lengths of a stream, or of rows with pictures without a processor, are unknown. SFT reads texts from `text_field`.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -97,7 +97,7 @@ def lengths_of(
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
-    """Return the lengths of a sample of the training's rows, or of all rows if `every` is True; see `lengths_of`."""
+    """Return the lengths (see `lengths_of`) of a sample of the training rows, or of all rows if `every` is True."""
     field = getattr(settings.training, "dataset_text_field", "text")
     source = settings.script.dataset_name or "datasets"
     return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
@@ -113,13 +113,13 @@ def refused_row(source: str, at: int, error: TemplateError) -> DataError:
 def longest_possible(
     lengths: Lengths | None, limit: int | None, *, packed: bool, completion: int, pictured: bool = False
 ) -> tuple[int | None, str]:
-    """Return (tokens of the longest possible row of a training, ""), or (None, the reason why there is no limit).
+    """Return (tokens in the longest possible training row, ""), or (None, reason) if the length has no limit.
 
     Args:
-        limit: number of tokens to which rows are cut; None if they are not cut.
+        limit: largest number of tokens in a row (longer rows are cut), or None if rows are not cut.
         packed: True if short rows are joined up to `limit`.
-        completion: number of tokens of a completion after each row.
-        pictured: True if the rows have pictures. No row is then cut, and the longest of the sampled rows is used.
+        completion: number of tokens in the completion after each row.
+        pictured: True if the rows have pictures. Without a `limit`, the longest of the sampled rows is used.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
@@ -129,7 +129,7 @@ def longest_possible(
 
 
 def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] | None:
-    """Return the documents' lengths in each row that TRL packs (best-fit decreasing); None if some lengths are unknown."""
+    """Return the document lengths in each row that TRL packs (best-fit decreasing), or None if a length is unknown."""
     if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
         return None
     room: list[tuple[int, int]] = []  # (free tokens of a row, its number), ascending
@@ -146,7 +146,7 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (documents, longest document's tokens) of the largest batch that `rows` packed rows give, a row per document."""
+    """Give each document in `rows` packed rows its own row. Return (documents, longest length) of the largest such batch."""
     largest: tuple[int, int] = (0, 0)
     fullest: list[int] = []  # numbers of documents in other rows of the batch, which have no longer documents
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
@@ -164,7 +164,7 @@ def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bo
 
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
-    """Return the token ids of a row for SFT: of a conversation, of a prompt with its completion, or of a text."""
+    """Return the token ids of an SFT row, which is a conversation, a prompt with a completion, or a text."""
     if row.get("input_ids") is not None:
         return list(row["input_ids"])
     chat = row.get("messages")
@@ -188,7 +188,7 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
-    """Return the number of tokens of a row's prompt; 0 if the row has none, or if the model writes the answers."""
+    """Return the number of tokens in a row's prompt, or 0 if there is no prompt or the model writes the answers."""
     if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
         return 0
     return len(_ids(tokenizer, row["prompt"], None, row.get("tools")))

@@ -1,4 +1,4 @@
-"""Rows for measurements, from a data set (`isotype quality`) or from an adapter's training (`isotype merge`)."""
+"""Reads rows for measurements from a data set (`isotype quality`) or from an adapter's training (`isotype merge`)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
-"""Number of tokens to which a row is cut: many short rows represent a data set better than a few long rows."""
+"""Rows are cut to this many tokens, because many short rows represent a data set better than a few long rows."""
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
-    """Return a batch of about `tokens` tokens, int64 `[rows, tokens]`: rows spread over a data set, padded on the right.
+    """Return about `tokens` tokens from rows spread over a data set, as an int64 batch `[rows, length]` padded on the right.
 
-    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or fewer if the model has fewer positions.
+    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or to the model's positions if fewer.
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
@@ -74,7 +74,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield the numbers below `count`, each once, in an order whose beginnings are spread over the whole range."""
+    """Yield each number below `count` once, in an order whose first numbers are already spread over the whole range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
@@ -84,10 +84,10 @@ _MOST = 64
 
 
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
-    """Return (held-back or training rows of an adapter's run, None), or (None, reason) if they cannot be read again.
+    """Return (held-back or training rows of an adapter's run, None), or (None, reason) if the rows cannot be read again.
 
-    `adapter` is the adapter's folder, or a checkpoint in the folder. Without a run report, return (None, None). Chat
-    templates write the date of the run if a checkpoint records it.
+    `adapter` is the adapter's folder, or a checkpoint in this folder. Without a run report, return (None, None). If a
+    checkpoint records the date of the run, chat templates insert this date.
     """
     folder = next((path for path in (adapter, adapter.parent) if (path / JSON_NAME).is_file()), None)
     if folder is None:
@@ -132,7 +132,7 @@ def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[in
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
-    """Return the settings of a report's command; relative paths of data are searched in the command's working directory."""
+    """Return the settings of a report's command. A relative data path is looked up in the command's working directory."""
     words = shlex.split(record.command)
     begin = words.index(record.method)
     command, _ = parse_command(record.method, words[begin + 1 :])
@@ -146,7 +146,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return the name and rows of the test split, which may be rows that were held back; else of the training split."""
+    """Return the name and rows of the test split (or held-back rows) if there is one, else of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:

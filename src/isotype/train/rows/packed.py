@@ -1,7 +1,7 @@
 """Layout of packed batches.
 
-TRL (1.16) joins the rows of a batch into one row, for attention that uses the documents' lengths. Attention with a mask
-would then need memory for every pair of tokens of the batch, so isotype does not join its rows.
+TRL (1.16) joins the rows of a batch into one row for attention that uses the lengths of documents. In a joined row,
+attention with a mask would need memory for every pair of tokens in the batch, so isotype does not join rows for it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from isotype.lora.unpadded import hooks_see_one_row, mixes_documents
 
 @dataclass(frozen=True)
 class Rows:
-    """Collator of packed examples that does not join the rows of the batch.
+    """Collator for packed examples that does not join the rows of the batch.
 
     Attributes:
-        packed: True if the documents of an example share a row; False if each document has a row.
+        packed: True if all documents in an example share one row, False if each document has its own row.
     """
 
     padded: Any
     packed: bool
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return ids, labels and mask, int64 `[rows, tokens]`, and position ids if documents share rows."""
+        """Return ids, labels and mask (int64 `[rows, tokens]`), with position ids if documents share rows."""
         if not self.packed or "seq_lengths" not in examples[0]:
             batch: dict[str, Any] = self.padded(
                 [document for row in examples for document in _documents(row)]
@@ -52,7 +52,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """If a trainer joins rows although its attention needs a mask, replace the collator and return a note; else None."""
+    """If a trainer joins rows but its attention needs a mask, replace the collator and return a note. Else return None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None
@@ -72,7 +72,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which hooks of embeddings get the batch as one row: NEFTune's noise depends on a row's length."""
+    """Show the batch to embedding hooks as one row in this context, because NEFTune's noise depends on the row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])

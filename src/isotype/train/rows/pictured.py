@@ -1,8 +1,8 @@
-"""Batches of rows with pictures for supervised training: the processor's outputs and the labels.
+"""Makes batches of rows with pictures for supervised training, from the processor's outputs and labels.
 
-TRL's collator computes the loss on picture tokens, too, and finds the assistant's tokens only if the chat template has
-markers. The collator of this module takes the positions of pictures from the processor, and those of the assistant's
-text from `isotype.train.rows.spans`. Rows are not cut, since a picture needs all of its tokens.
+TRL's collator includes picture tokens in the loss, and finds the assistant's tokens only if the chat template has
+markers. `Pictured` takes the positions of pictures from the processor, and the positions of the assistant's text from
+`isotype.train.rows.spans`. Rows are not cut, because a picture needs all of its tokens.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ GIVEN, LEARNED, PICTURE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Written:
-    """A row as text for the processor, with a placeholder for each picture, and its targets.
+    """A row as text for the processor, with a placeholder for each picture. `spans` marks the targets.
 
     Attributes:
-        spans: [start, end) of each target, in characters of `text`.
+        spans: range [start, end) of each target, in characters of `text`.
         pictures: the pictures in the order of their placeholders.
     """
 
@@ -51,14 +51,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Pictured:
-    """Collator of rows with pictures.
+    """Collator for rows with pictures.
 
     Attributes:
         only: True if only the assistant's turns are targets (`--assistant_only_loss`).
         whole: True if prompts are targets, too (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
-        always: True if a batch without pictures gets one more row, with a picture and without labels. A sharded model
-            needs such rows: in every step, all processes must gather the weights of its vision tower.
+        always: True to add a row with a picture and no labels to a batch without pictures. A sharded model needs the
+            added row, because all processes must gather the weights of the vision tower in every step.
     """
 
     processor: Any
@@ -68,12 +68,12 @@ class Pictured:
     always: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return a batch padded on the right: ids, mask and labels, int64 `[rows, tokens]`, and the pictures.
+        """Return ids, mask and labels (int64 `[rows, tokens]`, padded on the right) and the pictures of a batch.
 
         Raises:
             TemplateError: the chat template refuses a row.
-            ValueError: the processor refuses a row, or the template renders the beginning of a conversation differently
-                from the whole.
+            ValueError: the processor refuses a row, or the template renders the first turns of a conversation differently
+                if other turns follow.
         """
         written = [self.written(row) for row in rows]
         if self.always and not any(row.pictures for row in written):
@@ -83,7 +83,7 @@ class Pictured:
         return batch
 
     def written(self, row: Mapping[str, Any], answer: str = "completion") -> Written:
-        """Return a row as text; the chat template renders messages, and `answer` names the column of the answer."""
+        """Return a row as text. Messages are rendered by the chat template, and `answer` is the name of the answer's column."""
         pictures = pictures_in(row)
         prompt: Any = row.get("prompt")
         completion: Any = row.get(answer)
@@ -102,7 +102,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs, and each token's kind, int64 `[rows, tokens]`; the kind of picture n is `PICTURE` + n."""
+        """Return the processor's outputs and each token's kind (int64 `[rows, tokens]`). Picture n has kind `PICTURE` + n."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -145,20 +145,20 @@ class Pictured:
 
     @cached_property
     def _alone(self) -> str:
-        """The rendered turn of a user with a picture and no text."""
+        """A rendered user turn that has a picture and no text."""
         turns = [{"role": "user", "content": [{"type": "image"}]}]
         return str(render_chat(self.processor, turns, tokenize=False))
 
     @cached_property
     def _around(self) -> frozenset[int]:
-        """Ids of special tokens that stand for a picture, or are written before and after a picture."""
+        """Ids of special tokens that stand for a picture or come before or after a picture."""
         added = self.processor.tokenizer.added_tokens_decoder
         return frozenset(
             at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
         )
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Return (has loss, text) of the consecutive parts of a row; a picture's text is its size and number of tokens."""
+        """Split a row into consecutive parts (has loss, text). A picture's text gives its size and number of tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -176,7 +176,7 @@ class Pictured:
         return parts
 
     def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the number of tokens of a row with its longest answer, and of its prompt, without decoding pictures."""
+        """Return the number of tokens in a row with its longest answer, and in its prompt. Pictures are not decoded."""
         answers = answers_in(row)
         lengths = [len(self._ids(self.written(row, name))) for name in answers]
         prompt = 0
@@ -199,7 +199,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's placeholder for a picture, and the text that replaces it for a picture of this size."""
+        """Return the template's placeholder for a picture, and the text that replaces it if the picture has this size."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -213,10 +213,10 @@ class Pictured:
 
 
 def learn_no_pictures(trainer: Any, training: Any) -> None:
-    """Replace the picture collator of TRL's SFT trainer by `Pictured`, with the arguments of `training`.
+    """Replace the picture collator of TRL's SFT trainer with a `Pictured` that has the settings in `training`.
 
     Raises:
-        DataError: the model is sharded, and only a part of the preference pairs have pictures.
+        DataError: the model is sharded, and only some of the preference pairs have pictures.
     """
     from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -239,13 +239,13 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of a row's columns with answers; `completion` if there are none."""
+    """Return the names of a row's answer columns, or `completion` if there are none."""
     names = ("completion", "chosen", "rejected")
     return [name for name in names if row.get(name) is not None] or ["completion"]
 
 
 def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
-    """Return messages whose contents are lists of parts, with an image part for each picture."""
+    """Return `messages` with each content as a list of parts, and with an image part for each picture."""
     from trl import prepare_multimodal_messages
 
     turns = [dict(turn) for turn in messages]
@@ -257,7 +257,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of targets and of pictures in the text in which picture tokens have replaced the placeholders."""
+    """Return the spans of targets and of pictures after picture tokens have replaced the placeholders in the text."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
@@ -268,5 +268,5 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`: True for tokens with a character in `span`; `places` `[tokens, 2]` has the tokens' spans."""
+    """Return bool `[tokens]`, True for tokens with a character in `span`. `places` (`[tokens, 2]`) has each token's span."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

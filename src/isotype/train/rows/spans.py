@@ -1,6 +1,6 @@
-"""Spans of turns in a rendered conversation.
+"""Finds the spans of turns in a rendered conversation.
 
-The chat template must render the first messages of a conversation the same, whether or not other messages follow.
+The chat template must render the first messages of a conversation in the same way, even if other messages follow.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from isotype.data.cells import left_out
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
-"""Function that renders messages as text; its second argument is True to add the prompt for an answer."""
+"""Function that renders messages as text. If the second argument is True, the prompt for an answer is added."""
 
 
 def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
-    """Return a function that renders messages by the chat template, with the row's tools and template arguments."""
+    """Return a function that renders messages with the chat template and the row's tools and template arguments."""
     tools = row.get("tools")
     arguments = {
         "tools": json.loads(tools) if isinstance(tools, str) else tools,
@@ -42,7 +42,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
     before number `first`, and messages that are excluded from the loss, have no span.
 
     Raises:
-        ValueError: a beginning of the conversation is rendered differently from the whole.
+        ValueError: the template renders the first messages differently if other messages follow.
     """
     text = render(messages, False)
     spoken = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
@@ -50,7 +50,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return the text of a conversation, and the spans of its text with loss: from message `first`, without excluded turns."""
+    """Return a conversation's text and the spans that have loss: all from message `first`, except excluded turns."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -61,7 +61,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of message `at`; a message of the assistant begins after the template's prompt for an answer."""
+    """Return the span of message `at`. An assistant message begins after the template's prompt for an answer."""
     end = (
         len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
@@ -89,7 +89,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return where the assistant's text begins in a first message: after the template's prompt for an answer."""
+    """Return where the text begins in a first message by the assistant, which is after the prompt for an answer."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
