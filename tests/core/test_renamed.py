@@ -63,7 +63,7 @@ def test_in_a_config_file_too(tmp_path) -> None:
         ("--quantization 8-bit", "did you mean int8?"),
         ("--sequence_len 512", "did you mean --max_length?"),
         ("--use_lora True", "did you mean --use_peft?"),
-        ("--use_unsloth True", "isotype sft --help-all lists all names"),
+        ("--use_unsloth True", "see isotype sft --help"),
         ("--learning_rate 2e-4,", "--learning_rate 2e-05"),
         ("--per_device_train_batch_size two", "--per_device_train_batch_size 8"),
     ],

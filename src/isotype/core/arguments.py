@@ -116,7 +116,7 @@ class Parser(ValueParser):
             return former
         meant = closest(name, self.known_names())
         listed = f"a known name: {', '.join(meant)}" if meant else "a known name"
-        fix = f"did you mean {meant[0]}?" if meant else f"{self.prog} --help lists all"
+        fix = f"did you mean {meant[0]}?" if meant else f"see {self.prog} --help"
         return Problem(name, listed, fix)
 
     # argparse calls these hooks to check one value. Its own hooks raise, so that one error would hide the others.
