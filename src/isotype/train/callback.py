@@ -360,8 +360,8 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return an error if loading has rounded the values of a resumed run, else None.
 
-    `model.load_adapter` copies saved values into 16-bit parameters before it casts these parameters to float32. The
-    rounding shows only in the values: a 16-bit dtype represents each float32 value exactly.
+    `model.load_adapter` copies saved values into 16-bit parameters before it casts these parameters to float32.
+    Rounded values are recognised because a 16-bit dtype represents each of them exactly.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (

@@ -33,7 +33,7 @@ PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""These values replace a checkpoint's generation settings, which could need code from the hub or prevent streaming."""
+"""Generation settings that replace a checkpoint's own, because these could need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200

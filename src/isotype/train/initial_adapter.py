@@ -109,7 +109,7 @@ DRAWN = ("gaussian", "orthogonal")
 """Initialisations in which the product of A and B is zero: the adapted model computes the same as the base model."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""These initialisations need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's storage dtype."""
+"""Initialisations that need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's storage dtype."""
 
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.

@@ -21,7 +21,7 @@ from isotype.core.names import plural
 from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
-"""For this many seconds after a signal, a launcher may send the same signal again."""
+"""Number of seconds after a signal in which a launcher may send the same signal again."""
 
 
 @contextmanager

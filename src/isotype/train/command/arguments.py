@@ -289,7 +289,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("liger_kernel_config", json='{"rope": false}'),
     Argument("transformers_continuous_batching_config", json='{"max_batch_tokens": 4096}'),
 )
-"""Problems with arguments are reported in the order of this tuple."""
+"""Facts about arguments. The order of `ARGUMENTS` is the order in which problems with arguments are reported."""
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:

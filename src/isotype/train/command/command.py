@@ -15,9 +15,9 @@ from isotype.data.methods import METHODS
 
 AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
-"""If one of these arguments is `auto`, the plan for this machine (`isotype plan`) chooses its value."""
+"""Arguments that accept `auto`. If the value is `auto`, the plan for this machine (`isotype plan`) chooses a value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""The old and the new name (transformers 5.23) of one argument. `auto` decides by the step's estimated memory."""
+"""The two names of the gradient-checkpointing argument (the second since transformers 5.23). `auto` decides by memory."""
 
 Holder = Literal["script", "training", "model", "dataset", "isotype"]
 HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
@@ -121,7 +121,7 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""`to_yaml` always writes these arguments: if a default is given explicitly, isotype or TRL acts differently."""
+"""Arguments that `to_yaml` always writes, because isotype or TRL acts differently if a default is given explicitly."""
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
 
 
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""The policy sets these attributes after construction: TrainingArguments(bf16=True) is refused on some machines."""
+"""Attributes that the policy sets on built TrainingArguments, because the constructor refuses bf16 on some machines."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:

@@ -51,7 +51,7 @@ def _words(text: str) -> dict[str, str]:
 class Reader:
     """Translates a file of another training program, or a part of the file, name by name.
 
-    Each name in the file ends as one of three: translated, noted as left out, or refused. The name is then settled.
+    A name in the file is called settled when it has been translated, noted as left out, or refused.
 
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.

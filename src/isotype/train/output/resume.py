@@ -142,7 +142,7 @@ RUN_FILE = "isotype_run.json"
 """File in a checkpoint that records the settings of the run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""`RUN_FILE` records these values under these names. A run decides each value once, and a resumed run keeps the value."""
+"""Names in `RUN_FILE` of values that a run decides once. A resumed run keeps the values in `RUN_FILE`."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:

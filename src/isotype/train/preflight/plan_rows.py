@@ -184,7 +184,7 @@ def _longest(
 
 
 _TRIED = 8
-"""The pictures of this many rows are encoded: half are the rows with most pixels, half the rows with most pictures."""
+"""Number of rows whose pictures are encoded: half are the rows with most pixels, half the rows with most pictures."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNBOUNDED = "the length of rows is not limited (--max_length limits it)"
 
 COUNTED_ROWS = 2000
-"""At most this many rows are tokenized. In a larger data set, only every n-th row is tokenized."""
+"""Largest number of rows that are tokenized. In a larger data set, only every n-th row is tokenized."""
 
 
 @dataclass(frozen=True)

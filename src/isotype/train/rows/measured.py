@@ -31,7 +31,7 @@ from isotype.train.rows.data import hold_back, training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
-"""Rows are cut to this many tokens, because many short rows represent a data set better than a few long rows."""
+"""Largest number of tokens in a row. Many short rows represent a data set better than a few long rows."""
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
