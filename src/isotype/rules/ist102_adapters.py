@@ -1,9 +1,9 @@
 """
-**What it means.** The weights of an adapter have another dtype than their input, and no code casts one of them. An
+**What it means.** The weights of an adapter have another dtype than their input, and no code casts the input. An
 adapter is a LoRA, a LoKr, DoRA's magnitude, a prompt, or a trained copy of a module (`modules_to_save`).
 
-**Why it happens.** Adapters should be float32, because the optimizer updates them. The layer then has to cast its
-input to the adapter's dtype, and the adapter's result back to the layer's dtype, as PEFT's layers do. Custom
+**Why it happens.** Adapters should be float32, because the optimizer updates them. A 16-bit layer has to cast its
+input to the adapter's dtype, and cast the adapter's result back to 16 bits, as PEFT's layers do. Custom
 adapters often lack these casts. In PEFT, the dtypes differ if `autocast_adapter_dtype=False` leaves the
 adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 

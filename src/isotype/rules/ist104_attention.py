@@ -1,5 +1,5 @@
 """
-**What it means.** Attention kernels need one dtype for query, key and value. The mask must be boolean,
+**What it means.** Attention kernels need one dtype for query, key and value. The mask must be boolean or
 float32, or have the query's dtype.
 
 **Why it happens.** Float32 rotary tables promote query and key to float32, but not value. Or a norm on query and key

@@ -1,8 +1,8 @@
 """
 **What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
-**Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the dtype that its quantization
-state names (the checkpoint's dtype), and multiplies the weight with a gradient in the compute dtype.
+**Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the checkpoint's dtype, which the
+quantization state names. The Function then multiplies the weight with a gradient in the compute dtype.
 Or the forward ran under autocast, but the backward runs outside of autocast.
 
 **An example that fails**

@@ -1,6 +1,6 @@
 """
-**What it means.** Gradient checkpointing runs parts of the forward again during the backward. In this second run, the
-operators get other dtypes than in the first.
+**What it means.** Gradient checkpointing runs parts of the forward again during the backward. In this repeated
+run, the operators get other dtypes than in the forward.
 
 **Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
 on again for the second run. Or the weights were cast between forward and backward.

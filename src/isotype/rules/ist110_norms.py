@@ -16,7 +16,7 @@ the weight was cast and the bias was not.
 
     isotype.repair(model, isotype.check(model, batch))
 
-**How safe is the fix?** The norm then computes in the dtype of its input. The norm's stored weight does not change.
+**How safe is the fix?** With the fix, the norm computes in its input's dtype. The norm's stored weight does not change.
 
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
 """

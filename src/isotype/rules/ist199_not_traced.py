@@ -9,8 +9,8 @@ explains the error. Only the part of the step before the error was checked.
 - a library is missing;
 - the inputs do not fit the model.
 
-The finding is an error if the real step very likely raises the same error, and a warning otherwise. An error about dtypes
-is such an error.
+The finding is an error if the real step very likely raises the same error, and a warning otherwise. For example, the real
+step very likely raises an error about dtypes, too.
 
 **An example**
 

@@ -1,7 +1,7 @@
 """
 **What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes, because all operands of such a
-matmul have the same wide dtype: they were stored in, cast to or promoted to this dtype. The matmul runs at the lower rate
-of the wide dtype.
+matmul have the same wide dtype. Code stored the operands in this dtype, or cast or promoted them to it. The matmul runs at
+the lower rate of the wide dtype.
 
 **Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
 a 16-bit matmul, and float32 attention has no flash kernel. Every float32 operand takes twice the memory.
@@ -175,7 +175,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
 
 
 def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the fixes. The first casts weights and inputs together, because their dtypes would differ if one were cast alone."""
+    """Yield the fixes. The first fix casts weights and inputs together, because a cast of only one would make them differ."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

@@ -2,8 +2,8 @@
 **What it means.** An optimizer step mixes dtypes: a fused kernel gets parameters, gradients and moments of
 different dtypes, or some trainable parameters are float32 and the others have 16 bits.
 
-**Why it is bad.** A fused kernel raises an error unless a parameter, its gradient and both moments have one dtype. If some
-parameters have 16 bits, they lose small updates, but the float32 parameters do not.
+**Why it is bad.** A fused kernel raises an error unless a parameter, its gradient and both moments have one dtype. 16-bit
+parameters lose small updates, but float32 parameters do not.
 
 **An example that fails**
 

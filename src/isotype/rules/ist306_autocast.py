@@ -2,7 +2,7 @@
 **What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
 `fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer.
 
-**Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, where bfloat16 does not.
+**Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, but bfloat16 does not.
 bfloat16 is slow on devices that emulate it in software.
 
 **An example that fails**

@@ -16,11 +16,11 @@ prior iteration before starting a new one`, or the processes hang.
 
     DistributedDataParallel(model, find_unused_parameters=True)        # or train only what every batch uses
 
-**What is not reported.** Trainings with `find_unused_parameters=True`. TrainingArguments set this by default if gradient
+**What is not reported.** Trainings with `find_unused_parameters=True`, which TrainingArguments sets by default if gradient
 checkpointing is off.
 
-**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, as in one process. DDP then searches the
-autograd graph for unused parameters once per step.
+**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, as in one process. In each step, the fix
+makes DDP search the autograd graph for unused parameters.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

@@ -6,7 +6,7 @@ was measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7
 
 **Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
 which are near one. Weight decay subtracts an even smaller number, the learning rate times the decay times the weight. So
-the decay can be lost although the update is not. The loss falls a little and then stops, without an error.
+weight decay can be lost where the update is not lost. The loss falls a little and then stops, without an error.
 
 **An example that costs**
 
