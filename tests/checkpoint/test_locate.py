@@ -7,8 +7,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from isotype.checkpoint.opened import embedded_file, local_path, open_checkpoint
 from isotype.core.errors import CheckpointError
@@ -46,6 +48,7 @@ def test_a_model_and_an_adapter_in_one_directory(tmp_path: Path) -> None:
     """transformers adds the adapter to the model, which isotype's loader does not read."""
     for name in ("config.json", "adapter_config.json"):
         (tmp_path / name).write_text("{}")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="a model and an adapter in one directory"):
         open_checkpoint(tmp_path)
 

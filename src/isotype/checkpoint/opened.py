@@ -333,13 +333,21 @@ def _existing_path(text: str) -> Path | None:
         return None
 
 
+def _target(text: str) -> Path | None:
+    """Return the path to which the link `text` leads; None if `text` is no link."""
+    try:
+        return Path(text).expanduser().readlink()
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
 def _missing(text: str) -> Problem:
     expected = "an existing file or directory, embedded:NAME, or a hub id (owner/name)"
     if not text:
         return Problem("model ''", expected, "give a model")
     parent = _existing_path(str(Path(text).parent))
-    if parent is not None and Path(text).is_symlink():
-        link = f"model {text}, a link to '{Path(text).readlink()}', which does not exist"
+    if (target := _target(text)) is not None:
+        link = f"model {text}, a link to '{target}', which does not exist"
         return Problem(link, expected, "correct the link")
     if parent is None or not parent.is_dir():
         fix = f"{Path(text).parent} is not an existing directory either: check the path"
