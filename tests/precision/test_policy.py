@@ -70,8 +70,8 @@ def test_an_explicit_dtype_that_is_slow_is_honoured_with_a_warning():
 
 def test_float16_of_a_bfloat16_checkpoint_warns_about_range():
     assert decide(LLAMA, A100, PrecisionRequest(dtype="float16")).warnings == (
-        "value ranges were not measured: a matmul whose inputs or results exceed float16's 65504 still overflows "
-        "(isotype.measure_ranges finds it; loss scaling protects gradients only)",
+        "value ranges were not measured: a matmul overflows if its inputs or results exceed float16's 65504 "
+        "(isotype.measure_ranges finds such matmuls; loss scaling protects gradients only)",
     )
 
 

@@ -71,8 +71,8 @@ def test_ranges_and_quality_of_a_model_of_few_positions(tmp_path: Path) -> None:
     batch = {"input_ids": torch.full((1, 21), 5)}
     for measure in (isotype.measure_ranges, isotype.measure_quality):
         assert refused(UsageError, measure, model, batch) == (
-            "the batch is longer than the model's positions\n"
+            "a row is longer than the model's position table\n"
             "  - a row of 21 tokens\n"
-            "    expected  at most 20, the positions that GPT2LMHeadModel has\n"
+            "    expected  at most 20 tokens, the number of positions of GPT2LMHeadModel\n"
             "    fix       cut the rows"
         )

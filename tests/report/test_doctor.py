@@ -174,7 +174,7 @@ def test_names_with_brackets_are_not_markup() -> None:
 
 def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
     status = BitsandbytesStatus(
-        "0.50.2", None, None, "it imports, but this machine has no NVIDIA T4 to try it on"
+        "0.50.2", None, None, "it can be imported, but this machine has no NVIDIA T4 for a trial"
     )
     report = _report(profile=device_profile("t4"), rates={}, bitsandbytes=status)
     assert report.ok
@@ -297,7 +297,7 @@ def test_bitsandbytes_not_installed_or_device_not_here() -> None:
     )
     script = f"print('{machine._ANSWER}' + '{{}}')"
     assert try_bitsandbytes("0.1", device_profile("t4"), 60, script) == BitsandbytesStatus(
-        "0.1", None, None, "it imports, but this machine has no NVIDIA T4 to try it on"
+        "0.1", None, None, "it can be imported, but this machine has no NVIDIA T4 for a trial"
     )
 
 

@@ -105,7 +105,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
     add("--length", type=int, help=length)
     add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
     add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
-    add("-v", "--verbose", action="store_true", help="also print the parts of memory and time")
+    add("-v", "--verbose", action="store_true", help="also print memory and time in detail")
     add("--json", action="store_true", help="print JSON")
     page = "write an HTML page with a chart of memory against tokens per second"
     add("--html", type=Path, metavar="PATH", help=page)

@@ -71,13 +71,13 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     _print_facts(console, (("refused", text) for text in plan.refused))
     _print_facts(console, (("note", text) for text in plan.notes))
     if not whole:
-        say(console, "-v         prints the parts of memory and time", "dim")
+        say(console, "-v         prints memory and time in detail", "dim")
     if plan.chosen is not None and len(plan.devices) == 1:
         show_commands(console, {"check it before it runs": _check(plan.chosen)})
 
 
 def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
-    """Print one table for the plans of several models. Above it, print each device's command for the largest model that fits."""
+    """Print, for each device, the command for the largest model that fits, and then one table for all models."""
     method, settings = plans[0].method, plans[0].settings
     say(console, f"isotype plan   {method}, {settings}; these are the largest models that fit", "bold")
     rows: list[tuple[dict[str, str], Row | None]] = []
@@ -247,7 +247,7 @@ def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
     if row.time is not None:
         time = row.time
         ends, least = f"{_seconds(time.low)} to {_seconds(time.high)}", _seconds(time.least)
-        between = "" if time.spread == 1 else f", {ends} by published runs"
+        between = "" if time.spread == 1 else f" ({ends} s if it deviates as published runs do)"
         yield (
             "time",
             f"{_seconds(time.seconds)} s a step{between}; matmuls alone {least} s; bound by {time.bound}",
@@ -270,7 +270,7 @@ def _work(row: Row, work: Workload) -> str:
     text = f"{plural(work.rows, 'row')}{packs}, {epochs}: {plural(work.steps, 'step')}"
     if work.tokens is None:
         most = "" if work.seconds is None else f", {_hours(row, work.seconds)} at most"
-        return f"{text}{most}; row lengths are unknown: {row.length:,} tokens assumed"
+        return f"{text}{most}; row lengths are unknown, so each row counts as {row.length:,} tokens"
     text += "" if work.seconds is None else f", {_hours(row, work.seconds)} of steps"
     assert work.padding is not None
     text += f"; {work.tokens:,} tokens an epoch, {format_share(work.padding)} of a batch is padding"

@@ -102,7 +102,7 @@ class Mixture:
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4. Its policy decides everything except the layers' formats.
+    """Return the request with all layers in nf4: the policy for it decides all but the layers' formats.
 
     If the request leaves `double_quant` open, the quantization constants are quantized: this costs little accuracy.
     """
@@ -126,7 +126,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
     """Return `policy`, with the input channels' moments from `saved` if both policies have the same layer formats.
 
-    So a resumed run keeps the 4-bit constants of its first start, even if moments were measured again since.
+    So a resumed run keeps the 4-bit constants of its first start, even if the moments have been measured again.
     """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy

@@ -33,8 +33,8 @@ MARGIN = 2.0
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
-    "value ranges were not measured: a matmul whose inputs or results exceed float16's 65504 "
-    "still overflows (isotype.measure_ranges finds it; loss scaling protects gradients only)"
+    "value ranges were not measured: a matmul overflows if its inputs or results exceed float16's 65504 "
+    "(isotype.measure_ranges finds such matmuls; loss scaling protects gradients only)"
 )
 
 _SUBNORMAL = 2.0**-15
@@ -221,8 +221,8 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each linear layer whose adapters' scaled gradients can exceed float16's range.
 
-    A token adds to lora_A's gradient the layer's input times the gradient of lora_A's output. It adds to lora_B's gradient
-    lora_A's output times the gradient of the layer's output (https://arxiv.org/abs/2106.09685, equation 3).
+    A token adds to lora_A's gradient the layer's input times the gradient of lora_A's output. To lora_B's gradient, it
+    adds lora_A's output times the gradient of the layer's output (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:

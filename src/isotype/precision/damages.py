@@ -1,4 +1,4 @@
-"""Measured damage to a model's output if a linear layer is stored in fewer bits. It decides mixed storage."""
+"""Measured damage to a model's output if a linear layer is stored in fewer bits: the basis of mixed storage."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LayerDamage:
 
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.
-        damage: format -> nats per token if only this layer is stored in the format. It is the Kullback-Leibler divergence
-            of the next token's distribution from the float32 model's, to first order in the loss.
+        damage: format -> nats per token if only this layer is stored in the format. Damage is the Kullback-Leibler
+            divergence of the next token's distribution from the float32 model's, to first order in the loss.
         error: format -> squared norm of the weight's error.
         moments: second moments of the layer's input channels, as the text that `policy.write_moments` returns.
     """

@@ -49,13 +49,13 @@ class ModelFacts:
     Attributes:
         source: the model, in words: a path, a hub id or a class name.
         model_type: model type in config.json (`"llama"`); None without a config.
-        trained_dtype: dtype in which the model was trained. It is the dtype of most unquantized elements, else the
-            config's; None if unknown.
+        trained_dtype: dtype in which the model was trained: the dtype of most unquantized elements, else the dtype in the
+            config; None if unknown.
         pinned: patterns of parameters that stay float32 if float16 is requested (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters that always stay float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
-        dense: names of modules that are quantized only on request; empty for a text model. They are vision and audio
+        dense: names of modules that are quantized only on request; empty for a text model. `dense` has vision and audio
             towers with their projectors, and the modules that transformers leaves unquantized.
         routers: whether the experts are chosen by router modules like those in transformers.
         notes: unknown facts, with the reason why they are unknown.

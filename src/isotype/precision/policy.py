@@ -50,7 +50,7 @@ class ModuleException:
 
     Attributes:
         how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and the
-            layer's output, cast to float32, by 2^exponent. This is exact except for subnormal numbers. `"float32"` runs
+            layer's output, cast to float32, by 2^exponent. Scaling is exact except for subnormal numbers. `"float32"` runs
             the module's own operators in float32; `"adapters"` runs only the adapters of a linear layer in float32.
         exponent: exponent of `"scale"`, at least 0.
         reason: the measured value, in words.
@@ -70,7 +70,7 @@ class LayerStorage:
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
             `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
             float dtype of unquantized weights.
-        moments: second moments of the layer's input channels, as `write_moments` returns them. Constants are fitted to them.
+        moments: text of `write_moments` with the second moments of the layer's input channels, for fitted constants.
     """
 
     module: str
@@ -95,8 +95,8 @@ class PrecisionPolicy:
         quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
         wide_residual: whether the residual stream is float32 although matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
-        dense: names of modules that stay unquantized: the value of transformers' `llm_int8_skip_modules`. If it is empty,
-            transformers uses its default.
+        dense: names of modules that stay unquantized: the value of transformers' `llm_int8_skip_modules`. Without names
+            (`dense` is empty), transformers uses its default.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
         keep_frozen: whether frozen float weights keep their dtype regardless of `storage`. True for a policy that
@@ -217,7 +217,7 @@ class PrecisionPolicy:
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return a line for each format and kind of module in `layers`. The line lists the numbers of the layers."""
+        """Return a line for each format and kind of module in `layers`, with the numbers of these layers."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -243,7 +243,7 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:
-        """Return a line for each kind of module in `exceptions`. The line has the reason of the first such module."""
+        """Return a line for each kind of module in `exceptions`, with the reason of the first module of the kind."""
         groups: dict[tuple[str, str], list[ModuleException]] = {}
         for exception in self.exceptions:
             groups.setdefault((starred(exception.module), exception.how), []).append(exception)
@@ -305,7 +305,7 @@ class PrecisionPolicy:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except FormatVersionError as error:
             headline, expected = "precision policy of another format version", "a supported version"
-            fix = "install the isotype that wrote it, or delete the file to decide again"
+            fix = "install the isotype that wrote the file, or delete the file to decide again"
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             headline, fix = "unreadable precision policy", "delete the file to decide again"

@@ -83,7 +83,7 @@ MATMULS = (
 )
 """Prefixes of operators that autocast runs in 16 bits: their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Prefixes of attention kernels. Only the first result of an attention kernel has activations; others are statistics."""
+"""Prefixes of attention kernels. The first result of an attention kernel has activations; its other results are statistics."""
 
 
 def is_attention(op: str) -> bool:

@@ -112,7 +112,7 @@ def tightest(specifier: SpecifierSet) -> SpecifierSet:
 
 @lru_cache(maxsize=64)
 def _demands(package: str, texts: tuple[str, ...]) -> tuple[dict[str, SpecifierSet], list[str]]:
-    """Return (package that `package` requires -> joined specifier, requirement strings that cannot be parsed)."""
+    """Return (required package -> joined specifier, requirement strings that cannot be parsed)."""
     demands, unreadable = dict[str, SpecifierSet](), list[str]()
     extras = ("", *_EXTRAS.get(package, ()))
     for text in texts:

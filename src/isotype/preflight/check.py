@@ -88,7 +88,7 @@ def check(
               Without `fsdp` each device holds all weights (DDP); with `fsdp` each device holds a share of them.
             - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
             - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True). isotype
-              shards them; accelerate does not.
+              shards these weights; accelerate does not.
             - `gradient_checkpointing`: True, or the arguments of the model's `gradient_checkpointing_enable`; by default
               the step uses gradient checkpointing if the model has enabled it.
             - `generate`: the function of the model that the phase `"generate"` runs.
@@ -171,7 +171,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
 
 
 def _meant(name: object) -> str:
-    """Return a question that names the argument of `check` with a similar name; "" if there is none."""
+    """Return "did you mean …?" with the argument of `check` that has a similar name; "" if there is none."""
     near = difflib.get_close_matches(str(name), arguments_of_check(), n=1)
     return f"did you mean {near[0]!r}?" if near else ""
 

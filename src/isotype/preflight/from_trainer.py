@@ -25,8 +25,8 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     """Return the request for a trainer's first step, before `train()` is called, with the trainer's loss and arguments.
 
     The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO, RLOO), the
-    step is a forward and a backward over completions, without rewards. Unless vLLM generates them, the step also
-    generates one token outside of autocast, as the trainer does.
+    step is a forward and a backward over completions, without rewards. Unless vLLM generates the completions, the step
+    also generates one token outside of autocast, as the trainer does.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -182,7 +182,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any) -> LossOf:
-    """Return the loss over a made-up batch, for a data set of prompts. Its rows are as long as the longest completion."""
+    """Return the loss over a made-up batch, for a data set of prompts; a row is as long as the longest completion."""
     arguments = trainer.args
     rows = arguments.per_device_train_batch_size
     length = arguments.max_completion_length or 128

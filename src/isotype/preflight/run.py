@@ -345,10 +345,10 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""A check measures value ranges if this is expected to take at most this time; `isotype.measure_ranges` has no limit."""
+"""A check measures value ranges if it expects to need at most this many seconds; `measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
-"""Device type -> float32 FLOP/s of a small device of this type: two cores with AVX2, and a T4."""
+"""Device type -> float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""
 _WEIGHTS_A_SECOND = 2e8
 """Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3

@@ -103,8 +103,8 @@ def require_positions(model: nn.Module, batches: Batches) -> Batches:
     longest = max((rows.shape[-1] for rows in ids if isinstance(rows, torch.Tensor)), default=0)
     if limit is not None and longest > limit:
         row = f"a row of {longest} tokens"
-        expected = f"at most {limit}, the positions that {type(model).__name__} has"
-        raise UsageError.of("the batch is longer than the model's positions", row, expected, "cut the rows")
+        expected = f"at most {limit} tokens, the number of positions of {type(model).__name__}"
+        raise UsageError.of("a row is longer than the model's position table", row, expected, "cut the rows")
     return batches
 
 

@@ -100,7 +100,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Record the step in the `with` block. Its batch has `rows` texts; if `rows` is 0, the batch counts as one text."""
+        """Record the step in the `with` block. The batch has `rows` texts; if `rows` is 0, the batch counts as one text."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -228,7 +228,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return size
 
     def _place(self) -> tuple[str, Any]:
-        """Return (module, line) of the current operator. In a backward, these are those of the operator's forward call."""
+        """Return (module, line) of the current operator. In a backward, return those of the operator's forward call."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             return self._places.get(node_number(node), ("", None))

@@ -44,7 +44,7 @@ def _cached(tensor: torch.Tensor) -> Magnitude | None:
 
 
 def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
-    """Cache the magnitude of `tensor` until the tensor is written to. That of an inference tensor is not cached."""
+    """Cache the magnitude of `tensor` until the tensor is written to. Magnitudes of inference tensors are not cached."""
     version = version_of(tensor)
     if version is not None:
         setattr(tensor, _KNOWN, (version, measured))

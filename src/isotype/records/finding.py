@@ -101,7 +101,7 @@ class RangeBoundaries:
     exceptions: tuple[tuple[str, str, int], ...] = ()
 
     def action(self) -> Action:
-        """Return the action that applies the boundaries to a whole model."""
+        """Return the action with which a fix applies these decisions to a whole model."""
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod

@@ -70,7 +70,7 @@ class Products:
         flops: FLOPs of a step; only half of the FLOPs of attention are counted.
         flops_per_second: the device's dense peak rate.
         emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None. If it is
-            set, `flops_per_second` is the rate of this dtype.
+            set, `flops_per_second` is the rate of `emulated_in`.
     """
 
     flops: float

@@ -69,7 +69,7 @@ class NonFinite:
         operands: float operands before the operator ran.
         culprit: the operand that was already not finite; None if all operands were finite.
         exact: largest magnitude of the result if the operator runs in the next wider dtype (float32 for 16 bits, else
-            float64). None if that result is not finite either, or if the operator does not run in that dtype.
+            float64). `exact` is None if that result is not finite either, or if the operator lacks that dtype.
         entries: for an element-wise operator, the operands' values at the first element that is not finite; empty for
             cause `"row"`.
         rows: rows of the batch with elements that are not finite, if the result has the batch's rows.

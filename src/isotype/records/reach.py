@@ -167,8 +167,8 @@ class Reach:
         undecided: clauses; each names a dependence that was not measured, and the reason.
         matrix: the tokens that reach some predictions of one row; None if not measured.
         skipped: modules that have weights and run only for the batches of some processes.
-        parting: the first place at which the processes call different collectives of FSDP. None if there is no such
-            place or only one batch, or if this process already has a process group.
+        parting: the first place at which the processes call different collectives of FSDP. `parting` is None if there is
+            no such place or only one batch, or if this process already has a process group.
         ungraded: trainable parameters that get no gradient from the loss of at least one batch.
     """
 

@@ -59,7 +59,7 @@ class StepRequest:
         wiring: whether to run a small copy of the model to measure which inputs reach which predictions. If a wrapper
             calls the model with other inputs, `wiring` has these inputs instead of True.
         others: batches that other processes get at the same time.
-        ranges: measured value ranges. If this is None, `run` measures the ranges of a float16 step, provided that the
+        ranges: measured value ranges. If `ranges` is None, `run` measures the ranges of a float16 step, provided that the
             weights are available and the measurement is short.
     """
 

@@ -31,7 +31,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of `.to(dtype)` and similar calls. Casts inside of all other functions are made by autocast."""
+"""Python names of `.to(dtype)` and similar calls. A cast in a function with another name is made by autocast."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name

@@ -50,8 +50,8 @@ class BitsandbytesStatus:
 
     Attributes:
         works: whether quantization works on the device; None if it was not tried.
-        backend: the library that bitsandbytes loaded, as a clause; None unless quantization works.
-        message: why quantization does not work or was not tried, as a clause; None if it works.
+        backend: a clause that names the library that bitsandbytes loaded; None unless quantization works.
+        message: a clause that says why quantization does not work or was not tried; None if it works.
     """
 
     version: str | None
@@ -153,7 +153,7 @@ def try_bitsandbytes(
         message = lines[-1] if lines else f"the process ended with status {done.returncode} without output"
         return BitsandbytesStatus(version, False, None, message)
     if not profile.present:
-        message = f"it imports, but this machine has no {profile.title} to try it on"
+        message = f"it can be imported, but this machine has no {profile.title} for a trial"
         return BitsandbytesStatus(version, None, None, message)
     return read_answer(version, json.loads(answers[-1].removeprefix(_ANSWER)))
 

@@ -66,8 +66,8 @@ class DeviceProfile:
         refused: dtype -> why its matmuls do not run at all.
         memory_bytes: bytes that torch can use; None if the size varies. On a GPU this is the driver's total, which is
             below the advertised size.
-        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. It has only
-            the dtypes with a published rate.
+        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. `peak_flops`
+            has only the dtypes with a published rate.
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
         capability: compute capability as in torch.cuda; on ROCm it is derived from the gfx architecture; None for other

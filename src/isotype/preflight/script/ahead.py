@@ -33,7 +33,7 @@ TRIED_BEFORE = 2.0
 """Fixes are tried before the first step only if this is expected to take at most this many seconds."""
 
 TRIED_AFTER = 60.0
-"""The same limit for fixes that are tried after a crash."""
+"""Fixes are tried after a crash only if this is expected to take at most this many seconds."""
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:

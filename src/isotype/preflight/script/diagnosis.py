@@ -366,7 +366,7 @@ class Diagnosis:
             self._print_call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:
-        """Trace the step again on fake tensors, try the fixes, and return the report; None if the trace fails."""
+        """Trace the step again on fake tensors, try the fixes, and return the report; None if this is not possible."""
         # A trace on fake tensors leaves out the casts of FSDP2, and a crash leaves FSDP2's gathered parameters behind.
         if (
             self.watch.model is None
@@ -424,7 +424,7 @@ class Diagnosis:
 
 
 def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """Return a function (model, inputs) -> loss. It puts into `returned` whether the model itself returned a loss.
+    """Return a function (model, inputs) -> loss. The function puts into `returned` whether the model itself returned a loss.
 
     `returned` is a queue, because a check restores all other objects that the function changes.
     """

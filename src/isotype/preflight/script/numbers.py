@@ -35,7 +35,7 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of forwards that are kept. It limits memory if a script never calls an optimizer of torch."""
+"""Maximum number of forwards that are kept, which limits memory if a script never calls an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ def _leads_to_modes(entry: _Entry) -> bool:
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks: then torch called `inner` only because of the watch's hooks."""
+    """Return whether the frame's module has no hooks; if so, torch called `inner` only because of the watch's hooks."""
     # Imported here, because a script without torch must not import it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 

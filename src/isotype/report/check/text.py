@@ -293,7 +293,7 @@ def lines(
         width: maximum columns of a line; only very long words exceed it.
         in_script: True if a script ran the step under `isotype run`.
         command_width: maximum columns of a command; None writes each command on one line.
-        whole: True to include all details of findings, and the parts of memory and time.
+        whole: True to include all details of findings, and memory and time in detail.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))
@@ -324,7 +324,7 @@ def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
             *weights,
             ("FLOPs", flops_words(report)),
             *(row for row in trust(report) if row[0] != "note"),
-            ("-v", f"prints the parts of memory and time{_left_out(report)}"),
+            ("-v", f"prints memory and time in detail{_left_out(report)}"),
         ]
     return [
         *([("data", setup.data)] if setup.data else []),
