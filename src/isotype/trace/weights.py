@@ -63,7 +63,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield a record of the name, dtype and shape of each parameter of `model`; no values are read.
+    """Yield a record (name, dtype, shape, …) of each parameter in `model`. No values are read.
 
     Buffers are left out, and so are the parameters of lazy layers, which have no shape yet.
     """

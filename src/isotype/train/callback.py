@@ -68,7 +68,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
         check: `"error"` raises PrecisionError if the preflight finds an error or if the trainer contradicts the policy
             (in the GradScaler, the dtype of the optimizer state, or rounded values). `"warning"` logs the error, and None
-            turns both checks off. An error is only logged if it follows from an unmeasured operator contract.
+            turns both checks off. Errors from operator contracts that were not measured are only logged.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
         ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
             step are measured on the first batch. The measurement takes additional memory.

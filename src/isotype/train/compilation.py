@@ -3,7 +3,7 @@
 By default, accelerate compiles the whole model, including the head, the loss and isotype's hooks. The Python state of
 the hooks causes graph breaks, or a recompilation at every call. Most time is spent in the blocks, and all blocks of a
 class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only the `forward` method of
-each block is compiled, and hooks run outside of `forward`, so they stay outside of the graph.
+each block is compiled. Hooks run outside of `forward`, so the hooks stay outside of the graph.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Return accelerate's options for `torch.compile` and turn its own compilation off. Return None if it is off already.
+    """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling. Without options, return None.
 
     With DeepSpeed, accelerate still compiles the model, and the result is None.
     """

@@ -1,4 +1,4 @@
-"""The date in chat templates is the day on which the run was first started. Checkpoints record the date."""
+"""Chat templates get the day on which the run was first started as today's date. Checkpoints record the day."""
 
 from __future__ import annotations
 

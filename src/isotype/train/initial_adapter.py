@@ -114,8 +114,8 @@ OF_FLOATS = ("orthogonal", "olora", "pissa")
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of each base weight is not saved but computed again whenever the adapter is attached. The rest is then the
-same up to rounding, even if the new decomposition has other signs.
+The rest of each base weight is not saved but computed again whenever the adapter is attached. The
+recomputed rest is the same up to rounding, even if the new decomposition has other signs.
 """
 
 LOFTQ = "loftq"

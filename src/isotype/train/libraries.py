@@ -1,4 +1,4 @@
-"""Before a model is loaded, refuses installed libraries without the functions that isotype calls or overrides."""
+"""Refuses installed libraries that lack a function which isotype calls or overrides, before a model is loaded."""
 
 from __future__ import annotations
 

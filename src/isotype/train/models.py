@@ -227,7 +227,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the smaller side of every adapted layer. Add a note if it exceeds only some."""
+    """Raise UsageError if the rank exceeds the smaller side of every adapted layer. Add a note if only some are smaller."""
     rank, targets = getattr(config, "r", None), config.target_modules
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
@@ -312,8 +312,8 @@ def weightless_model(
     Args:
         model_class: a model class or auto class of transformers, or None for the class that the config names.
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
-        fold: True to fold equal layers (see `isotype.model.fold`) before adapters are added. Layers are folded after that
-            if the policy, the quantizer or the adapters' config selects layers by number.
+        fold: True to fold equal layers (see `isotype.model.fold`) before adapters are added. Layers are folded after
+            adapters are added if the policy, the quantizer or the adapters' config selects layers by number.
         **settings: fields of the config to set, such as `num_labels`.
 
     Raises:

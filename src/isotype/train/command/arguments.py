@@ -260,7 +260,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     *_limited(_NOT_NEGATIVE, "epsilon eval_delay"),
     *_limited(_SEED, "seed data_seed"),
     *_limited(_SHARE, "adam_beta1 adam_beta2 label_smoothing_factor"),
-    Argument("label_smoothing", limit=Limit(0, 0.5, fix="give the share of pairs in the wrong order")),
+    Argument("label_smoothing", limit=Limit(0, 0.5, fix="give the share of wrongly ordered pairs")),
     Argument("temperature", limit=Limit(0, above=True, fix="1 is the default")),
     Argument("top_p", limit=Limit(0, 1, above=True, fix="1 keeps every token")),
     Argument(

@@ -17,7 +17,7 @@ AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
 """Arguments that accept `auto`. If the value is `auto`, the plan for this machine (`isotype plan`) chooses a value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""The two names of the gradient-checkpointing argument (the second since transformers 5.23). `auto` decides by memory."""
+"""Old and new name (transformers 5.23) for gradient checkpointing. With `auto`, the step's estimated memory decides."""
 
 Holder = Literal["script", "training", "model", "dataset", "isotype"]
 HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
@@ -221,13 +221,13 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` with the config file's variables, or () if `arguments` names the file (it sets them)."""
+        """Return `env NAME=VALUE …` for the config file's variables, or () if the command names the file, which sets them."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
     def arguments(self) -> tuple[str, ...]:
-        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and values other than the file's."""
+        """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and the values that FILE does not set."""
         config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
@@ -273,7 +273,7 @@ class Command:
         )
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
-        """Map each argument that has different values to the pair of its value here and its value in `other`."""
+        """For each argument whose values differ, return the pair (value in this command, value in `other`)."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 

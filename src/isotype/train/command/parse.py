@@ -146,7 +146,7 @@ def _parser(
 
 
 _cached_parser = functools.lru_cache(maxsize=32)(_parser)
-"""Parsers are cached: a command is parsed several times, and adding hundreds of arguments takes milliseconds."""
+"""`_parser` with a cache. A command is parsed several times, and adding hundreds of arguments takes milliseconds."""
 
 
 def training_parser(method: str) -> Parser:
@@ -180,7 +180,7 @@ def _check_json(argument: Argument, value: Any) -> None:
 
 
 def read_config(path: str, method: str) -> ConfigFile:
-    """Read a YAML file with the names of isotype or another training program. Set the environment variables of `env`."""
+    """Read a YAML file of isotype or another training program. Set the environment variables that the file has in `env`."""
     content, lines = _mapping(path)
     content, problems = in_isotype_names(content, method, path)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}

@@ -96,7 +96,7 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Record `names` as translated into the arguments `ours`. No `ours` means that isotype always does as requested."""
+        """Record `names` as translated into the arguments `ours`. Without `ours`, isotype always does as the names request."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
@@ -185,7 +185,7 @@ class Reader:
             self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
 
     def _open(self, names: str) -> list[str]:
-        """Return the names in the file that match `names` (names or patterns) and have no result so far."""
+        """Return the names in the file that match `names` (names or patterns) and are not settled yet."""
         patterns = names.split()
         return [
             name

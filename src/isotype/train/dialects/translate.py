@@ -21,7 +21,7 @@ _METHOD = ("stage", "rl", "reward_model")
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Recognise by names in a file the program that the file was written for. Return None if it was isotype."""
+    """Return the program that a file was written for, judged by the names in the file. Return None for a file of isotype."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1

@@ -73,7 +73,7 @@ class StepMeter:
         return step
 
     def launch(self) -> Step:
-        """After the step's backward, collect its values on the device without waiting for the device."""
+        """After the backward of a step, collect the step's values on the device, without waiting for the device."""
         accelerator = self.trainer.accelerator
         self.now.scale = loss_scale(getattr(accelerator, "scaler", None))
         self.now.launch(self.trainer.args.device, accelerator if self.together else None, bool(self.signals))

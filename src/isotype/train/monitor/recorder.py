@@ -187,7 +187,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback in rank 0 that calls `write` after some steps, so rarely that writing takes at most 1% of the time.
+    """Callback that calls `write` in rank 0, so rarely that writing takes at most 1% of the training's time.
 
     `write` writes the report of the run so far. A SaveError from `write` is ignored, because writing the last report
     raises the error again.

@@ -61,8 +61,8 @@ def write_manifest(directory: Path) -> None:
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
     """Describe in a clause what is missing or damaged in a checkpoint. Return None if the checkpoint is complete.
 
-    A checkpoint of another program needs no manifest, but weights and a readable trainer state (which is written last).
-    If `contents` is True, every file is compared with its checksum in the manifest.
+    A checkpoint of another program has no manifest, but must have weights and a readable trainer state. If `contents` is
+    True, every file is compared with its checksum in the manifest.
     """
     if not checkpoint.is_dir():
         return "it is not a folder" if checkpoint.exists() else "it does not exist"

@@ -191,8 +191,8 @@ def identity_of(
 ) -> dict[str, Any]:
     """Return the settings that determine the numerical results of a run, by argument name, as plain JSON values.
 
-    Four names are not arguments: `method`, `rows in an optimizer step` (of all processes), and `weights` and `rows`, the
-    fingerprints of the model and the training rows (or None). `settings` must be from before the trainer was built.
+    Some names are not arguments, such as `rows in an optimizer step` (of all processes). `weights` and `rows` are
+    fingerprints of the model and the training rows, or None. `settings` must be from before the trainer was built.
     """
     from transformers import TrainingArguments
 

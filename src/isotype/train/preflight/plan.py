@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
         bare: True if a model was named without a training method.
-        batch, length: number of rows in the step, and number of tokens per row. None leaves it to the training's arguments.
+        batch, length: number of rows in the step, and number of tokens per row. None: the training's arguments decide.
         fsdp: version of FSDP (0 for no FSDP), or None if the training's arguments decide.
         devices: number of devices that train together, or None if the launcher decides.
         sarif: path of the SARIF report, or `-` for standard output.

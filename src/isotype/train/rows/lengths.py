@@ -54,7 +54,7 @@ class Lengths:
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows longer than `limit` tokens, which are cut (or left out if `whole`). None if there are none."""
+        """Describe the rows longer than `limit` tokens, which are cut (or left out if `whole`), or return None."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None

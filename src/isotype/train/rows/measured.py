@@ -37,7 +37,7 @@ _LENGTH = 128
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
     """Return about `tokens` tokens from rows spread over a data set, as an int64 batch `[rows, length]` padded on the right.
 
-    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or to the model's positions if fewer.
+    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or fewer if the model has fewer positions.
     """
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
