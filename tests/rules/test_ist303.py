@@ -1,5 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isotype import check
 from isotype.records.finding import Action
 from isotype.rules.ist303_no_scaler import find
 from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, call, operand, packed, trace
@@ -15,10 +23,40 @@ def test_float16_backward_without_scaler() -> None:
 
 
 def test_float16_masters_lose_adams_epsilon() -> None:
-    (finding,) = find(trace([adapter(FP16)], compute=FP16))
-    assert finding.message == "1 float16 parameter is trained without loss scaling"
+    update = call("aten.addcdiv_.default", operand(FP16), phase="optimizer")
+    (finding,) = find(trace([adapter(FP16)], [update], compute=FP16))
+    assert (finding.severity, finding.message) == (
+        "warning",
+        "1 float16 parameter is trained without loss scaling",
+    )
     assert "0 / 0" in finding.notes[0]
     assert all(Action("setting", "scaler", "True") in fix.actions for fix in finding.fixes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tokens", "severity"),
+    [
+        (torch.optim.AdamW, 6, "error"),
+        (partial(torch.optim.AdamW, fused=True), 6, "warning"),
+        (partial(torch.optim.SGD, lr=0.1), 6, "warning"),
+        (torch.optim.AdamW, 8, "warning"),
+    ],
+)
+def test_rows_of_an_embedding_that_become_nan(optimizer: Any, tokens: int, severity: str) -> None:
+    """huggingface/sentence-transformers #3233; the real step decides."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).half()
+    ids = torch.arange(tokens)
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        return m(ids).float().square().mean()
+
+    request = check(model, loss, device="cpu", optimizer=optimizer(model.parameters()), verify=False)
+    (finding,) = (finding for finding in request.findings if finding.code == "IST303")
+    assert finding.severity == severity
+    real = optimizer(model.parameters())
+    loss(model).backward()
+    real.step()
+    assert any(bool(p.isnan().any()) for p in model.parameters()) == (severity == "error")
 
 
 def test_where_nothing_computes_in_float16_no_scaler_is_added() -> None:

@@ -1,7 +1,8 @@
 """
 **What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so
 smaller gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 also becomes
-zero, and a parameter whose gradient is zero gets the update 0 / 0.
+zero, and a parameter whose gradient is zero gets the update 0 / 0. Rows of an embedding that the batch does not use have
+a zero gradient, so they are NaN after the first step: then the finding is an error. Fused kernels of Adam divide in float32.
 
 **Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16, they become NaN within a
 few steps.
@@ -20,12 +21,14 @@ few steps.
 **How safe is the fix?** A GradScaler multiplies the loss by a power of two, and later divides the gradients by the same
 number. A cast of the parameters to float32 keeps every digit.
 
-**Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39.
+**Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39;
+huggingface/sentence-transformers #3233.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,7 +36,7 @@ import torch
 from isotype.core.dtypes import parse_dtype
 from isotype.core.names import agree
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import HALVES, Trace
+from isotype.records.trace import HALVES, Call, Trace, Weight
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.kit import costs
 from isotype.rules.kit.value_ranges import flushed
@@ -48,11 +51,17 @@ def find(trace: Trace) -> Iterator[Finding]:
     if setup.scaler or "backward" not in setup.phases or not weights:
         return
     half = trained(trace, torch.float16)
-    cause, notes = "", list(_measured(trace))
+    cause, notes, unused = "", list(_measured(trace)), None
     if half:
         message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
-        if "adam" in setup.optimizer.lower():
+        if any(_divides(call) for call in trace.calls):
             notes.insert(0, "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0")
+            unused = next(_unused_rows(trace, half), None)
+            if unused is not None:
+                message += f": the first update turns rows of {unused.name} into NaN"
+                notes.insert(
+                    1, f"{unused.name} has more rows than the batch has tokens: the others' gradient is zero"
+                )
     elif _backward_in_float16(trace):
         message = "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero"
         autocast = setup.autocast == torch.float16
@@ -61,7 +70,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     yield finding_of(
         "IST303",
-        "warning",
+        "warning" if unused is None else "error",
         message,
         half or weights,
         cause=cause,
@@ -69,6 +78,20 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=tuple(notes),
         fixes=tuple(_fixes(trace)),
     )
+
+
+def _divides(call: Call) -> bool:
+    """Return whether a call is the division of an Adam step in float16; a fused kernel divides in float32."""
+    return call.phase == "optimizer" and "addcdiv" in call.op and call.operands[0].dtype == torch.float16
+
+
+def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:
+    """Yield the embeddings that have more rows than the batch has tokens, and that no head shares."""
+    for call in trace.calls:
+        if call.op == "aten.embedding.default" and call.phase == "forward":
+            table, tokens = call.operands[:2]
+            if table.shape[0] > math.prod(tokens.shape):
+                yield from (w for w in half if w.name == table.origin.name and not w.tied)
 
 
 def _measured(trace: Trace) -> Iterator[str]:
