@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import transformers
 
+import isotype
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.command import specs
 from isotype.train.command.settings import parse_settings
+from isotype.train.preflight.step import PlannedStep
 from isotype.train.preflight.step_plan import parse_options, plan_of
 
 
@@ -154,3 +159,14 @@ def test_what_is_not_traced_as_asked_is_said():
 def test_bad_arguments(argv, message):
     with pytest.raises(UsageError, match=message):
         plan(*argv)
+
+
+def test_a_reward_model_of_a_model_that_takes_pictures_has_a_padding_token(
+    saved: Callable[..., Path],
+) -> None:
+    """The config of such a model has none; that of its text model has one."""
+    path = saved("gemma3-vision")
+    plan = plan_of(*parse_options(["reward", "--model_name_or_path", str(path)]))
+    policy = isotype.resolve_precision(path, "float32", device="cpu")
+    model, _ = PlannedStep(plan, transformers.AutoConfig.from_pretrained(path), policy).model(None)
+    assert model.config.get_text_config().pad_token_id == 0

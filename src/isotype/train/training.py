@@ -227,6 +227,8 @@ def _build(run: Run, console: Console) -> Built:
     training, method = settings.training, settings.method
     source = tokenizer_source(run.checkpoint)
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
+    if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     mark(run, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     notes = list(run.notes)

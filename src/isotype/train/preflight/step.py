@@ -252,8 +252,9 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
         **dict(method.model_kwargs),
     )
     model.config.use_cache = False
-    if method.loss == "reward" and model.config.pad_token_id is None:
-        model.config.pad_token_id = 0  # any id: the trainer sets the tokenizer's, which is unknown
+    text = model.config.get_text_config()
+    if method.loss == "reward" and text.pad_token_id is None:
+        text.pad_token_id = 0  # any id: the trainer sets the tokenizer's, which is unknown
     if plan.checkpointing is not None:
         checkpoint_gradients(model, plan.checkpointing, adapters=plan.lora is not None)
     if some:
