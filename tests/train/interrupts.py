@@ -87,7 +87,7 @@ def main() -> None:
     found["command"] = Run(root, "once", [*command, *near]).end()
 
     run = Run(root, "hangup", arguments(root, "hangup", 400, "--save_strategy", "no"))
-    run.when_printed("step 6/").send(signal.SIGHUP).when_printed("once more")
+    run.when_printed("step 6/").send(signal.SIGHUP).when_printed("a second signal")
     found["hangup"] = run.send(signal.SIGHUP).end()  # the kernel says so, and the shell
 
     found["full"] = Run(
@@ -100,12 +100,12 @@ def main() -> None:
 
     run = Run(root, "twice", arguments(root, "twice", 400, "--save_steps", "3"))
     run.when_printed("step 6/").when((run.out / "checkpoint-6").exists).send(signal.SIGINT)
-    found["twice"] = run.when_printed("once more").send(signal.SIGINT).end()
+    found["twice"] = run.when_printed("a second signal").send(signal.SIGINT).end()
 
     run = Run(root, "while-saving", arguments(root, "while-saving", 400, "--save_steps", "1"))
     run.when((run.out / "checkpoint-3").exists).when(lambda: not (run.out / STAGING).exists())
     # Of two that are sent at once the kernel may hand over the second first, to another thread: the status is the first's.
-    run.when_saving().send(signal.SIGINT).when_printed("once more")
+    run.when_saving().send(signal.SIGINT).when_printed("a second signal")
     found["while-saving"] = run.send(signal.SIGTERM).end()
 
     loading = {"loading-term": signal.SIGTERM, "loading-int": signal.SIGINT}

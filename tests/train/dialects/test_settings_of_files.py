@@ -180,7 +180,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
     with pytest.raises(UsageError) as caught:
         parse_settings(METHODS["sft"], ["--config", written(AXOLOTL | refused)])
     assert str(caught.value) == (
-        "theirs.yaml requests something that isotype does not do\n"
+        "theirs.yaml requests features that isotype lacks\n"
         "  - optimizer: muon\n"
         "    expected  one of adamw_torch, adamw_torch_fused, adafactor, adamw_torch_4bit, adamw_torch_8bit, ademamix, sgd, adagrad, "
         "adamw_bnb_8bit, adamw_8bit, ademamix_8bit, lion_8bit, lion_32bit, paged_adamw_32bit, paged_adamw_8bit, "

@@ -186,9 +186,7 @@ def read_config(path: str, method: str) -> ConfigFile:
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)
-    headline = (
-        f"{path} requests something that isotype does not do" if problems else f"unknown names in {path}"
-    )
+    headline = f"{path} requests features that isotype lacks" if problems else f"unknown names in {path}"
     problems += [
         unknown_name(str(key), sorted(known), value) for key, value in content.items() if key not in known
     ]

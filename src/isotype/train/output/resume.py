@@ -310,9 +310,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
         setting = (
-            f"{len(now)} layers that are stored differently from most layers"
-            if now
-            else "all layers stored in one format"
+            f"{len(now)} layers stored differently from most" if now else "all layers stored in one format"
         )
         expected = f"{len(was)} such layers" if was else "no such layer"
         fix = "leave --quantization mixed out"

@@ -97,11 +97,7 @@ def image_size(text: str) -> tuple[int, int]:
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--batch",
-        type=int,
-        help="rows in a step (default: the training's batch size, or 1 for MODEL without a method)",
-    )
+    add("--batch", type=int, help="rows in a step (default: as in the training, or 1 for MODEL alone)")
     add("--length", type=int, help=f"tokens in a row (default: --max_length, or {DEFAULT_LENGTH})")
     add(
         "--devices",

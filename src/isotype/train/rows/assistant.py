@@ -186,9 +186,7 @@ def labelled_row(
     return {"input_ids": ids, "labels": labels}
 
 
-_SAME_BEGINNING = (
-    "a chat template that renders the first turns of a conversation the same, whatever turns follow"
-)
+_SAME_BEGINNING = "a chat template that renders the first turns of a conversation the same, whatever follows"
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
     "'prompt' and 'completion', whose loss counts only the completion; or leave --assistant_only_loss out"
