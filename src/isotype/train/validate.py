@@ -210,7 +210,7 @@ def _schedule(settings: Settings) -> Iterator[Problem]:
     kind, arguments = training.lr_scheduler_type, training.lr_scheduler_kwargs
     setting = f"--lr_scheduler_type {getattr(kind, 'value', kind)}"
     setting += f" --lr_scheduler_kwargs {json.dumps(arguments)}" if arguments else ""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     try:
         get_scheduler(kind, optimizer, 1, 10, dict(arguments or {}))
     except _BUILD_ERRORS as error:
