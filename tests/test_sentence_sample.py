@@ -14,6 +14,8 @@ FILE = '''
 def sums(rows):
     """Sum the rows of a table.
 
+        total = sums(rows)  # an example of a call is no sentence either
+
     Attributes:
         rows: a list of numbers without gaps.
         by: too short.
@@ -50,8 +52,8 @@ def test_sentences_have_kind_place_and_holder(tmp_path: Path, monkeypatch: pytes
         ("docstring", "isotype/room.py:2", "isotype.room", "The door of a room opens twice."),
         ("docstring", "isotype/room.py:2", "isotype.room", "It closes once a day, at night."),
         ("docstring", "isotype/room.py:4", "sums", "Sum the rows of a table."),
-        ("docstring", "isotype/room.py:7", "sums", "rows: a list of numbers without gaps."),
-        ("message", "isotype/room.py:11", "isotype.room", "{len(rows)} rows are too many here"),
+        ("docstring", "isotype/room.py:9", "sums", "rows: a list of numbers without gaps."),
+        ("message", "isotype/room.py:13", "isotype.room", "{len(rows)} rows are too many here"),
         ("page", "README.md:3", "README.md", "Code is no sentence either:"),
         ("page", "README.md:9", "README.md", "The key of the room is under the mat."),
     ]

@@ -24,6 +24,7 @@ _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*])")
 _PART = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.)\s+|^(?=    \**\w+: )", re.MULTILINE)
 _PATTERN = re.compile(r"\\|\(\?")
 _CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
+_EXAMPLE = re.compile(r"(?<=\n\n)(?: {4,}\S.*\n?|\n)+")
 _SKIPPED = ("|", "#", "<")
 _LEAST_WORDS = 5
 
@@ -55,7 +56,8 @@ def _in_module(module: Module) -> Iterator[Sentence]:
             match node.body[:1]:
                 case [ast.Expr(value=ast.Constant(value=str(text)) as alone)]:
                     no_message.add(id(alone))
-                    yield from _split("docstring", path, alone.lineno, holder, inspect.cleandoc(text))
+                    prose = _EXAMPLE.sub(_blank, inspect.cleandoc(text))
+                    yield from _split("docstring", path, alone.lineno, holder, prose)
         elif isinstance(node, ast.JoinedStr):
             no_message |= {id(part) for part in node.values}
     for node in ast.walk(module.tree):
@@ -78,8 +80,12 @@ def _written(node: ast.expr) -> str:
 
 
 def _in_page(path: str, text: str) -> Iterator[Sentence]:
-    prose = _CODE.sub(lambda block: "\n" * block.group().count("\n"), text)
-    return _split("page", path, 1, path, prose)
+    return _split("page", path, 1, path, _CODE.sub(_blank, text))
+
+
+def _blank(code: re.Match[str]) -> str:
+    """Return as many empty lines as the code has lines, so that the lines after it keep their numbers."""
+    return "\n" * code.group().count("\n")
 
 
 def _split(kind: str, path: str, line: int, holder: str, text: str) -> Iterator[Sentence]:
