@@ -3,9 +3,13 @@
 python -m tools.sentence_sample --seed 7              # 40 sentences of pages, docstrings and messages
 python -m tools.sentence_sample --seed 7 --count 20
 python -m tools.sentence_sample --under src/isotype/trace    # all of a folder or a file, in order
+python -m tools.sentence_sample --seed 7 --beside peft trl --places build/places.txt    # mixed with other libraries' sentences
 
 The reader sees a sentence with its file, its line and its function, and may not open the file. A sentence that needs a second reading
 is rewritten, and so are its like. Then another person reads another sample.
+
+Readers differ in how strict they are. With `--beside`, as many sentences of other libraries' docstrings and messages are mixed in,
+shuffled and printed without their places, so that a reader judges both by the same bar; `--places` gets the places.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import ast
 import inspect
 import random
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from tools.sources import ROOT, Module, Sources, read_sources
 
@@ -26,6 +32,7 @@ _PATTERN = re.compile(r"\\|\(\?")
 _CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _EXAMPLE = re.compile(r"(?<=\n\n)(?: {4,}\S.*\n?|\n)+")
 _SKIPPED = ("|", "#", "<")
+_LINK = re.compile(r">>>|http|\[`|<Tip")
 _LEAST_WORDS = 5
 
 
@@ -41,14 +48,14 @@ class Sentence:
 
 def sentences(sources: Sources) -> list[Sentence]:
     """Return all sentences of five words or more in docstrings, messages, README, CONTRIBUTING and docs."""
-    drawn = [sentence for module in sources.modules.values() for sentence in _in_module(module)]
+    drawn = [sentence for module in sources.modules.values() for sentence in _in_module(module, ROOT)]
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         drawn += _in_page(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
     return drawn
 
 
-def _in_module(module: Module) -> Iterator[Sentence]:
-    path = str(module.path.relative_to(ROOT))
+def _in_module(module: Module, root: Path) -> Iterator[Sentence]:
+    path = str(module.path.relative_to(root))
     no_message: set[int] = set()
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
@@ -99,15 +106,55 @@ def _split(kind: str, path: str, line: int, holder: str, text: str) -> Iterator[
                 yield Sentence(kind, f"{path}:{line + text.count(chr(10), 0, place)}", holder, sentence)
 
 
+def of_library(name: str) -> list[Sentence]:
+    """Return the sentences of the docstrings and messages of an installed library."""
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"--beside {name}: no package of this name is installed")
+    folder = Path(spec.submodule_search_locations[0])
+    read: list[Sentence] = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        dotted = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+        read += _in_module(Module(dotted, path, text, ast.parse(text)), folder.parent)
+    return read
+
+
+def _mixed(own: list[Sentence], others: Sequence[str], chance: random.Random, count: int) -> list[Sentence]:
+    """Return `count` of our sentences and `count` of the other libraries', without pages, links and doctests, shuffled."""
+    theirs = [sentence for name in others for sentence in of_library(name)]
+    drawn = []
+    for group in (own, theirs):
+        prose = [each for each in group if each.kind != "page" and not _LINK.search(each.text)]
+        drawn += chance.sample(prose, count)
+    chance.shuffle(drawn)
+    return drawn
+
+
+def _unnamed(sentence: Sentence, libraries: Sequence[str]) -> Sentence:
+    """Return the sentence without its place and the names of the libraries, which would tell a reader where it is from."""
+    text = re.sub("|".join(libraries), "library", sentence.text, flags=re.IGNORECASE)
+    return replace(sentence, where="a library", holder=sentence.holder.split(".")[-1], text=text)
+
+
 def main() -> None:
     """Print `--count` sentences that `--seed` draws, or without it all `--under` a path."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--under", default="")
+    parser.add_argument("--beside", nargs="+", default=[], metavar="LIBRARY")
+    parser.add_argument("--places", type=Path)
     chosen = parser.parse_args()
+    if chosen.beside and (chosen.seed is None or chosen.places is None):
+        parser.error("--beside needs --seed and --places")
     drawn = [sentence for sentence in sentences(read_sources()) if sentence.where.startswith(chosen.under)]
-    if chosen.seed is not None:
+    if chosen.beside:
+        drawn = _mixed(drawn, chosen.beside, random.Random(chosen.seed), chosen.count)
+        places = "".join(f"{number} {sentence.where}\n" for number, sentence in enumerate(drawn, 1))
+        chosen.places.write_text(places, encoding="utf-8")
+        drawn = [_unnamed(sentence, ["isotype", *chosen.beside]) for sentence in drawn]
+    elif chosen.seed is not None:
         drawn = random.Random(chosen.seed).sample(drawn, min(chosen.count, len(drawn)))
     for number, sentence in enumerate(drawn, 1):
         print(f"{number:3}. {sentence.kind} in {sentence.where} ({sentence.holder})\n     {sentence.text}\n")

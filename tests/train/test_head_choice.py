@@ -139,7 +139,7 @@ def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(head_choice, "_theirs", broken)
     choice = choose(weight(), None, SHAPE, timer=clock(1, 2), card=CARD)
     assert choice == HeadChoice(
-        True, "isotype's: TRL's cannot run here: RuntimeError: PTX was made for another card"
+        True, "isotype's, because TRL's failed: RuntimeError: PTX was made for another card"
     )
     assert TIMES.all(times_file(CARD)) == {}
 

@@ -79,7 +79,7 @@ def product_4bit(
 
     Args:
         x: `[rows, in]` in float32, bfloat16 or float16.
-        state: the quantization state of W, for which `multiplies` returns True.
+        state: the quantization state of W; `multiplies(state)` must be True.
         bias: `[out]` in x's dtype.
     """
     nested: dict[str, torch.Tensor] = {}

@@ -377,8 +377,9 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Wrap a trainer's `training_step`, `compute_loss` and gradient norm; a wrapper gets the method and its arguments.
+    """Wrap a trainer's `training_step`, its `compute_loss` and its method that computes the gradient norm.
 
+    A wrapper is called with the method that it wraps and the arguments of the call.
     Callbacks do not suffice: they get no batch and no loss, and they get the gradient norm only in logged steps. A method
     that a script has replaced on the trainer object is not wrapped.
     """

@@ -1,8 +1,8 @@
 """Atomic writes of files and directories, and locks on them.
 
 Files are written next to their final path, synced to disk and renamed, so that they survive an interrupt or a power
-cut. `write_whole` writes one text. If the replacement of a directory's files is interrupted, the directory has the old
-or the new files, and `recover` finishes or undoes the replacement. Before `recover`, the directory contains some of these:
+cut. `write_whole` writes one text. If the replacement of a directory's files is interrupted, `recover` finishes it (the
+directory then has all new files) or undoes it (all old files). Before `recover`, the directory contains some of these:
 
 - `.isotype-saving/`: files that are being written; `recover` deletes them.
 - `.NAME.isotype-old/`: the complete former NAME while the new NAME takes its place.

@@ -131,8 +131,8 @@ def unpadded(
         most: largest number of tokens in the batch without padding; None for any number.
 
     Returns:
-        None if the batch has almost no padding, has padding between tokens or on another side, or has other inputs than
-        text, or if the caller needs results at padding. Outside of `traced_as`, a fake batch also gives None.
+        None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
+        inputs are not only text, or if `read` is True at padding. Outside of `traced_as`, None for a fake batch, too.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:

@@ -46,7 +46,7 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """Return facts about a training with a row's settings on the data set; None without one.
+    """Return facts about training on the data set with the settings of a plan's row, or None if no data set is given.
 
     `seconds(rows, tokens)` returns the time of a micro-batch, or None.
     """

@@ -25,9 +25,9 @@ average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 
 **Repaired**
 
-    isotype merge …                              # added in float32, rounded once, the error reported
-    average = copy.deepcopy(model).float()       # averages and statistics in float32
-    isotype.fuse(model)                          # adapters of experts act on activations
+    isotype merge …                              # adds in float32, rounds once, reports the rounding error
+    average = copy.deepcopy(model).float()       # keeps averages and statistics in float32
+    isotype.fuse(model)                          # applies adapters of experts to activations, not to weights
 
 **What is not reported.** Updates by the optimizer (IST801), sums that are not stored in a weight or buffer, and
 sums that are computed in float32.

@@ -8,8 +8,8 @@ model shifts them again: all models of transformers shift labels.
 
 **An example that fails**
 
-    labels = torch.roll(ids, -1, dims=1)                       # the next token's
-    model(input_ids=ids, labels=labels).loss.backward()        # transformers shifts them once more
+    labels = torch.roll(ids, -1, dims=1)                       # labels of the next token
+    model(input_ids=ids, labels=labels).loss.backward()        # transformers shifts the labels again
 
 **Repaired**
 

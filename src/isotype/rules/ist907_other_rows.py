@@ -4,9 +4,9 @@
 **Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows), rows compete
 for the limited capacity of experts, or the model flattens the rows into one row, so that they attend to each other.
 
-**Why it is bad.** A row's gradient depends on the other rows. An evaluation has other batches, so it computes other
-predictions for the same row. The result of a training depends on the number of processes and on the size of
-micro-batches.
+**Why it is bad.** A row's gradient depends on the other rows of its batch. An evaluation puts the row into a batch with
+different rows, so it computes a different prediction. The result of a training depends on the number of processes and
+on the size of micro-batches.
 
 **An example that fails**
 

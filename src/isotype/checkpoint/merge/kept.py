@@ -164,7 +164,7 @@ def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
-    """Load the base under `policy` and add the adapter, unmerged; the model computes in float32, block by block."""
+    """Load the base under `policy` and add the adapter, unmerged; the forward computes in float32, one block at a time."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
@@ -174,7 +174,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a merged model from its files, so that it computes in float32, block by block."""
+    """Load a merged model from its files. Its forward converts one block at a time to float32 and computes the block."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)

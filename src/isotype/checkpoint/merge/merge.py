@@ -289,9 +289,9 @@ def _tokenizer(adapter: Adapter, base: str, revision: str | None) -> Any:
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """Run the adapter on the base of its training; return (outputs or None, tokenizer, notes, policy of that base).
+    """Run the adapter on the model it was trained on; return (outputs or None, tokenizer, notes, that model's policy).
 
-    `policy` is None if the adapter is merged into another base. Then the base of its training may no longer exist.
+    `policy` is None if the adapter is merged into another model. The model it was trained on may no longer exist.
     """
     saved = tokenizer_of(adapter.directory)
     try:

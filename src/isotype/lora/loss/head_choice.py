@@ -146,7 +146,7 @@ def choose(
     except torch.OutOfMemoryError:
         return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
     except TheirsFailedError as failure:
-        return HeadChoice(True, f"isotype's: TRL's cannot run here: {failure}")
+        return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
     if not_stored is not None:
         how += f", not kept: {not_stored}"
     faster = "isotype's" if times.own_is_faster else "TRL's"

@@ -60,7 +60,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
-    """Return the step of a training that is about to begin, with the length of the longest possible row."""
+    """Return the step that the training will run. The step's rows are as long as the longest row of the data can be."""
     rows = data[settings.script.dataset_train_split]
     plan = replace(
         _of_arguments(Options(), settings),
