@@ -225,7 +225,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
-    """Yield problems with the loss marks and the parts of a row's messages."""
+    """Yield the problems of each message in a row: wrong loss marks, and wrong parts of its content."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)

@@ -45,7 +45,7 @@ class Reached(StepRates):
     """Rates of trainings relative to a GPU's data sheet. `between` comes from counted kernels; other fields are fitted.
 
     Attributes:
-        products: share of the peak rate that matrix products reach on a GPU with 100 TFLOP/s.
+        products: measured rate of matrix products over the peak rate, on a GPU with a peak of 100 TFLOP/s.
         falling: exponent of (100 TFLOP/s / peak rate), the factor of the share `products` on other GPUs.
         ceiling: the largest share. GPUs whose 16-bit products are at most twice as fast as float32 products (GeForce,
             A10G) reach this share, because such GPUs accumulate in float32 at half their rate.
@@ -112,7 +112,7 @@ def draw_rate(device: torch.device) -> float:
 
 
 def page_rate(device: torch.device) -> float | None:
-    """Return the bytes of cleared pages that the system provides to a CPU in a second; None for other devices.
+    """Return at how many bytes per second the operating system provides zeroed pages, or None for devices other than CPUs.
 
     The first write to a new block takes longer than the second, because the system must provide pages. Allocators of
     other devices keep freed blocks, and so avoid this cost.

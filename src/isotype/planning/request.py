@@ -219,7 +219,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the arguments that set the rows of a step, not fewer than requested even if the data has fewer rows."""
+    """Return the arguments for the number of rows per step. The number is never smaller than the request."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:

@@ -255,7 +255,7 @@ class Search:
                 yield mixed
 
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return a row with the most precise mixed storage that fits with an nf4 row's micro-batches; None if none fits.
+        """Return `row`, an nf4 row, with the most precise mixed storage for which its micro-batches still fit, or None.
 
         The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, the next is smaller.
         """

@@ -132,7 +132,7 @@ def _inputs(beginning: Beginning) -> Mapping[str, Any]:
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
-    """Return `optimizer` for a request: its type's name, or an optimizer of the same type without its parameters."""
+    """Return the optimizer to ask for in a `StepRequest`: the name of its type, or one of its type without its parameters."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
     parameters = signature(type(optimizer).__init__).parameters

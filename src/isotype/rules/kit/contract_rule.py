@@ -45,7 +45,7 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """Return the finding of rule `code` for a dtype that the model's code refuses; None if no tensor mismatches."""
+    """Return a finding of rule `code` if the model's own code raised an error about a tensor's dtype; None for other errors."""
     accepted = _dtypes_in(_TAKES.search(failure.error))
     refused = frozenset() if accepted else _dtypes_in(_REFUSES.search(failure.error))
     tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]

@@ -106,7 +106,7 @@ def code_of(module: str) -> str:
 
 @cache
 def all_claims() -> tuple[tuple[str, Claim], ...]:
-    """Return (code, claim) of every rule on broken contracts, in the order in which claims are checked."""
+    """Return all claims, each with the code of its rule, in the order in which the claims are checked."""
     modules = rule_modules().items()
     claims = [(code, claim) for code, module in modules for claim in getattr(module, "CLAIMS", ())]
     return tuple(sorted(claims, key=lambda claim: get_args(Stage).index(claim[1].stage)))

@@ -78,7 +78,7 @@ def trace_step(
         code: the code that runs in the step.
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
-        lines: a fix to try, `file:line` -> dtype. Casts and new tensors in such a line get the dtype.
+        lines: another fix to try: at each `file:line`, the dtype that casts and new tensors in this line get.
         deadline: latest end of the step by `time.monotonic`, in seconds. A step that runs longer fails.
         untouched: saved copy of the state that the step can change, for several traces; None to save one here.
         enough: called with the trace so far after a forward or backward with a breach; True ends the step.
@@ -411,7 +411,7 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""Types of an optimizer's attributes that its copy gets, too; other attributes may belong to its parameters."""
+"""Types of attributes that `make_optimizer` copies. Attributes of other types may refer to the optimizer's parameters."""
 
 
 def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:

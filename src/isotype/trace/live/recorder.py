@@ -231,7 +231,7 @@ def _of_gradients(args: Sequence[Any]) -> bool:
 
 
 class LiveFunctions(TorchFunctionMode):
-    """A function mode that records the name of the running function, and errors that no operator has raised."""
+    """A function mode that records which function runs, and errors that a function raises itself, not its operators."""
 
     def __init__(self, recorder: LiveRecorder) -> None:
         super().__init__()
