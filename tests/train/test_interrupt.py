@@ -195,8 +195,15 @@ def test_a_command_that_was_stopped_says_so_whatever_comes():
             signal.signal(number, handler)
 
 
-def test_an_error_that_the_second_signal_has_caused_is_that_signal(tmp_path: Path):
+def test_an_error_that_the_second_signal_has_caused_is_that_signal(
+    tmp_path: Path, request: pytest.FixtureRequest
+):
     """A library may catch the exception of the signal and raise its own: the run ended as failed, with status 1."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a stop leaves both ignored, also in processes that start later
+        request.addfinalizer(partial(signal.signal, number, signal.getsignal(number)))
 
     class Raises(Trainer):
         args = SimpleNamespace(should_save=False)

@@ -59,6 +59,7 @@ class Method:
         task_type: PEFT's task type, by which PEFT chooses the parts to train in addition to the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: condition under which the loss needs a reference model; `compares` checks it for given arguments.
+        always_copies: True if TRL adds a second adapter for the reference even where `compares` returns False.
         dropped: beginning of the message about rows that the trainer drops (a length follows); "" if it drops none.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
@@ -73,6 +74,7 @@ class Method:
     auto_class: str | None = None
     model_kwargs: tuple[tuple[str, Any], ...] = ()
     reference: Reference = "none"
+    always_copies: bool = False
     dropped: str = ""
     fused_head: bool = True
 
@@ -167,6 +169,7 @@ METHODS: dict[str, Method] = {
             "policy",
             _PROMPTS,
             reference="beta",
+            always_copies=True,
         ),
     )
 }

@@ -170,9 +170,8 @@ def brings_tokens(training: Any) -> bool:
 
 
 def _copies_adapter(settings: Settings) -> bool:
-    """Return True if TRL adds a copy of the adapter: `rloo` does so even without a KL term, `grpo` does not."""
-    method, training = settings.method, settings.training
-    return method.reference != "none" and (method.name == "rloo" or method.compares(training))
+    """Return True if TRL adds a copy of the adapter as the reference."""
+    return settings.method.always_copies or settings.method.compares(settings.training)
 
 
 def bias_problems(settings: Settings) -> Iterator[Problem]:
