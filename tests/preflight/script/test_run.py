@@ -273,6 +273,30 @@ def test_a_script_whose_steps_are_all_skipped_is_told_so(
     assert "isotype: no step was judged after it ran: gradients were unscaled, but the optimizer took" in err
 
 
+@pytest.mark.parametrize(
+    ("question", "device", "line"),
+    [
+        ("torch.cuda.is_available()", "a100", 2),
+        ("torch.cuda.is_available()", "cpu", 0),
+        ("torch.amp.GradScaler('cuda', enabled=False)", "a100", 0),  # torch asks, not the script
+    ],
+)
+def test_a_script_that_takes_its_branch_for_the_cpu_is_told_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, question: str, device: str, line: int
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        f"import torch\n{question}\nmodel = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\nmodel(torch.ones(2, 4)).sum().backward()\noptimizer.step()\n"
+    )
+    before = torch.cuda.is_available
+    status, _, err = _run(capsys, "--device", device, str(script))
+    assert status == 0
+    told = f"{script}:{line} asks whether a GPU is available, and this machine has none: the step is the one that the script "
+    assert (f"{told}runs without a GPU, judged for NVIDIA A100" in " ".join(err.split())) == bool(line)
+    assert torch.cuda.is_available is before
+
+
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("raw_loop", "broken"))
     assert (status, out) == (1, "")

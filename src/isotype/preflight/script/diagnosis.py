@@ -34,6 +34,7 @@ from isotype.preflight.script.ahead import (
     tried,
     without_tensors,
 )
+from isotype.preflight.script.branch import Branch
 from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.outside import outside
@@ -71,6 +72,10 @@ _ALL_SKIPPED = (
     "no step was judged after it ran: gradients were unscaled, but the optimizer took no step, because the GradScaler "
     "skipped every step (gradients that are infinite or NaN), or because the script ended first"
 )
+_NO_GPU = (
+    "asks whether a GPU is available, and this machine has none: the step is the one that the script runs without a GPU, "
+    "judged for"
+)
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
 # Words by which torch and its libraries describe incompatible dtypes in errors.
 _ABOUT_DTYPES = re.compile(
@@ -94,6 +99,7 @@ class Diagnosis:
         self._device, self._seconds, self._console = options.device, options.seconds, console
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
         self._stale, self._averages = StaleCasts(self._reused), Averages(self._averaged)
+        self._branch = None if options.device is None else Branch(device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
         self._request: partial[StepRequest] | None = None
@@ -112,8 +118,9 @@ class Diagnosis:
         self.watch.detach()
         self._stale.detach()
         self._averages.detach()
-        if self._numbers is not None:
-            self._numbers.detach()
+        for optional in (self._numbers, self._branch):
+            if optional is not None:
+                optional.detach()
 
     # ------------------------------------------------------------------------------------------------ before a step
 
@@ -126,6 +133,10 @@ class Diagnosis:
         self._family.claim("seen")
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
+        if self._branch is not None:
+            self._branch.detach()
+            if self._branch.line and self._speaks:
+                self._say(f"{self._branch.line} {_NO_GPU} {self._branch.title}")
         request = request_of_script(beginning, _loss_noting(self._returned), self._device)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
