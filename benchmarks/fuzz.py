@@ -325,7 +325,9 @@ def _processes_left(group: int) -> str:
 
 
 @contextlib.contextmanager
-def prepared(kinds: tuple[str, ...] = tuple(KINDS)) -> Iterator[Callable[[int], tuple[str, End]]]:
+def prepared(
+    kinds: tuple[str, ...] = tuple(KINDS), *, warm: bool = True
+) -> Iterator[Callable[[int], tuple[str, End]]]:
     """Gives what runs the input of a seed and returns its kind and how it ended; libraries are imported before, once."""
     import torch
 
@@ -343,12 +345,13 @@ def prepared(kinds: tuple[str, ...] = tuple(KINDS)) -> Iterator[Callable[[int], 
                 f"check {method} --model_name_or_path model --dataset_name {method}.jsonl {ROWS}"
                 for method in ROW_METHODS
             ]
+            commands = (
+                *(command.format("model") for command in COMMANDS.values()),
+                *rows,
+                "merge adapter -o ../out",
+            )
             with contextlib.chdir(base):  # what the commands import, the children have then
-                for command in (
-                    *(command.format("model") for command in COMMANDS.values()),
-                    *rows,
-                    "merge adapter -o ../out",
-                ):
+                for command in commands if warm else ():
                     main(shlex.split(command))
 
         def run(seed: int) -> tuple[str, End]:
@@ -372,10 +375,11 @@ def main_of_script() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop drawing after so many")
+    parser.add_argument("--cold", action="store_true", help="run no command before: of few inputs")
     options = parser.parse_args()
     ends: Counter[tuple[str, int]] = Counter()
     bad, slowest, begun = 0, 0.0, time.monotonic()
-    with prepared(tuple(options.kinds)) as run:
+    with prepared(tuple(options.kinds), warm=not options.cold) as run:
         for number in range(options.count):
             if time.monotonic() - begun > options.seconds:
                 break

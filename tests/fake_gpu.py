@@ -332,15 +332,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-OFTEN = ("LoRA", "DoRA", "nf4")
+OFTEN = ("LoRA", "nf4")
 """Cases that run with checkpointing each time."""
+RARE = ("rsLoRA",)
+"""Cases that run with `--whole` alone: as another, with another scale."""
 
 
 def main() -> None:
     """Every case, with and without checkpointing (`--whole`, or those of `OFTEN`): its kernels, and what is wrong with it."""
     one_attention()
-    checkpointed = CASES if "--whole" in sys.argv else OFTEN
-    models = {name: adapted(storage, variant) for name, (storage, variant) in CASES.items()}
+    whole = "--whole" in sys.argv
+    checkpointed = CASES if whole else OFTEN
+    models = {
+        name: adapted(storage, variant)
+        for name, (storage, variant) in CASES.items()
+        if whole or name not in RARE
+    }
     start()
     results = {}
     for name, model in models.items():

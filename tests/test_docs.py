@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import posixpath
 import re
@@ -149,6 +150,7 @@ NOT_HERE = {
 """What the worked changes would add, another package's file, and a table that is still to be measured."""
 
 
+@functools.cache
 def _defined(file: Path) -> set[str]:
     """Names of a module's functions, classes, their methods and constants."""
     found: set[str] = set()

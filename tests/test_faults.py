@@ -107,12 +107,8 @@ RUNS = {
 EACH_KIND = (
     *(
         "norms-wide",
-        "last-norm-wide",
         "norm-bias-wide",
         "one-bias-wide",
-        "routers-wide",
-        "tower-wide",
-        "raw-lora",
         "output-wide",
     ),
     *(
@@ -120,7 +116,6 @@ EACH_KIND = (
         "backward-wide",
         "write-index-put",
         "lora-uncast",
-        "saved-copy-wide",
         "scaler-frozen-body",
     ),
     *(

@@ -97,9 +97,9 @@ open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
 print('{{"peer": "a"}}', flush=True)
 time.sleep(600)
 """
-    result, end, other = run(code, "pass", limit=2.0)
+    result, end, other = run(code, "pass", limit=1.0)
     assert result["peer"] == "a"
-    assert (end["ended"], end["reason"]) == ("stopped", "killed at its limit of 2 s")
+    assert (end["ended"], end["reason"]) == ("stopped", "killed at its limit of 1 s")
     assert other["ended"] == "done"
     assert not _runs(int((tmp_path / "child").read_text()))
 

@@ -27,7 +27,7 @@ from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import is_pinned
 from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 from tests.policy import assert_policy_holds, train
 from tests.refusals import refused
 from tests.train.test_matrix import generate
@@ -177,7 +177,7 @@ def test_a_state_saved_with_bfloat16_constants(saved: Saved, tmp_path: Path) -> 
     assert math.isfinite(model(**tiny_batch("llama")).loss.item())
 
 
-@pytest.mark.parametrize(("storage", "double_quant", "packed"), FORMATS)
+@few("storage, double_quant, packed", FORMATS, *FORMATS[1:3], *FORMATS[4:])
 def test_what_was_loaded_can_be_saved_and_loaded_again(
     saved: Saved, tmp_path: Path, storage: str, double_quant: bool, packed: str
 ) -> None:
@@ -225,7 +225,7 @@ def mxfp4_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return directory, dense
 
 
-@pytest.mark.parametrize("dtype", ["float32", *LOW])
+@few("dtype", ["float32", *LOW], "float32", "bfloat16")
 def test_mxfp4_experts_are_dequantized_exactly(tmp_path: Path, dtype: str) -> None:
     directory, dense = mxfp4_checkpoint(tmp_path)
     policy = isotype.resolve_precision(directory, dtype, device="cpu")

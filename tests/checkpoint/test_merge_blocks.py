@@ -300,7 +300,7 @@ def test_an_adapter_that_peft_has_no_merge_for(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize("storage", ["nf4", "int8"])
+@few("storage", ["nf4", "int8"], "nf4")
 def test_quantized_experts_are_merged_as_they_are_computed_with(storage: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "qwen3_moe")
     adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **STACKED)

@@ -22,6 +22,7 @@ from tests.adapters import save_trained
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import CONFIGS, quiet, save_tiny, tiny_batch, tiny_config
+from tests.pairwise import few
 
 Saved = Callable[..., Path]
 BASES = [
@@ -54,7 +55,7 @@ def opened(path: Path, **settings: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **settings).eval()
 
 
-@pytest.mark.parametrize(("name", "storage"), BASES)
+@few("name, storage", BASES, ("qwen3-moe", None), ("qwen3-moe", "nf4"), ("gpt-oss", "mxfp4"))
 def test_plain_libraries_compute_the_same(
     saved: Saved, tmp_path: Path, name: str, storage: str | None
 ) -> None:

@@ -78,7 +78,7 @@ def test_what_is_kept_is_that_of_plain_forwards(adapted: Adapted, tmp_path: Path
     assert (base - merged) / (base - trained) == pytest.approx(fall, rel=1e-2)
 
 
-@pytest.mark.parametrize("storage", [None, "nf4", "int8"])
+@few("storage", [None, "nf4", "int8"], None, "nf4")
 def test_a_merge_that_loses_nothing_says_so(adapted: Adapted, tmp_path: Path, storage: str | None) -> None:
     report = merge_adapter(adapted(storage), tmp_path / "merged", dtype="float32")
     assert report.logits is not None

@@ -130,7 +130,7 @@ def test_a_coded_weight_has_no_count_of_what_vanished() -> None:
     ("arguments", "file"),
     [
         (["-o", "model of mine.gguf"], "model of mine.gguf"),
-        (["-o", "q.gguf", "--gguf", "q5_0"], "q.gguf"),
+        pytest.param(["-o", "q.gguf", "--gguf", "q5_0"], "q.gguf", marks=pytest.mark.exhaustive),
         (["-o", "merged", "--gguf", "q8_0"], "merged/model-q8_0.gguf"),
     ],
 )

@@ -56,6 +56,7 @@ def assert_equal(model: Any, other: Any) -> None:
     STORAGES,
     [False, True],
     ["bfloat16", "float32"],
+    strength=1,
 )
 def test_codes_are_those_of_the_dense_weight(
     saved: Saved, name: str, storage: str, double: bool, dtype: str

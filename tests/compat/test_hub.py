@@ -27,6 +27,7 @@ from isotype.cli.main import main
 from isotype.compat import hub
 from isotype.core.errors import CheckpointError
 from isotype.model.adapters import add_lora
+from tests.pairwise import few
 from tests.train.revisions import NAME, put_into_cache
 from tests.train.tiny import rows, save_rows
 
@@ -156,7 +157,11 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COMMANDS)
+# Each is another form of a command, of which one form asks.
+_FORMS = ("check a command", "plan of a load", "merge into another base", "chat with an adapter")
+
+
+@few("case", list(COMMANDS), *(case for case in COMMANDS if case not in _FORMS))
 def test_every_command_asks_a_silent_hub_once_and_says_what_it_wanted(
     case: str,
     silent: list[socket.socket],

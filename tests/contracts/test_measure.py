@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from isotype.contracts.pattern import CORRUPTS, fill, layout_of, letters_in
 from isotype.precision.devices.cpu import this_cpu, this_onednn
 from isotype.precision.devices.profile import cpu_profile, device_profile
 from tests.cpus import MACHINE, seeing
-from tests.processes import run_module
+from tests.processes import Ended, run_code, run_module
 
 with seeing(MACHINE):
     HERE = cpu_profile(this_cpu(), None, this_onednn())
@@ -190,8 +191,7 @@ def test_an_example_this_device_cannot_run_is_named() -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A table of four operators, one of which kills the process that calls it."""
     folder = tmp_path_factory.mktemp("fatal")
-    # The child processes load this through Python's own hook.
-    (folder / "sitecustomize.py").write_text(
+    (folder / "fatal.py").write_text(
         "import os, torch\n"
         "library = torch.library.Library('fatal', 'DEF')\n"
         "library.define('kill(Tensor x) -> Tensor')\n"
@@ -202,8 +202,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     call = [[encode(torch.ones(2))], {}]
     calls = {op: [call] for op in ("aten.neg.default", "fatal.kill.default", "fatal.spare.default")}
+    code = """if True:
+        import runpy, sys
+        kept = runpy.run_path(sys.argv.pop(1))
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    """
+
+    def forked(command: list[Any], check: bool) -> Ended:
+        """A child process that has imported torch before, and these operators."""
+        assert command[:2] == [sys.executable, "-m"]
+        return run_code(code, folder / "fatal.py", *command[2:])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setattr(subprocess, "run", forked)
         return measure({**calls, "aten.mm.default": RECORDED["aten.mm.default"]}, "cpu")
 
 

@@ -21,6 +21,7 @@ from isotype.core import compiled
 from isotype.core.cache import LIBRARIES
 from isotype.core.compiled import LOCK, SWITCH, NotCompiledError, find_compilers, load_compiled
 from isotype.precision.devices.machine import compiler_here
+from tests.pairwise import few
 from tests.refusals import refused
 
 needs_compiler = pytest.mark.skipif(
@@ -113,7 +114,7 @@ def empty(file: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [cut_short, zeros_at_the_end, empty])
+@few("damage", [cut_short, zeros_at_the_end, empty], cut_short, empty)
 def test_a_damaged_library_is_compiled_again(
     cache: Path, source: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 import isotype
 from isotype.contracts.contract import contracts_for
 from isotype.preflight.apply import apply_actions, take_back
+from tests.pairwise import pairwise
 from tests.small import BF16, FP16, FP32
 
 
@@ -39,8 +40,7 @@ REFUSE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "t4"])
-@pytest.mark.parametrize("name", sorted(REFUSE))
+@pairwise("name, device", sorted(REFUSE), ["cpu", "t4"], strength=1)
 def test_a_function_that_takes_float32_only(name: str, device: str) -> None:
     report = isotype.check(Then(REFUSE[name]), given(), device=device)
     (finding,) = report.errors

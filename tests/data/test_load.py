@@ -393,6 +393,10 @@ def test_a_faulty_chat_behind_the_sample_is_named(chat: list[Row], problem: str)
     assert f"t.parquet, row 1500: column 'messages' {problem}" in refusal("t.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"talk": [*rows, chat]}), "t.parquet")
     assert "t.parquet, row 1500: column 'messages'" in refusal("t.parquet", columns="messages=talk")
+
+
+def test_sound_chats_behind_the_sample_are_loaded() -> None:
+    rows = [[*USER, *ASSISTANT]] * 1499
     pyarrow.parquet.write_table(pyarrow.table({"messages": rows}), "t.parquet")
     assert len(load("t.parquet")["train"]) == 1499
 

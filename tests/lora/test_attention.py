@@ -326,9 +326,9 @@ def test_scale(dtype: torch.dtype) -> None:
     indirect=["kernel"],
 )  # of q and k: the largest scores are about 30, 1, 4 and 100
 def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
-    given = tensors((2, 9, 3, 513, 513, 64), dtype, size)
+    given = tensors((1, 9, 3, 513, 513, 64), dtype, size)
     exact = reference(*given, torch.full((513, 513), -math.inf).triu(1))
-    found = ours(*given, plan_of((2, 513, 513), 64, causal=True), work=work_of(dtype))
+    found = ours(*given, plan_of((1, 513, 513), 64, causal=True), work=work_of(dtype))
     q, k, v = (x.detach().requires_grad_() for x in given[:3])
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     theirs = (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]))

@@ -36,7 +36,8 @@ ARCHITECTURES = (
     "llama", "llama-tied-bias", "gemma2", "gemma3", "gemma3-vision", "qwen3", "mistral", "phi", "phi3", "gpt-oss",
     "qwen3-moe", "deepseek-v3", "ernie4_5-moe", "gpt2", "t5",
 )  # fmt: skip
-ALIKE = ("llama-tied-bias", "mistral", "qwen3", "gemma2")  # as llama, qwen3-moe and gemma3 to what fuses
+# As llama, gemma3, phi and qwen3-moe to what fuses.
+ALIKE = ("llama-tied-bias", "mistral", "qwen3", "gemma2", "phi3", "ernie4_5-moe")
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rslora": {"use_rslora": True},
@@ -111,7 +112,7 @@ def under(saved: Saved, dtype: str, quantization: str | None, **lora: Any) -> tu
 @pairwise(
     "dtype, quantization, dora",
     ["bfloat16", "float16"],
-    [None, "nf4", "fp4", "int8"],
+    [None, "nf4", pytest.param("fp4", marks=pytest.mark.exhaustive), "int8"],
     [False, True],
     strength=1,
 )

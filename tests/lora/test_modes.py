@@ -71,8 +71,8 @@ def assert_every_mode(
         ("float32", None, 0),
         ("bfloat16", None, 0),
         ("bfloat16", "nf4", 0),
-        ("bfloat16", "nf4", 1 << 30),
-        ("bfloat16", "int8", 0),
+        pytest.param("bfloat16", "nf4", 1 << 30, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "int8", 0, marks=pytest.mark.exhaustive),
         ("bfloat16", "int8", 1 << 30),
         ("float32", "nf4", 1 << 30),
         pytest.param("float32", "fp4", 0, marks=pytest.mark.exhaustive),
@@ -95,7 +95,11 @@ def test_bases(
 @pairwise(
     "own_kernel, variant",
     KERNELS,
-    [name for name in VARIANTS if name != "dropout"],
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("rslora", "lora-bias") else name
+        for name in VARIANTS
+        if name != "dropout"
+    ],
     strength=1,
     indirect=["own_kernel"],
 )

@@ -184,7 +184,13 @@ def test_accelerate_hooks_call_the_boundary() -> None:
         assert norm(torch.randn(2, 4)).dtype == torch.float32
 
 
-@pairwise("use_reentrant, quantization, with_autocast", [False, True], [None, "nf4", "int8"], [False, True])
+@pairwise(
+    "use_reentrant, quantization, with_autocast",
+    [False, True],
+    [None, "nf4", "int8"],
+    [False, True],
+    strength=1,
+)
 def test_gradient_checkpointing_gives_the_same_gradients(
     saved: Saved, quantization: str | None, use_reentrant: bool, with_autocast: bool
 ) -> None:
@@ -216,7 +222,11 @@ def test_torch_compile_traces_through_boundaries(saved: Saved) -> None:
     """Captured by dynamo and run eagerly (`aot_eager`), so that no C++ compiler is needed."""
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", "nf4", device="cpu")
     model = isotype.add_lora(
-        isotype.load(saved("llama"), policy), policy, r=4, modules_to_save=["lm_head", "norm"]
+        isotype.load(saved("llama"), policy),
+        policy,
+        r=4,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=["lm_head", "norm"],
     )
     del model.get_base_model().model.layers[1:]
     batch = tiny_batch("llama")

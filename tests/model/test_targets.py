@@ -13,6 +13,7 @@ from torch import nn
 import isotype
 from isotype.core.names import stacked
 from isotype.model.targets import choose_targets, task_type_of
+from tests.pairwise import few
 from tests.zoo import ARCHITECTURES
 
 
@@ -162,7 +163,11 @@ def test_the_task_type_follows_from_the_class(name: str) -> None:
     assert task_type_of(cls.__new__(cls)) == TASKS[name]
 
 
-@pytest.mark.parametrize("name", ["whisper-s2s", "speech_to_text-s2s", "blip-vl", "t5-s2s", "bert-cls"])
+@few(
+    "name",
+    ["whisper-s2s", "speech_to_text-s2s", "blip-vl", "t5-s2s", "bert-cls"],
+    *("whisper-s2s", "blip-vl", "t5-s2s", "bert-cls"),
+)
 def test_a_model_with_adapters_takes_its_own_batch(name: str) -> None:
     model = adapted(name)
     model(**ARCHITECTURES[name].batch()).loss.backward()

@@ -21,7 +21,7 @@ from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import measure as ranges_measure
 from isotype.ranges.weights import magnitude
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 from tests.ranges.test_measure import agrees, reference
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -89,7 +89,7 @@ def test_gradients_of_weights_agree_with_a_plain_run() -> None:
         )
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
+@few("quantization", ["nf4", "fp4", "int8"], "nf4", "int8")
 def test_quantized_layers_are_measured_dequantized(quantization: str, tmp_path: Path) -> None:
     path = save_tiny("llama", tmp_path / "model", BF16)
     policy = replace(

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from isotype.report.doctor import (
     render_doctor,
     verdict,
 )
+from tests.processes import Ended, run_code
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WORKS = BitsandbytesStatus("0.50.2", True, "its native CPU library", None)
@@ -313,7 +315,14 @@ def test_nf4_values_that_come_back_wrong_are_a_failure() -> None:
 
 
 @pytest.mark.real_cpu
-def test_this_machine() -> None:
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of bitsandbytes runs in a process that has imported torch before."""
+
+    def forked(command: list[str], **_: object) -> Ended:
+        assert command[:2] == [sys.executable, "-c"]
+        return run_code(*command[2:])
+
+    monkeypatch.setattr(machine, "subprocess", SimpleNamespace(run=forked, TimeoutExpired=TimeoutError))
     report = gather_doctor_report("cpu", probe_seconds=0.05)
     assert report.ok
     assert report.bitsandbytes.works is True

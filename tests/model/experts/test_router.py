@@ -29,6 +29,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
     ["qwen3-moe", "gpt-oss", "deepseek-v3"],
     [None, "nf4"],
     ["bfloat16", "float16"],
+    strength=1,
 )
 def test_experts_are_chosen_as_in_float32(
     saved: Saved, name: str, quantization: str | None, dtype: str

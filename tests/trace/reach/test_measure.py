@@ -29,7 +29,10 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return architecture.build(torch.float32), architecture.batch()
 
 
-@few("name, fewest", NAMES.items(), *(each for each in NAMES.items() if each[0] != "qwen3_moe"))
+# qwen3_moe is as llama; packed rows of a state space are also those of a long batch.
+@few(
+    "name, fewest", NAMES.items(), *(each for each in NAMES.items() if each[0] not in ("qwen3_moe", "mamba"))
+)
 def test_every_fault_that_an_architecture_has_the_part_for_is_found(name: str, fewest: int) -> None:
     found = {}
     for fault in FAULTS:
@@ -61,7 +64,7 @@ def test_a_forward_that_a_library_has_replaced_is_that_of_the_copy() -> None:
     assert (reach.unused, reach.undecided) == ((), ())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@few("name", list(NAMES), *(name for name in NAMES if name != "qwen3_moe"))
 def test_nothing_is_found_in_a_healthy_step(name: str) -> None:
     model, batch = built(name)
     assert {kind: codes(model, each) for kind, each in healthy(model, batch)} == {
@@ -109,9 +112,9 @@ def test_starts_of_sequences_that_are_wrong() -> None:
 
 def test_a_long_batch_is_cut_to_where_its_sequences_meet() -> None:
     model, _ = built("mamba")
-    ids = torch.randint(4, 100, (8, 1024), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(4, 100, (4, 512), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[:, 600:] = 2
+    mask[:, 300:] = 2
     reach = measured(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
     assert (reach.rows, reach.tokens) == (2, 64)
     assert reach.leak("packed row") is not None
