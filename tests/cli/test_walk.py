@@ -11,9 +11,11 @@ import pytest
 import yaml
 
 from isotype.cli.main import main
+from isotype.data.methods import METHODS
+from isotype.train.command.settings import parse_settings
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
-from tests.pairwise import pairwise
+from tests.pairwise import few
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
@@ -46,15 +48,43 @@ def commands(screen: str) -> list[list[str]]:
 FLAGS = [word for name, value in (TRAINED | CHOSEN).items() for word in (f"--{name}", str(value))]
 
 
+def run(command: list[str], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Run a command; return the commands that it prints."""
+    assert main(command) == 0, (command, capsys.readouterr())
+    return commands(capsys.readouterr().out)
+
+
+def until_trained(typed: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run a plan and the check that it prints; return the training command that both print."""
+    of_plan = {words[0]: words for words in run(typed, capsys)}
+    assert set(of_plan) == {"sft", "check"}
+    (train,) = run(of_plan["check"], capsys)
+    assert train == of_plan["sft"]
+    return train
+
+
+PLAN_OF_A_FILE = ["plan", "sft", "--config", "c.yaml"]
+
+
+def test_a_plan_of_a_file_and_its_check_print_the_values_of_the_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
+    with (folder / "c.yaml").open("a", encoding="utf-8") as settings:
+        settings.write("quantization: nf4\n")  # a plan traces each storage that is left to it
+    _, *words = until_trained(PLAN_OF_A_FILE, capsys)
+    command = parse_settings(METHODS["sft"], words).command
+    assert {name: command[name] for name in TRAINED} == TRAINED
+
+
 @pytest.mark.slow
-@pairwise(
+@few(
     "typed, columns",
-    [
-        pytest.param(["plan", "a model", "--data", "my.jsonl", *FLAGS], id="flags"),
-        pytest.param(["plan", "sft", "--config", "c.yaml"], id="file"),
-    ],
-    ["100", None],
-    strength=1,
+    {
+        "flags": (["plan", "a model", "--data", "my.jsonl", *FLAGS], "100"),
+        "file": (PLAN_OF_A_FILE, None),
+    },
+    "flags",
 )
 def test_each_command_is_printed_by_the_one_before_it(
     typed: list[str],
@@ -66,24 +96,17 @@ def test_each_command_is_printed_by_the_one_before_it(
     monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-
-    def run(command: list[str]) -> list[list[str]]:
-        assert main(command) == 0, (command, capsys.readouterr())
-        return commands(capsys.readouterr().out)
-
-    of_plan = {words[0]: words for words in run(typed)}
-    assert set(of_plan) == {"sft", "check"}
-    (train,) = run(of_plan["check"])
-    assert train == of_plan["sft"]
-    chat, merge = run(train)
+    train = until_trained(typed, capsys)
+    chat, merge = run(train, capsys)
     run_file = next(folder.glob("runs/*/checkpoint-*/isotype_run.json"))
     settings = json.loads(run_file.read_text(encoding="utf-8"))
     assert {name: settings[name] for name in TRAINED} == TRAINED
     questions = ["--ask", "number 1 and", "--max_new_tokens", "2"]
-    run([*chat, *questions])
-    for words in run(merge):
-        run([*words, *(questions if words[0] == "chat" else ())])
+    run([*chat, *questions], capsys)
+    for words in run(merge, capsys):
+        run([*words, *(questions if words[0] == "chat" else ())], capsys)
     assert [path.name for path in folder.glob("runs/*/*.gguf")] == ["merged.gguf"]
     # Once more: what is printed now takes nothing that is there.
-    _, again = run(train)
+    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+    _, again = run(train, capsys)
     assert not Path(again[-1]).exists()

@@ -6,9 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from isotype.planning.rates import REACHED
+from tests.pairwise import few
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -49,7 +48,7 @@ def test_no_number_of_the_model_fits_better_when_it_is_changed() -> None:
             assert rates.loss_of(other) > 0.99 * some, (name, factor)
 
 
-@pytest.mark.parametrize("device", [pytest.param("rtx4090", marks=pytest.mark.slow), "h100"])
+@few("device", ["rtx4090", "h100"], "h100")
 def test_the_step_of_a_run_is_traced_again(device: str) -> None:
     """A run of a card has the peak and the terms of the time that the file has."""
     run = next(run for run in rates.runs() if run.published["device"] == device)

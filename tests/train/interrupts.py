@@ -1,7 +1,7 @@
 """Stops training runs with SIGINT and SIGTERM at chosen moments; prints what came of each as JSON.
 
 usage: python -m tests.train.interrupts DIRECTORY [few]
-few: one signal, two and one while loading, of either kind once.
+few: SIGINT once, SIGINT and SIGTERM while saving, and SIGTERM while loading.
 """
 
 from __future__ import annotations
@@ -71,6 +71,22 @@ def history(out: Path, steps: int) -> list[object]:
     return [[entry["step"], entry["loss"]] for entry in state["log_history"] if "loss" in entry]
 
 
+def _seldom(root: Path) -> dict[str, object]:
+    """SIGHUP twice, SIGTERM once and SIGINT twice, while training."""
+    found: dict[str, object] = {}
+    run = Run(root, "hangup", arguments(root, "hangup", 400, "--save_strategy", "no"))
+    run.when_printed("step 6/").send(signal.SIGHUP).when_printed("a second signal")
+    found["hangup"] = run.send(signal.SIGHUP).end()  # the kernel says so, and the shell
+
+    run = Run(root, "terminated", arguments(root, "terminated", 400, "--save_steps", "1000"))
+    found["terminated"] = run.when_printed("step 6/").send(signal.SIGTERM).end()
+
+    run = Run(root, "twice", arguments(root, "twice", 400, "--save_steps", "3"))
+    run.when_printed("step 6/").when((run.out / "checkpoint-6").exists).send(signal.SIGINT)
+    found["twice"] = run.when_printed("a second signal").send(signal.SIGINT).end()
+    return found
+
+
 def main() -> None:
     root, few = Path(sys.argv[1]), "few" in sys.argv[2:]
     save_rows(root / "train.jsonl", rows("sft"))
@@ -86,21 +102,12 @@ def main() -> None:
     near = ["--max_steps", str(stopped + 5), "--save_strategy", "steps"]
     found["command"] = Run(root, "once", [*command, *near]).end()
 
-    run = Run(root, "hangup", arguments(root, "hangup", 400, "--save_strategy", "no"))
-    run.when_printed("step 6/").send(signal.SIGHUP).when_printed("a second signal")
-    found["hangup"] = run.send(signal.SIGHUP).end()  # the kernel says so, and the shell
-
     found["full"] = Run(
         root, "full", arguments(root, "full", 4, "--save_strategy", "no"), Path("/dev/full")
     ).end()
 
     if not few:
-        run = Run(root, "terminated", arguments(root, "terminated", 400, "--save_steps", "1000"))
-        found["terminated"] = run.when_printed("step 6/").send(signal.SIGTERM).end()
-
-    run = Run(root, "twice", arguments(root, "twice", 400, "--save_steps", "3"))
-    run.when_printed("step 6/").when((run.out / "checkpoint-6").exists).send(signal.SIGINT)
-    found["twice"] = run.when_printed("a second signal").send(signal.SIGINT).end()
+        found |= _seldom(root)
 
     run = Run(root, "while-saving", arguments(root, "while-saving", 400, "--save_steps", "1"))
     run.when((run.out / "checkpoint-3").exists).when(lambda: not (run.out / STAGING).exists())

@@ -43,7 +43,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@few("name", ["once", "terminated", "hangup"], "once", "hangup")
+@few("name", ["once", "terminated", "hangup"], "once")
 def test_one_signal_ends_the_step_and_saves(found: dict[str, Any], name: str):
     run = found[name]
     assert run["status"] == {"once": 130, "terminated": 143, "hangup": 129}[name]
@@ -88,7 +88,7 @@ def test_the_command_that_is_printed_goes_on(found: dict[str, Any]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "every"), [("twice", 3), ("while-saving", 1)])
+@few("name, every", {"twice": ("twice", 3), "while-saving": ("while-saving", 1)}, "while-saving")
 def test_two_signals_stop_at_once_and_the_last_checkpoint_is_whole(
     found: dict[str, Any], name: str, every: int
 ):

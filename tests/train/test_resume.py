@@ -16,7 +16,7 @@ from tests.train.tiny import save_chat_model
 @pytest.mark.parametrize(
     ("kills", "in_the_middle", "steps", "flags"),
     [
-        (1, 1, 4, []),
+        pytest.param(1, 1, 4, [], marks=pytest.mark.exhaustive),
         (1, 1, 4, ["--quantization", "nf4"]),
         pytest.param(20, 12, 14, ["--quantization", "nf4"], marks=pytest.mark.exhaustive),
         # Scale, growth counter and skipped steps of the GradScaler are part of what goes on.

@@ -64,7 +64,7 @@ PRECISIONS = [
     pytest.param("bfloat16", None, marks=pytest.mark.exhaustive),
     ("float16", None),
     ("float32", "nf4"),
-    ("bfloat16", "int8"),
+    pytest.param("bfloat16", "int8", marks=pytest.mark.exhaustive),
 ]
 
 
