@@ -52,9 +52,9 @@ def _name(page: Path) -> str:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
-    """A GGUF file like SmolLM2's with two layers of random weights."""
+    """A GGUF file like SmolLM2's with one layer of random weights."""
     path = tmp_path_factory.mktemp("embedded") / "small.gguf"
-    write_gguf(tiny("llama"), byte_level(), path, "q8_0", "small")
+    write_gguf(tiny("llama", num_hidden_layers=1), byte_level(), path, "q8_0", "small")
     return path
 
 

@@ -11,7 +11,7 @@ from tests.processes import run_module
 
 
 @pytest.mark.real_cpu  # plan measures rates
-@pytest.mark.parametrize("count", [10, pytest.param(3000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [6, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_commands_end_with_a_message(count):
     ended = run_module(
         "benchmarks.fuzz", "--count", count, "--seed", 3, *["--cold"] * (count < 100), timeout=3600

@@ -20,6 +20,7 @@ def sums(each, rows):
 '''
 
 
+@pytest.mark.exhaustive  # `make static` runs the same
 def test_idioms_are_no_more_than_allowed() -> None:
     assert excess(idioms(read_sources()), where=True) == []
 

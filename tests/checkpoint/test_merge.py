@@ -184,7 +184,7 @@ def logits(model: Any) -> Any:
 @pairwise(
     "dora, storage",
     [pytest.param(False, id="lora"), pytest.param(True, id="dora")],
-    [None, "nf4", "fp4", "int8"],
+    [None, "nf4", pytest.param("fp4", marks=pytest.mark.exhaustive), "int8"],
     strength=1,
 )
 def test_the_sum_is_the_references(
@@ -238,7 +238,7 @@ def test_the_sum_is_rounded_once_and_right_on_average(
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[f"{Q}.weight"], found)
 
 
-@pytest.mark.parametrize("storage", [None, "nf4"])
+@few("storage", [None, "nf4"], "nf4")
 def test_biases_and_whole_modules_are_merged_with_every_digit(
     make: Make, tmp_path: Path, storage: str | None
 ) -> None:
@@ -830,7 +830,12 @@ def test_the_report_warns_where_too_little_is_kept() -> None:
     )
 
 
-@pairwise("dtype, known", ["float16", "bfloat16", "float32"], [True, False], strength=1)
+@pairwise(
+    "dtype, known",
+    ["float16", "bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)],
+    [True, False],
+    strength=1,
+)
 def test_a_dtype_that_cannot_hold_the_ranges_is_warned_of(
     base: Path, tmp_path: Path, dtype: str, known: bool
 ) -> None:

@@ -204,7 +204,7 @@ def test_the_command_measures_on_the_rows_that_were_held_back(
     rows = [{"prompt": "a careful engineer ", "completion": f"decides {'dtype ' * n}"} for n in range(1, 21)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = (
-        "sft --model_name_or_path base --dataset_name t.jsonl --quantization mixed --max_steps 2 --device cpu --dtype float32"
+        "sft --model_name_or_path base --dataset_name t.jsonl --quantization mixed --max_steps 1 --device cpu --dtype float32"
         " --eval_split 5 --output_dir run --learning_rate 1e-2 --report_to none --save_strategy no"
     )
     assert main(command.split()) == 0

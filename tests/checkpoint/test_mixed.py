@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.checkpoint.test_damage import linear, matrix
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
 from tests.models import tiny_batch, tiny_model
-from tests.pairwise import pairwise
+from tests.pairwise import few
 
 FORMATS = {
     "llama": {
@@ -245,7 +246,7 @@ def test_an_adapter_brings_its_base_back(adapted: tuple[Any, PrecisionPolicy], t
     assert other.layers == ()
 
 
-@pairwise("stored, double", [None, "f32"], [False, True], strength=1)
+@few("stored, double", list(product([None, "f32"], [False, True])), ("f32", True))
 def test_a_merge_adds_to_the_weights_that_were_trained_on(
     tmp_path: Path, stored: str | None, double: bool
 ) -> None:

@@ -117,7 +117,9 @@ def assert_same_values(path: Path, dtype: str, quantization: str | None) -> int:
             *storage,
             id=f"{name}-{storage[0]}-{storage[1]}",
             marks=()
-            if name in CHOSEN and STORAGES.index(storage) == CHOSEN.index(name) % len(STORAGES)
+            if name in CHOSEN
+            and name != "qwen2_vl-vl"
+            and STORAGES.index(storage) == CHOSEN.index(name) % len(STORAGES)
             else pytest.mark.exhaustive,
         )
         for name in ARCHITECTURES

@@ -214,14 +214,14 @@ def round_trip(rows: list[Row], kind: str, method: str = "kto") -> list[Row]:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=PLAIN_KTO)
 def test_any_plain_rows_come_back_equal(kind: str, rows: list[Row]) -> None:
     assert round_trip(rows, kind) == rows
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=SPOKEN_KTO)
 def test_any_conversations_come_back_equal(kind: str, rows: list[Row]) -> None:
     assert round_trip(rows, kind) == rows

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from isotype.precision.policy import PrecisionPolicy
@@ -67,7 +68,8 @@ def test_two_interleaved(saved: Saved, quantization: str | None) -> None:
             assert_policy_holds(model, policy)
 
 
-@few("quantization", [None, "nf4", "int8"], "nf4")
+@pytest.mark.exhaustive  # three threads of fused models run every time, in lora/test_fuse.py
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
 def test_two_threads(saved: Saved, quantization: str | None) -> None:
     """Each thread has its own autocast and boundaries hold no shared state, so the results are those of one thread."""
     pairs = [adapted(saved, dtype, quantization) for dtype in ("bfloat16", "float16")]

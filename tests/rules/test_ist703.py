@@ -121,8 +121,8 @@ class Rows(torch.utils.data.Dataset[Any]):
     ("fsdp", "mixed"),
     [
         ("full_shard", True),
-        ("full_shard", False),
-        ("", True),
+        pytest.param("full_shard", False, marks=pytest.mark.exhaustive),  # modules that one batch skips
+        pytest.param("", True, marks=pytest.mark.exhaustive),  # as the step above without fsdp
         pytest.param("", False, marks=pytest.mark.exhaustive),
     ],
 )
