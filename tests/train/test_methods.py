@@ -59,7 +59,6 @@ def train(model: Path, method: str, dtype: str, out: Path, more: str = "") -> tr
     [(method, dtype) for method in METHODS for dtype in ("float16", "bfloat16")],
     ("sft", "bfloat16"),
     ("dpo", "float16"),
-    ("grpo", "float16"),
 )
 def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path: Path, built: list[Any]):
     outcome = train(model, method, dtype, tmp_path / "out")

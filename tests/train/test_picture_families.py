@@ -160,7 +160,6 @@ def test_a_step_in_float32_is_that_of_plain_transformers_and_peft(
     [(name, dtype) for name in FAMILIES if not _lacking(name) for dtype in ("bfloat16", "float16")],
     ("gemma3", "bfloat16"),
     ("llava_next", "float16"),
-    ("idefics3", "bfloat16"),
 )
 def test_a_step_in_16_bits_is_as_near_to_float32_as_that_of_peft(folder: Any, name: str, dtype: str) -> None:
     model, policy = adapted(folder(name), dtype, None)

@@ -23,6 +23,7 @@ from isotype.train import training
 from isotype.train.command.settings import parse_settings
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.rows.measured import rows_of_training
+from tests.pairwise import few
 from tests.train.tiny import TEMPLATE, rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -184,7 +185,7 @@ def days(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@few("cached", [True, False], False)
 def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
     cached: bool, dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ):

@@ -145,10 +145,11 @@ def test_layers_are_folded_as_they_are_checkpointed(
 ) -> None:
     given = {"every_n_layers": every}
     config = with_settings(config, tmp_path, num_hidden_layers=8 if every == 2 else 12)
-    folded = traced(config, given)
+    one_adapter = ("--lora_target_modules", "q_proj")
+    folded = traced(config, given, *one_adapter)
     monkeypatch.setattr(step, "fold", lambda model: model)
     monkeypatch.setattr(models, "fold_layers", lambda model: model)
-    whole = traced(config, given)
+    whole = traced(config, given, *one_adapter)
     assert len(folded.calls) < len(whole.calls)
     assert folded.flops == whole.flops
     assert folded.memory.peak == pytest.approx(whole.memory.peak, rel=0.05)

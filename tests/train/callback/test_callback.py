@@ -103,7 +103,7 @@ def losses(trainer: Any) -> list[float]:
 @pytest.fixture(scope="module")
 def uninterrupted(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     out = tmp_path_factory.mktemp("uninterrupted")
-    trainer, _ = qlora_script(path, out)
+    trainer, _ = qlora_script(path, out, isotype.PrecisionCallback(check=None))
     trainer.train()
     return out, losses(trainer)
 
@@ -126,7 +126,7 @@ def test_a_resumed_script_goes_on_exactly(
 ):
     before, expected = uninterrupted
     shutil.copytree(before / "checkpoint-3", tmp_path / "checkpoint-3")
-    trainer, spy = qlora_script(path, tmp_path)
+    trainer, spy = qlora_script(path, tmp_path, isotype.PrecisionCallback(check=None))
     policy = isotype.PrecisionPolicy.read(tmp_path / "checkpoint-3")
     isotype.enforce(trainer, policy)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -361,7 +361,7 @@ def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_p
 def test_a_scaler_that_nobody_has_set_begins_with_the_policys_loss_scale(
     path: Path, tmp_path: Path, set_to: float, used: float
 ):
-    first, again = (float16_script(path, tmp_path, max_steps=steps, save_steps=2) for steps in (2, 3))
+    first, again = (float16_script(path, tmp_path, None, max_steps=steps, save_steps=2) for steps in (2, 3))
     policy = replace(float16_policy(first), loss_scale=2.0**10)
     for trainer in (first, again):
         isotype.enforce(trainer.model, policy)
@@ -377,7 +377,7 @@ def test_a_scaler_that_nobody_has_set_begins_with_the_policys_loss_scale(
 
 @few("optim", ["adamw_torch_fused", "adamw_torch"], "adamw_torch_fused")
 def test_a_skipped_step_changes_nothing_and_moves_no_schedule(path: Path, tmp_path: Path, optim: str):
-    trainer = float16_script(path, tmp_path, optim=optim, max_steps=3, save_strategy="no")
+    trainer = float16_script(path, tmp_path, None, optim=optim, max_steps=3, save_strategy="no")
     isotype.enforce(trainer, float16_policy(trainer))
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # overflows once and again
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
