@@ -18,7 +18,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import recover
 from isotype.core.terminal import printed_command
-from isotype.data.build import fingerprint_of_rows
+from isotype.data.fingerprint import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.run.record import JSON_NAME
 from isotype.report.text import say
