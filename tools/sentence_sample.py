@@ -120,12 +120,14 @@ def of_library(name: str) -> list[Sentence]:
     return read
 
 
-def _mixed(own: list[Sentence], others: Sequence[str], chance: random.Random, count: int) -> list[Sentence]:
+def _mixed(ours: list[Sentence], others: Sequence[str], chance: random.Random, count: int) -> list[Sentence]:
     """Return `count` of our sentences and `count` of the other libraries', without pages, links and doctests, shuffled."""
     theirs = [sentence for name in others for sentence in of_library(name)]
     drawn = []
-    for group in (own, theirs):
-        prose = [each for each in group if each.kind != "page" and not _LINK.search(each.text)]
+    for group in (ours, theirs):
+        prose = [
+            sentence for sentence in group if sentence.kind != "page" and not _LINK.search(sentence.text)
+        ]
         drawn += chance.sample(prose, count)
     chance.shuffle(drawn)
     return drawn

@@ -147,8 +147,8 @@ def test_a_truncated_file_says_what_is_missing(tmp_path: Path) -> None:
     path = write(
         tmp_path / "x.safetensors", {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 8, 16)}, bytes(9)
     )
-    given_text = "9 bytes of data; 1 tensors end after the last byte, such as 'b'"
-    assert message(path) == damaged(path, given_text, "16 bytes")
+    problem = "9 bytes of data; 1 tensors end after the last byte, such as 'b'"
+    assert message(path) == damaged(path, problem, "16 bytes")
 
 
 @pytest.mark.parametrize(

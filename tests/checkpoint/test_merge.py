@@ -112,12 +112,12 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Make:
     """Save an adapter on `base` with random trained values."""
 
-    def made(*given: Any, on: Path = base, **settings: Any) -> Path:
+    def copied(*arguments: Any, on: Path = base, **settings: Any) -> Path:
         if on != base:
-            return save(tmp_path / "adapter", *given, on=on, **settings)
-        key = repr((given, sorted(settings.items())))
+            return save(tmp_path / "adapter", *arguments, on=on, **settings)
+        key = repr((arguments, sorted(settings.items())))
         if key not in adapters:
-            adapters[key] = save(adapters[""] / str(len(adapters)), *given, on=base, **settings)
+            adapters[key] = save(adapters[""] / str(len(adapters)), *arguments, on=base, **settings)
         return Path(shutil.copytree(adapters[key], tmp_path / "adapter"))
 
     def save(
@@ -139,7 +139,7 @@ def make(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Make:
         model = add_lora(load(on, policy), policy, **settings)
         return save_trained(model, directory, seed=1, scale=scale)
 
-    return made
+    return copied
 
 
 def stored(base: Path, name: str, storage: str | None, compute: torch.dtype = torch.float32) -> Any:

@@ -112,11 +112,11 @@ def test_a_config_alone_is_enough(capsys, config, quantization):
 
 
 def test_a_device_that_is_not_here_and_its_dtype(capsys, config):
-    found = report_json(capsys, config, "--device", "t4", "--batch", 3)
-    assert found["setup"]["device"]["name"] == "t4"
-    assert (found["setup"]["autocast"], found["setup"]["scaler"]) == ("float16", True)
-    assert found["setup"]["batch"]["input_ids"] == [3, 64]  # no row is longer than the model
-    assert found["model"] == str(config)
+    report = report_json(capsys, config, "--device", "t4", "--batch", 3)
+    assert report["setup"]["device"]["name"] == "t4"
+    assert (report["setup"]["autocast"], report["setup"]["scaler"]) == ("float16", True)
+    assert report["setup"]["batch"]["input_ids"] == [3, 64]  # no row is longer than the model
+    assert report["model"] == str(config)
 
 
 @pytest.mark.exhaustive

@@ -326,13 +326,13 @@ def test_scale(dtype: torch.dtype) -> None:
     indirect=["kernel"],
 )  # of q and k: the largest scores are about 30, 1, 4 and 100
 def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
-    given = tensors((1, 9, 3, 513, 513, 64), dtype, size)
-    exact = reference(*given, torch.full((513, 513), -math.inf).triu(1))
-    found = ours(*given, plan_of((1, 513, 513), 64, causal=True), work=work_of(dtype))
-    q, k, v = (x.detach().requires_grad_() for x in given[:3])
+    operands = tensors((1, 9, 3, 513, 513, 64), dtype, size)
+    exact = reference(*operands, torch.full((513, 513), -math.inf).triu(1))
+    result = ours(*operands, plan_of((1, 513, 513), 64, causal=True), work=work_of(dtype))
+    q, k, v = (x.detach().requires_grad_() for x in operands[:3])
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    theirs = (out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]))
-    for one, other, right in zip(found, theirs, exact, strict=True):
+    theirs = (out.detach(), *torch.autograd.grad(out, (q, k, v), operands[3]))
+    for one, other, right in zip(result, theirs, exact, strict=True):
         # Both end in the same rounding of the result; in float32 there is nothing but the order of sums.
         assert error(one, right) <= (1.5 if dtype == torch.float32 else 1.1) * error(other, right)
 

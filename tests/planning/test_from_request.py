@@ -53,17 +53,23 @@ def same_as_a_check(row: Row) -> None:
     assert report.trace.setup.batch["input_ids"] == (row.rows, row.length)
 
 
-@pytest.mark.exhaustive
-def test_a_row_with_some_layers_computed_again_is_what_a_check_of_its_command_foresees(config: Path) -> None:
-    plan = planned(config, "2.5MiB", quantization="nf4", rows=1)
+def row_with_some_layers(config: Path, memory: str, number: int, ordinal: str) -> Row:
+    """Return the row that fits with every `number`-th layer recomputed, of a plan for one row in nf4."""
+    plan = planned(config, memory, quantization="nf4", rows=1)
     assert [(row.checkpointing, row.rows, row.fits) for row in plan.rows] == [
         ("off", 1, False),
         ("every layer", 1, True),
-        ("every 3rd layer", 1, True),
+        (f"every {ordinal} layer", 1, True),
     ]
     command = plan.rows[-1].command.tokens()
-    assert '"every_n_layers": 3' in command[command.index("--gradient_checkpointing_kwargs") + 1]
-    same_as_a_check(plan.rows[-1])
+    assert f'"every_n_layers": {number}' in command[command.index("--gradient_checkpointing_kwargs") + 1]
+    return plan.rows[-1]
+
+
+@pytest.mark.exhaustive
+def test_a_row_with_some_layers_computed_again_is_what_a_check_of_its_command_foresees(config: Path) -> None:
+    row = row_with_some_layers(config, "2.5MiB", 3, "3rd")
+    same_as_a_check(row)
 
 
 @few("accumulation", [1, 2], 2)
@@ -103,14 +109,7 @@ def test_every_row_is_what_a_check_of_its_command_foresees(config: Path) -> None
 def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_with_some(
     config: Path, formula: object
 ) -> None:
-    plan = planned(config, "1.63MiB", quantization="nf4", rows=1)
-    assert [(row.checkpointing, row.rows, row.fits) for row in plan.rows] == [
-        ("off", 1, False),
-        ("every layer", 1, True),
-        ("every 2nd layer", 1, True),
-    ]
-    command = plan.rows[-1].command.tokens()
-    assert '"every_n_layers": 2' in command[command.index("--gradient_checkpointing_kwargs") + 1]
+    row_with_some_layers(config, "1.63MiB", 2, "2nd")
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +321,8 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(
     config.text_config.num_hidden_layers = config.vision_config.num_hidden_layers = 1
     config.text_config.layer_types = ["full_attention"]
     config.save_pretrained(tmp_path)
-    asked = {"quantization": "nf4", "gradient_checkpointing": True}
-    plan = isotype.plan(tmp_path, device="rtx4090", max_memory="1MiB", **asked)
+    settings = {"quantization": "nf4", "gradient_checkpointing": True}
+    plan = isotype.plan(tmp_path, device="rtx4090", max_memory="1MiB", **settings)
     assert plan.chosen is None
     assert [(row.longest, row.checkpointing) for row in plan.rows] == [(0, "every layer")]
     assert least_length(config) == 102

@@ -12,9 +12,9 @@ RULE = "ist308_clipped_scaled"
 GRADIENT = operand(FP32, "gradient", "layer.weight")
 
 
-def of_gradient(op: str, **given: Any) -> Call:
-    given = {"by_script": True, **given}
-    return call(op, GRADIENT, result=FP32, phase="backward", module="", **given)
+def of_gradient(op: str, **fields: Any) -> Call:
+    fields = {"by_script": True, **fields}
+    return call(op, GRADIENT, result=FP32, phase="backward", module="", **fields)
 
 
 BACKWARD = call("aten.mm.default", GRADIENT, result=FP32, phase="backward")

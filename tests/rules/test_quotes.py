@@ -49,8 +49,8 @@ def test_an_operator_is_quoted_word_for_word(op: str) -> None:
         recorded = "".join("f" for tensor in tensors_in(example) if is_float(tensor))
         mixed = [letters for letters in combinations(recorded, False) if len(set(letters)) == 2][:6]
         calls = [decode(example, [FLOAT_DTYPES[letter] for letter in letters], CPU) for letters in mixed]
-        said = [(call, message) for call in calls if (message := refused(op, *call)) is not None]
-        assert quoted(op, [call for call, _ in said]) == [message for _, message in said]
+        refusals = [(call, message) for call in calls if (message := refused(op, *call)) is not None]
+        assert quoted(op, [call for call, _ in refusals]) == [message for _, message in refusals]
 
 
 def refused(op: str, args: Any, kwargs: Any) -> str | None:

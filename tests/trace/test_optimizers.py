@@ -73,8 +73,8 @@ class _Scaled(torch.optim.SGD):
 
 def test_an_optimizer_of_ones_own_keeps_its_settings_and_gets_other_parameters() -> None:
     trained = parameters()
-    made = make_optimizer(_Scaled([nn.Parameter(torch.ones(1))], scale=2.0, wide=True), trained, None)
-    assert (made.scale, made.wide, made.flat) == (2.0, True, trained)
+    optimizer = make_optimizer(_Scaled([nn.Parameter(torch.ones(1))], scale=2.0, wide=True), trained, None)
+    assert (optimizer.scale, optimizer.wide, optimizer.flat) == (2.0, True, trained)
 
 
 def test_a_callable_and_a_class() -> None:

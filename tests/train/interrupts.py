@@ -73,56 +73,56 @@ def history(out: Path, steps: int) -> list[object]:
 
 def _seldom(root: Path) -> dict[str, object]:
     """SIGHUP twice, SIGTERM once and SIGINT twice, while training."""
-    found: dict[str, object] = {}
+    runs: dict[str, object] = {}
     run = Run(root, "hangup", arguments(root, "hangup", 400, "--save_strategy", "no"))
     run.when_printed("step 6/").send(signal.SIGHUP).when_printed("a second signal")
-    found["hangup"] = run.send(signal.SIGHUP).end()  # the kernel says so, and the shell
+    runs["hangup"] = run.send(signal.SIGHUP).end()  # the kernel says so, and the shell
 
     run = Run(root, "terminated", arguments(root, "terminated", 400, "--save_steps", "1000"))
-    found["terminated"] = run.when_printed("step 6/").send(signal.SIGTERM).end()
+    runs["terminated"] = run.when_printed("step 6/").send(signal.SIGTERM).end()
 
     run = Run(root, "twice", arguments(root, "twice", 400, "--save_steps", "3"))
     run.when_printed("step 6/").when((run.out / "checkpoint-6").exists).send(signal.SIGINT)
-    found["twice"] = run.when_printed("a second signal").send(signal.SIGINT).end()
-    return found
+    runs["twice"] = run.when_printed("a second signal").send(signal.SIGINT).end()
+    return runs
 
 
 def main() -> None:
     root, few = Path(sys.argv[1]), "few" in sys.argv[2:]
     save_rows(root / "train.jsonl", rows("sft"))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for what it starts
-    found: dict[str, object] = {}
+    runs: dict[str, object] = {}
 
     workers = ("--dataloader_num_workers", "1", "--save_strategy", "no")
     run = Run(root, "once", arguments(root, "once", 400, *workers))
-    found["once"] = run.when_printed("step 6/").send(signal.SIGINT).end()
+    runs["once"] = run.when_printed("step 6/").send(signal.SIGINT).end()
     command = shlex.split(re.search(r"^    isotype (sft .*)$", run.printed(), re.M)[1])
     # What was printed goes on; only the end is brought nearer, for the time's sake.
     stopped = int(command[-1].rpartition("-")[2])
     near = ["--max_steps", str(stopped + 5), "--save_strategy", "steps"]
-    found["command"] = Run(root, "once", [*command, *near]).end()
+    runs["command"] = Run(root, "once", [*command, *near]).end()
 
-    found["full"] = Run(
+    runs["full"] = Run(
         root, "full", arguments(root, "full", 4, "--save_strategy", "no"), Path("/dev/full")
     ).end()
 
     if not few:
-        found |= _seldom(root)
+        runs |= _seldom(root)
 
     run = Run(root, "while-saving", arguments(root, "while-saving", 400, "--save_steps", "1"))
     run.when((run.out / "checkpoint-3").exists).when(lambda: not (run.out / STAGING).exists())
     # Of two that are sent at once the kernel may hand over the second first, to another thread: the status is the first's.
     run.when_saving().send(signal.SIGINT).when_printed("a second signal")
-    found["while-saving"] = run.send(signal.SIGTERM).end()
+    runs["while-saving"] = run.send(signal.SIGTERM).end()
 
     loading = {"loading-term": signal.SIGTERM, "loading-int": signal.SIGINT}
     for name, number in list(loading.items())[: 1 if few else 2]:
         run = Run(root, name, arguments(root, name, 400))
         run.when_printed("precision policy")
         time.sleep(0.05)
-        found[name] = run.send(number).end()
+        runs[name] = run.send(number).end()
 
-    print(json.dumps(found))
+    print(json.dumps(runs))
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def test_biases_and_parts_of_the_base_where_trl_copies_the_adapter(
         settings = parse_settings(
             METHODS[method], ["--model_name_or_path", str(path), *flags.split(), *more.split()]
         )
-        said = [problem.expected for problem in argument_problems(settings)]
-        assert any("TRL adds a second adapter" in text for text in said) == copies
+        expected = [problem.expected for problem in argument_problems(settings)]
+        assert any("TRL adds a second adapter" in text for text in expected) == copies
 
 
 def test_an_adapter_of_virtual_tokens_is_refused(path: Path, tmp_path: Path) -> None:

@@ -221,8 +221,8 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     (dated / "model" / "chat_template.jinja").write_text(TEMPLATE)
     for day in (12, 13):
         on(day, monkeypatch)
-        given = ("--chat_template_path", template, "--output_dir", dated / f"given-{day}")
-        _, text = train(dated, *short, *given)
+        flags = ("--chat_template_path", template, "--output_dir", dated / f"given-{day}")
+        _, text = train(dated, *short, *flags)
         assert f"it writes 2026-11-{day}: " in text
     assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
 

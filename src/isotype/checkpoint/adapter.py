@@ -259,7 +259,6 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
         expected = "a base in float32, bfloat16 or float16: PEFT subtracts the adapter's initial values from the base's weights"
         fix = "--quantization none, or merge the adapter first"
         raise _incompatible(adapter, model, [Problem(conflict, expected, fix)])
-    config.inference_mode = False  # adapters are float32 masters under the policy only if they are trainable
     config.base_model_name_or_path = None  # else PEFT warns if the base was moved
     try:
         with quiet_peft(), KeepsValues():  # deferred weights are on the meta device
@@ -390,10 +389,13 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
     if problems:
         raise CheckpointError(f"the adapter {directory} cannot be read", problems)
     try:
-        return pretrained(PeftConfig, str(directory))
+        config = pretrained(PeftConfig, str(directory))
     except BUILD_ERRORS as error:
         what, expected = f"{path}: {error}", f"the config of a {kind} adapter"
         raise CheckpointError.of(f"{CONFIG_FILE} cannot be read", what, expected, _AGAIN) from error
+    # PEFT saves True; adapters are float32 masters under the policy only if they are trainable.
+    config.inference_mode = False
+    return config
 
 
 def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from isotype.train.command.arguments import count_problems
 from isotype.train.command.command import Command, with_storage
 from isotype.train.command.parse import parse_command
 from isotype.train.preflight.plan import Options, StepPlan
-from isotype.train.preflight.step_plan import image_size, plan_of
+from isotype.train.preflight.step_plan import image_size, plan_of, without_version
 
 _DESCRIPTION = """\
 List the settings with which a model can be trained on a device, their speed, and the command of the best settings.
@@ -133,8 +133,7 @@ def parse_request(
         prog="isotype plan",
     )
     memory = None if own.max_memory is None else parse_size(own.max_memory)
-    if command.given("fsdp") in ("0", "2"):  # a version, as in `isotype check`
-        command = command.but(fsdp="full_shard" if command["fsdp"] == "2" else None)
+    _, command = without_version(command, ("0", "2"))
     if own.data:
         command = command.but(dataset_name=own.data)
     devices = tuple(name for names in own.device or ["auto"] for name in names.split(",") if name)

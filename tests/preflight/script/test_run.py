@@ -292,8 +292,8 @@ def test_a_script_that_takes_its_branch_for_the_cpu_is_told_so(
     before = torch.cuda.is_available
     status, _, err = _run(capsys, "--device", device, str(script))
     assert status == 0
-    told = f"{script}:{line} asks whether a GPU is available, and this machine has none: the step is the one that the script "
-    assert (f"{told}runs without a GPU, judged for NVIDIA A100" in " ".join(err.split())) == bool(line)
+    note = f"{script}:{line} asks whether a GPU is available, and this machine has none: the step is the one that the script "
+    assert (f"{note}runs without a GPU, judged for NVIDIA A100" in " ".join(err.split())) == bool(line)
     assert torch.cuda.is_available is before
 
 

@@ -110,11 +110,12 @@ def merge_adapter(
     revision = revision or (saved.revision if base is None else None)
     source, facts, policy, trained = _base(saved, base, dtype, revision, stored)
     target, reason = _target(dtype, saved, facts)
-    _check_parts(saved, stored, source, revision)
+    config = config_of(open_model(source, revision))
+    _check_parts(saved, stored, source, config)
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
-        check_exportable(config_of(open_model(source, revision)))
+        check_exportable(config)
         exportable_tokenizer(_tokenizer(saved, source, revision))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     outputs, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
@@ -164,7 +165,7 @@ def merge_adapter(
             passed=_passed(saved.policy, target, stored),
             cheapest=cheap,
             answers=bool(getattr(model_class, "can_generate", bool)()),
-            exportable=stored is None and is_exportable(config_of(open_model(source, revision)), tokenizer),
+            exportable=stored is None and is_exportable(config, tokenizer),
         )
         _require_change(report, trained is not None and stored == trained.storage)
     return report
@@ -190,9 +191,8 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
     return UsageError.of("this adapter cannot be merged", f"{adapter.directory}: {why}", expected, fix)
 
 
-def _check_parts(adapter: Adapter, stored: str | None, source: str, revision: str | None) -> None:
+def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any) -> None:
     """Raise UsageError if the base cannot hold the adapter's biases, or transformers cannot read its experts in `stored`."""
-    config = config_of(open_model(source, revision))
     end = ".lora_B.bias"
     biased = [
         tensor.name.removesuffix(end) for tensor in adapter.headers.tensors if tensor.name.endswith(end)
@@ -282,8 +282,9 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
 
 
 def _tokenizer(adapter: Adapter, base: str, revision: str | None) -> Any:
-    of_base = tokenizer_source(open_checkpoint(base, revision))
-    return tokenizer_of(adapter.directory) or tokenizer_of(of_base, revision)
+    return tokenizer_of(adapter.directory) or tokenizer_of(
+        tokenizer_source(open_checkpoint(base, revision)), revision
+    )
 
 
 def _learned(
@@ -293,7 +294,6 @@ def _learned(
 
     `policy` is None if the adapter is merged into another model. The model it was trained on may no longer exist.
     """
-    saved = tokenizer_of(adapter.directory)
     try:
         trained = policy or base_policy(adapter, "auto", None, "auto", revision)
         of = revision or adapter.revision
@@ -306,7 +306,8 @@ def _learned(
         if policy is not None:
             raise
         reason = error.problems[0].given if error.problems else ""
-        return None, saved, [f"logits were not compared: {error.headline} ({reason})"], None
+        without = tokenizer_of(adapter.directory)
+        return None, without, [f"logits were not compared: {error.headline} ({reason})"], None
 
 
 _CHEAP = 4e9
@@ -326,12 +327,12 @@ def _formats_to_try(
         if policy.storage != "nf4":  # a merge into nf4 uses the stored base without this argument
             base = f"--base {shlex.quote(str(adapter.base))} "
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
-    forms = [Candidate(f"{base}--quantization nf4", "nf4", 4.5, original)]
-    forms.append(Candidate("--quantization int8", "int8", 8, policy))
+    forms = []
+    if _experts(config_of(checkpoint)) is None:
+        forms.append(Candidate(f"{base}--quantization nf4", "nf4", 4.5, original))
+        forms.append(Candidate("--quantization int8", "int8", 8, policy))
     if is_exportable(config_of(checkpoint), tokenizer):
         forms.append(Candidate("--gguf q8_0", "q8_0", 8.5, policy))
-    if _experts(config_of(checkpoint)) is not None:
-        forms = [candidate for candidate in forms if candidate.form not in QUANTIZATIONS]
     wide = torch.bfloat16 if policy.plain == torch.float32 else policy.plain
     sixteen = dtype_name(target if target in (torch.bfloat16, torch.float16) else wide)
     return (*forms, Candidate(f"--dtype {sixteen}", sixteen, 16, policy))

@@ -34,9 +34,9 @@ class Branch:
             (backend, "device_count"),
             (torch.accelerator, "is_available"),
         ):
-            self._replaced.wrap(holder, name, self._asked)
+            self._replaced.wrap(holder, name, self._note_caller)
 
-    def _asked(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)
         if not self.line and caller is not None and not is_library(caller.f_code.co_filename):
             line = f"{caller.f_code.co_filename}:{caller.f_lineno}"

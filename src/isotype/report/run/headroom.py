@@ -87,19 +87,19 @@ def in_words(headroom: Headroom) -> str:
     where = f"in nine of ten micro-batches ({sampled})" if several else "in the one sampled micro-batch"
     if math.isinf(least.high):
         return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({sampled})."
-    said = (
+    text = (
         f"{least.name} has the largest outputs: up to {format_number(least.high, 4)} {where}. "
         f"float16's largest number, 65,504, is {format_number(least.headroom, 3)} times as large."
     )
     if headroom.dtype == "float16" and least.headroom < _LITTLE:
-        said += " Other batches may exceed float16's range. bfloat16 or a float32 residual stream has more headroom."
+        text += " Other batches may exceed float16's range. bfloat16 or a float32 residual stream has more headroom."
     if least.change and not 0.9 < least.change < 1.1:
         ratio = least.change if least.change > 1 else 1 / least.change
         grew = "grew" if least.change > 1 else "shrank"
-        said += f" The block's outputs {grew} by a factor of {format_number(ratio, 3)} over the run."
+        text += f" The block's outputs {grew} by a factor of {format_number(ratio, 3)} over the run."
     if headroom.dtype != "float16":
-        said += f" The blocks return their outputs in {headroom.dtype}, which can hold far larger values."
-    return said
+        text += f" The blocks return their outputs in {headroom.dtype}, which can hold far larger values."
+    return text
 
 
 def bar(block: BlockHeadroom) -> str:

@@ -86,8 +86,8 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
         return aten._to_copy.default(result, dtype=dtype)
 
 
-def as_given(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed: torch.dtype) -> Any:
-    """Return what an operator computed in float32, because its 16-bit dtype has no kernel, in this dtype."""
+def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed: torch.dtype) -> Any:
+    """Cast a result back to the operands' 16-bit dtype if it was computed in float32 because this dtype has no kernel."""
     floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
     if computed != torch.float32 or len(floats) != 1 or not floats.issubset(HALVES):
         return result

@@ -32,7 +32,7 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import FLOATS, HALVES
-from isotype.trace.fake.arguments import as_given, map_leaves
+from isotype.trace.fake.arguments import in_operands_dtype, map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.taken import DTYPE
 
@@ -133,7 +133,7 @@ class Functions(TorchFunctionMode):
                 if target is None:
                     raise
                 result = func(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
-                return as_given(result, given_tensors(args, kwargs), target)
+                return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         lists = self._lists

@@ -44,10 +44,10 @@ from isotype.core.operators import (
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
 from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
 from isotype.trace.fake.arguments import (
-    as_given,
     as_measured,
     cast_result,
     converted,
+    in_operands_dtype,
     map_leaves,
     numbers_of,
     overflow,
@@ -293,7 +293,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         message = message or by_shapes(name, args, verdict.message)
         breach = None if fixed else Breach(message, verdict.assumed, target)
         result = self._run_converted(func, args, kwargs, target)
-        return as_given(result, tensors, target), breach
+        return in_operands_dtype(result, tensors, target), breach
 
     def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Run an operator that refuses an integer operand, as if this operand had the dtype of the float operands."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -103,11 +102,8 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         explicit = "per_device_eval_batch_size" in settings.command or method.loss == "policy"
         evaluation = int(training.per_device_eval_batch_size) if explicit else 0
     start = settings.start
-    lora = get_peft_config(model)
-    if start is not None and model.use_peft:
-        lora = copy.deepcopy(start.config)
-        lora.inference_mode = False  # PEFT saves it as true
-    elif lora is not None:
+    lora = start.config if start is not None and model.use_peft else get_peft_config(model)
+    if start is None and lora is not None:
         lora.bias = settings.extra.lora_bias
     keywords = checkpointing(training) or (CHECKPOINTING if recomputes else None)
     accumulation = training.gradient_accumulation_steps

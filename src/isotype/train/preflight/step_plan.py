@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,14 +47,22 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     command, options = parse_command(
         method, tokens, add_arguments=_add_own, model=model, problems_of=_problems, prog="isotype check"
     )
-    fsdp = None
-    if command.given("fsdp") in ("0", "1", "2"):  # a version; `--fsdp full_shard` is TRL's own argument
-        fsdp = int(command["fsdp"])
-        command = command.but(fsdp="full_shard" if fsdp == 2 else None)
+    fsdp, command = without_version(command, ("0", "1", "2"))
     if METHODS[method].loss != "policy":  # a step of such a method has whole groups of completions
         sizes = {"per_device_train_batch_size": options.batch, "max_length": options.length}
         command = command.but(**{name: value for name, value in sizes.items() if value is not None})
     return Options(bare=bare, fsdp=fsdp, **vars(options)), command
+
+
+def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
+    """Return the version that `--fsdp` names and the command with TRL's value of the argument, `full_shard` or none.
+
+    A value that is not one of `versions` is TRL's own: the version is None, and the command is returned unchanged.
+    """
+    if command.given("fsdp") not in versions:
+        return None, command
+    version = int(command["fsdp"])
+    return version, command.but(fsdp="full_shard" if version == 2 else None)
 
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
