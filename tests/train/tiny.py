@@ -15,7 +15,9 @@ TEMPLATE = (
 )
 
 
-def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2, experts: int = 0) -> Path:
+def save_chat_model(
+    directory: Path, dtype: str = "float32", layers: int = 2, experts: int = 0, intermediate_size: int = 96
+) -> Path:
     """Save a random Llama of `layers` layers, or a Qwen3-MoE, with a tokenizer of 64 words and a chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -39,7 +41,7 @@ def save_chat_model(directory: Path, dtype: str = "float32", layers: int = 2, ex
     config = (Qwen3MoeConfig if experts else LlamaConfig)(
         vocab_size=len(words),
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=intermediate_size,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
