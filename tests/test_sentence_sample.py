@@ -57,3 +57,20 @@ def test_sentences_have_kind_place_and_holder(tmp_path: Path, monkeypatch: pytes
         ("page", "README.md:3", "README.md", "Code is no sentence either:"),
         ("page", "README.md:9", "README.md", "The key of the room is under the mat."),
     ]
+
+
+def test_sentences_have_the_signature_and_the_sentence_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "isotype").mkdir()
+    (tmp_path / "isotype" / "room.py").write_text(FILE, encoding="utf-8")
+    for name in ("README.md", "CONTRIBUTING.md"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    monkeypatch.setattr(sentence_sample, "ROOT", tmp_path)
+    assert [(drawn.signature, drawn.before) for drawn in sentences(read_sources(tmp_path))] == [
+        ("", ""),
+        ("", "The door of a room opens twice."),
+        ("def sums(rows)", ""),
+        ("def sums(rows)", ""),
+        ("", ""),
+    ]

@@ -4,9 +4,12 @@ python -m tools.sentence_sample --seed 7              # 40 sentences of pages, d
 python -m tools.sentence_sample --seed 7 --count 20
 python -m tools.sentence_sample --under src/isotype/trace    # all of a folder or a file, in order
 python -m tools.sentence_sample --seed 7 --beside peft trl --places build/places.txt    # mixed with other libraries' sentences
+python -m tools.sentence_sample --seed 7 --context    # each with what stands around it in the file
 
 The reader sees a sentence with its file, its line and its function, and may not open the file. A sentence that needs a second reading
 is rewritten, and so are its like. Then another person reads another sample.
+
+With `--context`, the reader also sees what every reader of the file sees: the signature of the function, and the sentence before.
 
 Readers differ in how strict they are. With `--beside`, as many sentences of other libraries' docstrings and messages are mixed in,
 shuffled and printed without their places, so that a reader judges both by the same bar; `--places` gets the places.
@@ -38,12 +41,17 @@ _LEAST_WORDS = 5
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence with its place: `where` is path and line, `holder` the page, function, class or module around it."""
+    """A sentence with its place: `where` is path and line, `holder` the page, function, class or module around it.
+
+    `signature` is the function's or class's, "" for others; `before` is the sentence before in the same paragraph, "" for the first.
+    """
 
     kind: str
     where: str
     holder: str
     text: str
+    signature: str = ""
+    before: str = ""
 
 
 def sentences(sources: Sources) -> list[Sentence]:
@@ -64,13 +72,26 @@ def _in_module(module: Module, root: Path) -> Iterator[Sentence]:
                 case [ast.Expr(value=ast.Constant(value=str(text)) as alone)]:
                     no_message.add(id(alone))
                     prose = _EXAMPLE.sub(_blank, inspect.cleandoc(text))
-                    yield from _split("docstring", path, alone.lineno, holder, prose)
+                    for sentence in _split("docstring", path, alone.lineno, holder, prose):
+                        yield replace(sentence, signature=_signature(node))
         elif isinstance(node, ast.JoinedStr):
             no_message |= {id(part) for part in node.values}
     for node in ast.walk(module.tree):
         match node:
             case ast.JoinedStr() | ast.Constant(value=str()) if id(node) not in no_message:
                 yield from _split("message", path, node.lineno, module.name, _written(node))
+
+
+def _signature(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+    """Return the line that a function or class begins with; "" for a module."""
+    match node:
+        case ast.FunctionDef():
+            returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+            return f"def {node.name}({ast.unparse(node.args)}){returns}"
+        case ast.ClassDef():
+            return f"class {node.name}({', '.join(map(ast.unparse, node.bases))})"
+        case _:
+            return ""
 
 
 def _written(node: ast.expr) -> str:
@@ -101,9 +122,12 @@ def _split(kind: str, path: str, line: int, holder: str, text: str) -> Iterator[
         place = text.index(part, place)
         if part.startswith(_SKIPPED) or (kind == "message" and _PATTERN.search(part)):
             continue
+        before = ""
         for sentence in _END.split(re.sub(r"\s+", " ", part).strip()):
             if len(sentence.split()) >= _LEAST_WORDS:
-                yield Sentence(kind, f"{path}:{line + text.count(chr(10), 0, place)}", holder, sentence)
+                where = f"{path}:{line + text.count(chr(10), 0, place)}"
+                yield Sentence(kind, where, holder, sentence, before=before)
+            before = sentence
 
 
 def of_library(name: str) -> list[Sentence]:
@@ -135,8 +159,12 @@ def _mixed(ours: list[Sentence], others: Sequence[str], chance: random.Random, c
 
 def _unnamed(sentence: Sentence, libraries: Sequence[str]) -> Sentence:
     """Return the sentence without its place and the names of the libraries, which would tell a reader where it is from."""
-    text = re.sub("|".join(libraries), "library", sentence.text, flags=re.IGNORECASE)
-    return replace(sentence, where="a library", holder=sentence.holder.split(".")[-1], text=text)
+    text, signature, before = (
+        re.sub("|".join(libraries), "library", part, flags=re.IGNORECASE)
+        for part in (sentence.text, sentence.signature, sentence.before)
+    )
+    holder = sentence.holder.split(".")[-1]
+    return Sentence(sentence.kind, "a library", holder, text, signature, before)
 
 
 def main() -> None:
@@ -147,6 +175,7 @@ def main() -> None:
     parser.add_argument("--under", default="")
     parser.add_argument("--beside", nargs="+", default=[], metavar="LIBRARY")
     parser.add_argument("--places", type=Path)
+    parser.add_argument("--context", action="store_true")
     chosen = parser.parse_args()
     if chosen.beside and (chosen.seed is None or chosen.places is None):
         parser.error("--beside needs --seed and --places")
@@ -159,7 +188,11 @@ def main() -> None:
     elif chosen.seed is not None:
         drawn = random.Random(chosen.seed).sample(drawn, min(chosen.count, len(drawn)))
     for number, sentence in enumerate(drawn, 1):
-        print(f"{number:3}. {sentence.kind} in {sentence.where} ({sentence.holder})\n     {sentence.text}\n")
+        print(f"{number:3}. {sentence.kind} in {sentence.where} ({sentence.holder})")
+        if chosen.context:
+            around = (sentence.signature, sentence.before)
+            print(*(f"     | {line}\n" for line in around if line), sep="", end="")
+        print(f"     {sentence.text}\n")
 
 
 if __name__ == "__main__":
