@@ -38,9 +38,11 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values import dense_weight
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
+from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
 from isotype.precision.by_damage import Option, choose, mix
 from isotype.precision.damages import Damages, LayerDamage, stored_bytes
+from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy, read_moments
 
 MODEL = "embedded:smollm2"
@@ -234,8 +236,9 @@ def fitted(damages: Damages, four: PrecisionPolicy) -> PrecisionPolicy:
 def mixture(damages: Damages, nested: PrecisionPolicy, room: int | None) -> PrecisionPolicy:
     """`--quantization mixed`, within the bytes of linear layers."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
-    mixture = mix(damages, nested, weights, room)
-    return replace(nested, storage=mixture.storage, double_quant=mixture.double_quant, layers=mixture.layers)
+    mixed, _ = mix(damages, nested, weights, PrecisionRequest(quantization="mixed", base_memory=room))
+    storage = mixed.quantization or dtype_name(nested.compute)
+    return replace(nested, storage=storage, double_quant=bool(mixed.double_quant), layers=mixed.layers)
 
 
 # ------------------------------------------------------------------------------------------------ what is left after training

@@ -97,7 +97,7 @@ def test_what_bert_was_published_with_is_left_out(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with quiet():
-        assert open_checkpoint(tmp_path).facts.architecture == "BertForMaskedLM"
+        assert open_checkpoint(tmp_path).facts.model_type == "bert"
 
 
 def test_layers_that_predict_ahead_are_those_that_the_config_names(tmp_path: Path) -> None:

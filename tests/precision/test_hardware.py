@@ -24,7 +24,7 @@ from isotype.precision.devices.cpu import (
 )
 from isotype.precision.devices.names import words_of
 from isotype.precision.devices.profile import (
-    AcceleratorProperties,
+    DeviceProfile,
     cpu_profile,
     cuda_profile,
     device_profile,
@@ -187,8 +187,10 @@ def test_parsers_take_any_text(text: str) -> None:
         assert all(profile.supports(dtype) != "refused" for dtype in (BF16, F16))
 
 
-def _nvidia(capability: tuple[int, int], title: str = "NVIDIA Unheard Of") -> AcceleratorProperties:
-    return AcceleratorProperties(title, 10 * GIB, capability=capability)
+def _nvidia(
+    capability: tuple[int, int], title: str = "NVIDIA Unheard Of", name: str = "cuda"
+) -> DeviceProfile:
+    return cuda_profile(title, 10 * GIB, capability, name)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def _nvidia(capability: tuple[int, int], title: str = "NVIDIA Unheard Of") -> Ac
 def test_cuda_from_its_capability(
     capability: tuple[int, int], halves: set[torch.dtype], flash: set[torch.dtype]
 ) -> None:
-    profile = cuda_profile(_nvidia(capability), "cuda:1")
+    profile = _nvidia(capability, name="cuda:1")
     assert profile.name == "cuda:1"
     assert profile.native & {F16, BF16} == halves
     assert profile.flash_attention == flash
@@ -218,14 +220,12 @@ def test_cuda_from_its_capability(
 
 
 def test_cuda_known_card_brings_its_data_sheet_but_its_own_memory() -> None:
-    profile = cuda_profile(_nvidia((7, 5), "Tesla T4"))
+    profile = _nvidia((7, 5), "Tesla T4")
     assert profile.peak_flops == {F32: 8.1e12, F16: 65e12}
     assert profile.memory_bytes == 10 * GIB
     assert profile.present
     assert profile.source == "cuda driver; NVIDIA T4 data sheet"
-    assert (
-        cuda_profile(_nvidia((6, 1))).reason(F16) == "compute capability 6.1 has no fast float16 arithmetic"
-    )
+    assert _nvidia((6, 1)).reason(F16) == "compute capability 6.1 has no fast float16 arithmetic"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_cuda_known_card_brings_its_data_sheet_but_its_own_memory() -> None:
     ],
 )
 def test_rocm_from_its_architecture(arch: str, bfloat16: str, flash: set[torch.dtype]) -> None:
-    profile = rocm_profile(AcceleratorProperties("AMD Radeon", GIB, arch=arch))
+    profile = rocm_profile("AMD Radeon", GIB, arch)
     assert profile.kind == "rocm"
     assert profile.supports(BF16) == bfloat16
     assert profile.supports(F16) == "native"
@@ -249,14 +249,14 @@ def test_rocm_from_its_architecture(arch: str, bfloat16: str, flash: set[torch.d
 
 
 def test_xpu_and_mps() -> None:
-    arc = xpu_profile(AcceleratorProperties("Intel Arc A770", 16 * GIB, float64=False))
+    arc = xpu_profile("Intel Arc A770", 16 * GIB, matrix_engine=True, float64=False)
     assert arc.best_dtype() is BF16
     assert arc.supports(F64) == "refused"
     assert arc.reason(F64) == "this GPU has no float64 arithmetic"
-    integrated = xpu_profile(AcceleratorProperties("Intel Iris", GIB, matrix_engine=False))
+    integrated = xpu_profile("Intel Iris", GIB, matrix_engine=False, float64=True)
     assert integrated.supports(BF16) == "emulated"
 
-    m2, m3 = (mps_profile(AcceleratorProperties(f"Apple {chip} Pro", GIB)) for chip in ("M2", "M3"))
+    m2, m3 = (mps_profile(f"Apple {chip} Pro", GIB) for chip in ("M2", "M3"))
     assert m2.best_dtype() is F16
     assert m3.best_dtype() is BF16
     assert m2.reason(F64) == "the MPS framework has no float64"
@@ -321,7 +321,7 @@ def test_a_rate_is_the_product_that_its_source_writes_out() -> None:
 
 def test_the_driver_tells_two_cards_of_one_name_by_their_memory() -> None:
     title = "NVIDIA GeForce RTX 4060 Ti"
-    large = cuda_profile(AcceleratorProperties(title, int(15.57 * GIB), (8, 9)))
+    large = cuda_profile(title, int(15.57 * GIB), (8, 9))
     assert large.memory_bytes == device_profile("rtx4060ti-16g").memory_bytes
     assert large.peak_flops == device_profile("rtx4060ti-16g").peak_flops
 
@@ -345,7 +345,7 @@ def test_this_machine() -> None:
 
 
 def test_auto_prefers_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = cuda_profile(_nvidia((8, 0)))
+    card = _nvidia((8, 0))
     monkeypatch.setitem(hardware._BACKENDS, "cuda", (lambda: 2, lambda device: card))
     assert device_profile("auto") is card
     assert device_profile("cuda:1") is card
@@ -505,4 +505,4 @@ def test_bfloat16_runs_on_nvidias_from_capability_8_on() -> None:
         assert profile.capability is not None
         assert (profile.capability >= (8, 0)) == (torch.bfloat16 in profile.native), profile.name
     assert device_profile("mps").capability is None
-    assert cuda_profile(_nvidia((6, 1))).capability == (6, 1)
+    assert _nvidia((6, 1)).capability == (6, 1)

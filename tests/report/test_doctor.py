@@ -21,7 +21,7 @@ from isotype.precision.devices.machine import (
     try_bitsandbytes,
 )
 from isotype.precision.devices.probe import MatmulRate
-from isotype.precision.devices.profile import AcceleratorProperties, cuda_profile, device_profile
+from isotype.precision.devices.profile import cuda_profile, device_profile
 from isotype.precision.versions import Incompatibility
 from isotype.report.doctor import (
     auto_dtype,
@@ -246,7 +246,7 @@ def test_auto_dtype() -> None:
 
 
 def test_a_measurement_that_belies_the_profile_is_said() -> None:
-    card = cuda_profile(AcceleratorProperties("NVIDIA Unheard Of", 2**30, capability=(8, 0)))
+    card = cuda_profile("NVIDIA Unheard Of", 2**30, (8, 0))
     slow = _report(profile=card, rates={F32: _rate(F32, 90e9), BF16: _rate(BF16, 9e9)})
     assert (
         contradiction(slow)

@@ -46,7 +46,7 @@ def facts_of_module(model: Any) -> ModelFacts:
     if not is_config(config):  # a config of another library
         config = None
     named = quantization_of(config)  # may describe layers that were replaced
-    quantization = _layers_quantization(base, named.skip_modules if named else ()) or named
+    quantization = _layers_quantization(base) or named
     prefixes: tuple[str, ...] = ()  # of the names of adapter parameters
     if getattr(model, "peft_config", None) or has_own_adapters(model):
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
@@ -71,7 +71,7 @@ def _is_bnb(module: nn.Module, name: str) -> bool:
     return any(c.__name__ == name and c.__module__.startswith("bitsandbytes.") for c in type(module).__mro__)
 
 
-def _layers_quantization(model: nn.Module, skip: tuple[str, ...]) -> QuantizationFacts | None:
+def _layers_quantization(model: nn.Module) -> QuantizationFacts | None:
     """Return the most common quantization of the model's bitsandbytes layers, or None if it has no such layers."""
     counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
@@ -80,10 +80,10 @@ def _layers_quantization(model: nn.Module, skip: tuple[str, ...]) -> Quantizatio
             state = getattr(weight, "quant_state", None)
             nested = state.nested if state is not None else weight.compress_statistics
             compute: Any = getattr(module, "compute_dtype", None)
-            double, storage = bool(nested), weight.quant_storage
-            counts[QuantizationFacts("bitsandbytes", weight.quant_type, compute, double, storage, skip)] += 1
+            form, storage = weight.quant_type, weight.quant_storage
+            counts[QuantizationFacts("bitsandbytes", form, compute, bool(nested), storage)] += 1
         elif _is_bnb(module, "Linear8bitLt"):
-            counts[QuantizationFacts("bitsandbytes", "int8", skip_modules=skip)] += 1
+            counts[QuantizationFacts("bitsandbytes", "int8")] += 1
     return counts.most_common(1)[0][0] if counts else None
 
 
@@ -117,9 +117,7 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
         yield _Stored(name, form, parameter.numel() if state is None else state.shape.numel(), nbytes)
 
 
-def facts_of_config(
-    source: str, config: Any, headers: CheckpointHeaders | None = None, notes: tuple[str, ...] = ()
-) -> ModelFacts:
+def facts_of_config(source: str, config: Any, headers: CheckpointHeaders | None = None) -> ModelFacts:
     """Return the facts about a model from its config and headers; raise CheckpointError if the two do not match."""
     quantization = quantization_of(config)
     if headers is None and (problem := config_problem(quantization_options(config))):
@@ -144,7 +142,6 @@ def facts_of_config(
         quantization=quantization,
         parameters=parameters,
         parameter_bytes=nbytes,
-        notes=notes,
         **_facts_of_modules(model),
     )
 
@@ -160,7 +157,6 @@ def _facts_of_modules(model: Any) -> dict[str, Any]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))
 
     return {
-        "architecture": type(model).__name__,
         "pinned": gather(pinned),
         "pinned_strict": gather(pinned_strictly),
         "dense": dense,
@@ -183,22 +179,20 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
     if not options:
         return None
     method = method_of(options)
-    skip = options.get("llm_int8_skip_modules") or options.get("modules_to_not_convert") or ()
     bits = options.get("bits") or options.get("w_bit")
     if method != "bitsandbytes":
         # Never just "int8", which is bitsandbytes' format: 8-bit GPTQ weights are stored in another one.
         form = f"{method}-{bits}bit" if bits else method
         experts = MXFP4 if method == MXFP4 else ""
-        return QuantizationFacts(method, form, skip_modules=tuple(skip), experts=experts)
+        return QuantizationFacts(method, form, experts=experts)
     if options.get("load_in_8bit"):
-        return QuantizationFacts(method, "int8", skip_modules=tuple(skip))
+        return QuantizationFacts(method, "int8")
     return QuantizationFacts(
         method,
         str(options.get("bnb_4bit_quant_type", "fp4")),  # bitsandbytes' own default
         torch_dtype(options.get("bnb_4bit_compute_dtype"), "bnb_4bit_compute_dtype"),
         bool(options.get("bnb_4bit_use_double_quant", False)),
         torch_dtype(options.get("bnb_4bit_quant_storage"), "bnb_4bit_quant_storage"),
-        tuple(skip),
     )
 
 
@@ -232,30 +226,20 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     counts, trained = _weigh(_stored(headers), None)
+    if any(isinstance(form, str) for form in counts):
+        trained = None  # a file of blocks does not say in which dtype they were trained
     architecture = headers.architecture
-    notes = []
-    blocks = {name: n for name, n in counts.items() if isinstance(name, str)}
-    if blocks:
-        trained = None
-        most = max(blocks, key=lambda name: blocks[name])
-        unknown = "a GGUF file does not say in which dtype they were trained"
-        notes.append(f"the weights are {most} blocks; {unknown}")
     model_type = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
     cls: Any = None
     if model_type in CONFIG_MAPPING:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
-    if cls is None:
-        model_type, unknown = architecture, "isotype does not know which parameters must stay in float32"
-        notes.append(f"transformers has no model named {architecture!r}: {unknown}")
     return ModelFacts(
         source=str(headers.path),
-        model_type=model_type,
-        architecture=getattr(cls, "__name__", None),
+        model_type=architecture if cls is None else model_type,
         trained_dtype=trained,
         pinned=tuple(sorted(pinned(cls) or ())),
         pinned_strict=tuple(sorted(pinned_strictly(cls) or ())),
         parameters=sum(tensor.elements for tensor in headers.tensors),
         parameter_bytes=sum(tensor.bytes for tensor in headers.tensors),
         routers=any(".ffn_gate_inp." in tensor.name for tensor in headers.tensors),
-        notes=tuple(notes),
     )

@@ -143,13 +143,9 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
     """Return the headers of a model on the hub, from its local cache or else by range requests."""
     if (snapshot := local_snapshot(model_id, revision)) is not None:
         return read_headers(snapshot)
-    remote, notes = remote_headers(model_id, revision)
-    if remote is None:
-        # Without the note's last clause, on the dtypes that a plan of a load then assumes.
-        what, expected = (
-            f"{model_id}: {notes[0].rpartition(': ')[0]}",
-            "a model on the hub, or an existing path",
-        )
+    remote = remote_headers(model_id, revision)
+    if isinstance(remote, str):
+        what, expected = f"{model_id}: {remote}", "a model on the hub, or an existing path"
         fix = "check the spelling and the network, or give a local path"
         raise CheckpointError.of("the headers on the hub cannot be read", what, expected, fix)
     return remote

@@ -97,10 +97,13 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
     if source is None:
         model_id = str(name)
         config, files = hub_config(model_id, revision), local_snapshot(model_id, revision)
-        headers, notes = remote_headers(model_id, revision) if files is None else (read_headers(files), ())
+        answer = remote_headers(model_id, revision) if files is None else read_headers(files)
+        headers = (
+            None if isinstance(answer, str) else answer
+        )  # without headers the dtypes are those of the config
         if files is None and headers is not None:
             headers = replace(headers, quantization=quantization_options(config))
-        facts = facts_of_config(model_id, config, headers, notes)
+        facts = facts_of_config(model_id, config, headers)
         return Checkpoint(model_id, model_id, files, config, headers, facts, revision)
     stats = [(str(file), file.stat()) for file in (source, *source.glob("*")) if file.exists()]
     opened = _opened(source, tuple(sorted((file, s.st_ino, s.st_size, s.st_mtime_ns) for file, s in stats)))
@@ -120,9 +123,7 @@ def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Chec
     _require_config_and_weights(source, weights is None or weights[1] == "adapter")
     config = read_config(source)
     if weights is None:
-        note = f"{source} holds no weights: the dtypes are those of config.json"
-        facts = facts_of_config(name, config, notes=(note,))
-        return Checkpoint(name, source, None, config, None, facts)
+        return Checkpoint(name, source, None, config, None, facts_of_config(name, config))
     headers = read_headers(source)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(headers.tensors):  # before the layers are built

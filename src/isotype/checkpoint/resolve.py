@@ -119,8 +119,7 @@ def resolve_request(
             expected = "measured damages of its layers"
             fix = f"run isotype quality {facts.source} on a machine that has the weights, or give --quantization nf4"
             raise PrecisionError.of(headline, f"quantization mixed for {facts.source}", expected, fix)
-        mixture = mix(damages, plain, facts.parameters, request.base_memory)
-        request, reason = mixture.applied(request), mixture.reason
+        request, reason = mix(damages, plain, facts.parameters, request)
     policy = decide(facts, profile, request, obstacles, ranges)
     if policy.compute == torch.float16 and ranges is None and checkpoint is not None:
         ranges = _cached_or_measured(Ranges, checkpoint, measure)

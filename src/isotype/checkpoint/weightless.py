@@ -17,7 +17,7 @@ from isotype.checkpoint.facts import quantization_of, quantization_options
 from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.compat.torch import own_parameters
-from isotype.compat.transformers import class_for_load, is_auto_class, own_class_again, set_attention
+from isotype.compat.transformers import class_for_load, mapping_of, own_class_again, set_attention
 from isotype.core.errors import CheckpointError
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
@@ -28,7 +28,7 @@ from isotype.precision.policy import PrecisionPolicy
 
 def concrete_class(config: Any, model_class: type | None = None) -> Any:
     """Return `model_class`; if it is an auto class or None, return the config's class, or raise CheckpointError."""
-    if model_class is not None and not is_auto_class(model_class):
+    if model_class is not None and mapping_of(model_class) is None:
         return model_class
     cls = class_of(config, model_class)
     if cls is not None:

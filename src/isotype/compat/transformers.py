@@ -7,7 +7,7 @@ its meaning.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -29,44 +29,45 @@ LOAD: Final = "_load_pretrained_model"
 """A model class's method: it loads weights from files into a model."""
 
 
-def pinned(model: Any) -> Any:
-    """Return the name patterns of modules that stay float32 in a float16 model, or None if there are none."""
-    return getattr(model, "_keep_in_fp32_modules", None)
+def _reads(name: str, default: Any = None) -> Callable[[Any], Any]:
+    def read(holder: Any) -> Any:
+        value = getattr(holder, name, None)
+        return default if value is None else value
+
+    return read
 
 
-def pinned_strictly(model: Any) -> Any:
-    """Return the name patterns of modules that stay float32 in any model, or None if there are none."""
-    return getattr(model, "_keep_in_fp32_modules_strict", None)
+def _sets(name: str) -> Callable[[Any, Any], None]:
+    return lambda holder, value: setattr(holder, name, value)
+
+
+pinned = _reads("_keep_in_fp32_modules")
+"""Return the name patterns of modules that stay float32 in a float16 model, or None if there are none."""
+pinned_strictly = _reads("_keep_in_fp32_modules_strict")
+"""Return the name patterns of modules that stay float32 in any model, or None if there are none."""
+mapping_of = _reads("_model_mapping")
+"""Return the mapping by which an auto class finds the model class for a config class; None for any other class."""
+name_of, rename = _reads("_name_or_path"), _sets("_name_or_path")
+"""Return or set the path or hub id from which a config was loaded; PEFT and trainers read this name."""
+has_own_adapters = _reads("_hf_peft_config_loaded", False)
+"""Return whether adapters were added by the model's own method `load_adapter`, which creates no `PeftModel`."""
+may_be_missing = _reads("_keys_to_ignore_on_load_missing", ())
+"""Return name patterns of tensors that a checkpoint of the model may lack."""
+may_be_surplus = _reads("_keys_to_ignore_on_load_unexpected", ())
+"""Return name patterns of checkpoint tensors that the model ignores."""
+conversions, set_conversions = _reads("_weight_conversions"), _sets("_weight_conversions")
+"""Return or set the list of conversions that loading applies and that saving reverses; None if there are none."""
+attention_of, set_attention = _reads("_attn_implementation"), _sets("_attn_implementation")
+"""Return or set the attention implementation of a config, or of a model that will be built from it; None if unset."""
+gate_of = _reads("_apply_gate")
+"""Return the function by which an experts module combines gate and up projections; None for any other module."""
+has_parallel_experts = _reads("_is_expert_parallel", False)
+"""Return whether this process holds only some of the module's experts."""
 
 
 def unsplit_classes(model: Any) -> frozenset[str]:
     """Return the names of the module classes that transformers never splits across devices; accelerate shards each as a unit."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
-
-
-def is_auto_class(cls: Any) -> bool:
-    """Return whether a class is an auto class: it selects the model class by the config, as `AutoModelForCausalLM` does."""
-    return hasattr(cls, "_model_mapping")
-
-
-def mapping_of(auto_class: Any) -> Any:
-    """Return the mapping by which an auto class finds the model class for a config class."""
-    return auto_class._model_mapping
-
-
-def name_of(config: Any) -> Any:
-    """Return the path or hub id from which a config was loaded."""
-    return config._name_or_path
-
-
-def rename(config: Any, name: str) -> None:
-    """Set the path or hub id of a config; PEFT and trainers read this name."""
-    config._name_or_path = name
-
-
-def has_own_adapters(model: Any) -> bool:
-    """Return whether adapters were added by the model's own method `load_adapter`, which creates no `PeftModel`."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def has_states(model: Any) -> bool:
@@ -82,16 +83,6 @@ def lines_separating_documents() -> frozenset[str]:
     return frozenset(f"{code.co_filename}:{line}" for *_, line in code.co_lines() if line is not None)
 
 
-def may_be_missing(model: Any) -> Iterable[str]:
-    """Return name patterns of tensors that a checkpoint of the model may lack."""
-    return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-
-
-def may_be_surplus(model: Any) -> Iterable[str]:
-    """Return name patterns of checkpoint tensors that the model ignores."""
-    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-
-
 def never_saved(model: Any) -> set[str]:
     """Return the names of tensors that the model does not save."""
     return set(model._keys_to_ignore_on_save or ())
@@ -105,28 +96,6 @@ def draw(model: Any, module: Any) -> None:
 def mark_as_loaded(tensor: Any) -> None:
     """Mark a tensor as loaded, so that transformers does not initialize it."""
     tensor._is_hf_initialized = True
-
-
-def conversions(model: Any) -> list[Any] | None:
-    """Return the tensor conversions that loading applies and that saving reverses, or None if there are none."""
-    steps: list[Any] | None = getattr(model, "_weight_conversions", None)
-    return steps
-
-
-def set_conversions(model: Any, steps: list[Any] | None) -> None:
-    """Set the tensor conversions of `model` to `steps`, a result of `conversions`."""
-    model._weight_conversions = steps
-
-
-def attention_of(config: Any) -> str | None:
-    """Return the name of a config's attention implementation, or None if the config names none."""
-    name: str | None = getattr(config, "_attn_implementation", None)
-    return name
-
-
-def set_attention(config: Any, name: Any) -> None:
-    """Set the attention implementation of a model that will be built from `config`."""
-    config._attn_implementation = name
 
 
 def use_plain_experts(config: Any) -> None:
@@ -205,85 +174,44 @@ PREPARE_INPUTS: Final = "_prepare_inputs"
 """The trainer's method that prepares a data loader's batch for the model."""
 
 
-class TrainerSteps:
-    """Gives private methods of transformers' Trainer public names, so that a subclass may override and call them.
+STEPS: Final[Mapping[str, str]] = {
+    "run_epoch": "_run_epoch",
+    "gradient_norm": GRADIENT_NORM,  # of a step's unscaled gradients, before clipping; called once per step
+    "folder_of_run": "_get_output_dir",  # the folder for checkpoints
+    "write_checkpoint": "_save_checkpoint",
+    "push_checkpoint": "_push_from_checkpoint",  # in another thread
+    "write_optimizer": "_save_optimizer_and_scheduler",
+    "read_weights": "_load_from_checkpoint",
+    "read_best_weights": "_load_best_model",
+    "read_optimizer": "_load_optimizer_and_scheduler",
+    "gradients_stay_local": "_defer_fsdp_gradient_reduction",  # a context manager, for sharded models
+}
+"""Public name -> name of the Trainer's private method, for `TrainerSteps`."""
+_Mixin: Any = object
 
-    A subclass lists `TrainerSteps` before the Trainer in its bases. Each private method here calls a public one; the
+
+class TrainerSteps(_Mixin):  # type: ignore[misc]
+    """Gives private methods of transformers' Trainer the public names in `STEPS`, so that a subclass may override and call them.
+
+    A subclass lists `TrainerSteps` before the Trainer in its bases. Each private method here calls the public one; the
     public one, if it is not overridden, calls the Trainer's private method.
     """
 
-    def run_epoch(self: Any, **options: Any) -> None:
-        """Train one epoch."""
-        super()._run_epoch(**options)  # type: ignore[misc]
 
-    def gradient_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of the step's unscaled gradients before clipping. The Trainer calls this method once per step."""
-        return super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+def _step(public: str, private: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(TrainerSteps, self), private)(*args, **kwargs)
 
-    def folder_of_run(self: Any, trial: Any) -> str:
-        """Return the folder for checkpoints."""
-        return str(super()._get_output_dir(trial))  # type: ignore[misc]
+    def overridden(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, public)(*args, **kwargs)
 
-    def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """Save a checkpoint."""
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+    return theirs, overridden
 
-    def push_checkpoint(self: Any, folder: str) -> None:
-        """Upload a checkpoint in another thread."""
-        super()._push_from_checkpoint(folder)  # type: ignore[misc]
 
-    def write_optimizer(self: Any, folder: str) -> None:
-        """Save the state of the optimizer and of the learning rate schedule."""
-        super()._save_optimizer_and_scheduler(folder)  # type: ignore[misc]
-
-    def read_weights(self: Any, folder: str, model: Any = None) -> None:
-        """Load the weights of a checkpoint."""
-        super()._load_from_checkpoint(folder, model)  # type: ignore[misc]
-
-    def read_best_weights(self: Any) -> None:
-        """Load the weights of the best checkpoint."""
-        super()._load_best_model()  # type: ignore[misc]
-
-    def read_optimizer(self: Any, folder: str | None) -> None:
-        """Load the state of the optimizer and of the learning rate schedule."""
-        super()._load_optimizer_and_scheduler(folder)  # type: ignore[misc]
-
-    def gradients_stay_local(self: Any) -> AbstractContextManager[None]:
-        """Defer the reduction of a sharded model's gradients inside the `with` block."""
-        deferred: AbstractContextManager[None] = super()._defer_fsdp_gradient_reduction()  # type: ignore[misc]
-        return deferred
-
-    def _run_epoch(self: Any, **kwargs: Any) -> None:
-        self.run_epoch(**kwargs)
-
-    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.gradient_norm(*args, **kwargs)
-
-    def _get_output_dir(self: Any, trial: Any) -> str:
-        return str(self.folder_of_run(trial))
-
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        self.write_checkpoint(model, trial)
-
-    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        self.push_checkpoint(checkpoint_folder)
-
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        self.write_optimizer(output_dir)
-
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.read_weights(resume_from_checkpoint, model)
-
-    def _load_best_model(self: Any) -> None:
-        self.read_best_weights()
-
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        self.read_optimizer(checkpoint)
-
-    @contextmanager
-    def _defer_fsdp_gradient_reduction(self: Any) -> Iterator[None]:
-        with self.gradients_stay_local():
-            yield
+for _public, _private in STEPS.items():
+    _theirs, _overridden = _step(_public, _private)
+    setattr(TrainerSteps, _public, _theirs)
+    setattr(TrainerSteps, _private, _overridden)
 
 
 def train_on_first_gpu(training: Any) -> None:
@@ -305,19 +233,14 @@ def gpus_left(training: Any) -> int:
     return max(0, torch.cuda.device_count() - 1) if alone else 0
 
 
-OVERRIDDEN: Final = tuple(
-    name for name in vars(TrainerSteps) if name.startswith("_") and not name.startswith("__")
-)
-
-
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Methods of `OVERRIDDEN` that older versions of transformers lack, with the first version that has them."""
+"""Methods in `STEPS` that older versions of transformers lack, with the first version that has them."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return a sentence for every method of `OVERRIDDEN` that a trainer class lacks; the trainer would never call this method."""
+    """Return a sentence for every method in `STEPS` that a trainer class lacks; the trainer would never call this method."""
     installed = Version(version("transformers"))
-    steps = [name for name in OVERRIDDEN if name not in SINCE or installed >= SINCE[name]]
+    steps = [name for name in STEPS.values() if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
 
 
@@ -410,13 +333,3 @@ def calling_trainer() -> Any:
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
-
-
-def gate_of(experts: Any) -> Any:
-    """Return the function by which an experts module combines gate and up projections; None for any other module."""
-    return getattr(experts, "_apply_gate", None)
-
-
-def has_parallel_experts(experts: Any) -> bool:
-    """Return whether this process holds only some of the module's experts."""
-    return bool(getattr(experts, "_is_expert_parallel", False))

@@ -73,34 +73,6 @@ _TENTH = 10
 """By default, the layers may take a tenth more bytes than in nf4."""
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """A decision on mixed storage.
-
-    Attributes:
-        storage: the format that the model as a whole reports.
-        layers: the layers whose format is not `storage`.
-        reason: a sentence with the number of layers in each format, their bytes, and the estimated damage in nats per token.
-    """
-
-    storage: str
-    layers: tuple[LayerStorage, ...]
-    double_quant: bool
-    reason: str
-
-    def applied(self, request: PrecisionRequest) -> PrecisionRequest:
-        """Return the request with the formats of this decision."""
-        return replace(
-            request,
-            quantization=self.storage if self.storage in QUANTIZATIONS else None,
-            double_quant=self.double_quant or None,
-            quant_storage=request.quant_storage if self.storage == "nf4" else None,
-            layers=self.layers,
-            base_memory=None,
-            quantized_parts="all",  # the damage alone decides each layer's format
-        )
-
-
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
     """Return the request with all layers in nf4: the policy for it decides all but the layers' formats.
 
@@ -133,18 +105,26 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
     return replace(policy, layers=saved.layers)
 
 
-def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int | None = None) -> Mixture:
-    """Return the layers' formats that do the least total damage within a memory limit.
+def mix(
+    damages: Damages, policy: PrecisionPolicy, parameters: int, request: PrecisionRequest
+) -> tuple[PrecisionRequest, str]:
+    """Return the request with the layers' formats that do the least total damage within a memory limit, and the reason.
 
     Each layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the float dtype of unquantized weights.
 
     Args:
         policy: the policy with all layers in nf4.
-        memory: limit for the bytes of all base weights; if None, the linear layers may take 10 % more bytes than in nf4.
+        request: `base_memory` limits the bytes of all base weights; if it is None, the linear layers may take 10 % more
+            bytes than in nf4.
+
+    Returns:
+        The request with the format that the model as a whole reports and the layers in other formats; and a sentence with
+        the number of layers in each format, their bytes, and the estimated damage in nats per token.
 
     Raises:
-        PrecisionError: even the smallest formats exceed `memory`.
+        PrecisionError: even the smallest formats exceed `base_memory`.
     """
+    memory = request.base_memory
     plain = dtype_name(policy.plain)
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
     others = (parameters - weights) * policy.plain.itemsize
@@ -181,7 +161,16 @@ def mix(damages: Damages, policy: PrecisionPolicy, parameters: int, memory: int 
         for layer in damages.layers
         if (form := chosen[layer.module]) != storage
     )
-    return Mixture(storage, differing, policy.double_quant and storage == "nf4", reason)
+    mixed = replace(
+        request,
+        quantization=storage if storage in QUANTIZATIONS else None,
+        double_quant=(policy.double_quant and storage == "nf4") or None,
+        quant_storage=request.quant_storage if storage == "nf4" else None,
+        layers=differing,
+        base_memory=None,
+        quantized_parts="all",  # the damage alone decides each layer's format
+    )
+    return mixed, reason
 
 
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:

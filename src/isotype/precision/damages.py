@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 from isotype.core.formats import FORMATS
@@ -89,10 +88,6 @@ class Damages(Measurement):
     layers: tuple[LayerDamage, ...]
     measured: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    @cached_property
-    def by_module(self) -> Mapping[str, LayerDamage]:
-        return {layer.module: layer for layer in self.layers}
 
     def total(self, form: str) -> float:
         """Return the damage in nats per token if all layers have a format: the measured one, or else the layers' sum."""

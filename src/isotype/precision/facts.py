@@ -21,7 +21,6 @@ class QuantizationFacts:
         compute_dtype: dtype to which weights are dequantized; None if unknown.
         double_quant: whether the quantization constants are quantized too; None if the method has no such option.
         quant_storage: dtype of the packed bytes; None if unknown.
-        skip_modules: names of the unquantized modules.
         experts: `"mxfp4"` if stacked experts can keep this format although linear layers are dequantized; else "".
         in_memory: whether the weights are in memory, not in a checkpoint.
     """
@@ -31,7 +30,6 @@ class QuantizationFacts:
     compute_dtype: torch.dtype | None = None
     double_quant: bool | None = None
     quant_storage: torch.dtype | None = None
-    skip_modules: tuple[str, ...] = ()
     experts: str = ""
     in_memory: bool = field(default=False, compare=False)
 
@@ -58,12 +56,10 @@ class ModelFacts:
         dense: names of modules that are quantized only on request; empty for a text model. `dense` has vision and audio
             towers with their projectors, and the modules that transformers leaves unquantized.
         routers: whether the experts are chosen by router modules like those in transformers.
-        notes: unknown facts, with the reason why they are unknown.
     """
 
     source: str
     model_type: str | None = None
-    architecture: str | None = None
     trained_dtype: torch.dtype | None = None
     quantization: QuantizationFacts | None = None
     pinned: tuple[str, ...] = ()
@@ -72,7 +68,6 @@ class ModelFacts:
     parameter_bytes: int | None = None
     routers: bool = False
     dense: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def saved_format(self) -> str | None:

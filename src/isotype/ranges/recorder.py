@@ -60,14 +60,6 @@ Phase = Literal["forward", "backward"]
 
 
 @dataclass(slots=True)
-class _Operator:
-    inputs: list[float]
-    output: float
-    flushed: tuple[float, float]
-    source: str
-
-
-@dataclass(slots=True)
 class _Module:
     """Magnitudes of one module; `outputs` maps a text's or batch's number to the magnitude of the module's output."""
 
@@ -90,7 +82,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.phase: Phase = "forward"
         self.first = ""
         self._modules: dict[str, _Module] = {}
-        self._operators: dict[tuple[str, str, int, Phase], _Operator] = {}
+        self._operators: dict[tuple[str, str, int, Phase], OperatorRange] = {}
         self._frames: list[str] = []
         self._places: dict[int, tuple[str, Any]] = {}
         self._calls: Counter[tuple[str, str, Phase]] = Counter()
@@ -203,12 +195,14 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         index = self._calls[module, short, self.phase]
         self._calls[module, short, self.phase] += 1
         key = (module, operator_name(func), index, self.phase)
-        flushed = _largest_shares(map(flushed_shares, outputs))
-        inputs = [operand.value for operand in operands]
-        earlier = self._operators.setdefault(key, _Operator(inputs, output, flushed, shown(source)))
-        earlier.inputs = [_larger(*pair) for pair in zip_longest(earlier.inputs, inputs, fillvalue=0.0)]
-        earlier.output = _larger(earlier.output, output)
-        earlier.flushed = _largest_shares((earlier.flushed, flushed))
+        inputs: Iterable[float] = (operand.value for operand in operands)
+        shares, line = [*map(flushed_shares, outputs)], shown(source)
+        if (earlier := self._operators.get(key)) is not None:
+            inputs = (_larger(*pair) for pair in zip_longest(earlier.inputs, inputs, fillvalue=0.0))
+            output, line = _larger(earlier.output, output), earlier.source
+            shares.append((earlier.flushed, earlier.flushed_scaled))
+        plain, scaled = map(max, zip(*shares, strict=True))
+        self._operators[key] = OperatorRange(*key, tuple(inputs), output, plain, line, scaled)
 
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
@@ -239,13 +233,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def operators(self) -> tuple[OperatorRange, ...]:
         """Return the recorded operators, in the order of their first call."""
-        operators = []
-        for key, sizes in self._operators.items():
-            plain, scaled = sizes.flushed
-            operators.append(
-                OperatorRange(*key, tuple(sizes.inputs), sizes.output, plain, sizes.source, scaled)
-            )
-        return tuple(operators)
+        return tuple(self._operators.values())
 
     def order(self) -> dict[str, int]:
         """Return the position of each called module, by name, in the order of the modules' first calls."""
@@ -284,11 +272,6 @@ def _note_gradient(sizes: _Module, gradient: torch.Tensor) -> None:
 
 def _larger(size: float, other: float) -> float:
     return other if other > size or math.isnan(other) else size
-
-
-def _largest_shares(shares: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    plain, scaled = zip(*shares, strict=True)
-    return max(plain), max(scaled)
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:

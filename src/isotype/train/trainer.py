@@ -41,7 +41,7 @@ class PolicyTrainer(WholeCheckpoints):
         self._free_inputs()
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.compilation = take_compilation(self.accelerator)
 
     def _free_inputs(self: Any) -> None:
@@ -88,13 +88,13 @@ class PolicyTrainer(WholeCheckpoints):
         if not values:
             return 0
         if self._flops_of_value is None:
-            self._flops_of_value = super().floating_point_ops(inputs) // values  # type: ignore[misc]
+            self._flops_of_value = super().floating_point_ops(inputs) // values
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the trainer's `compute_loss`. Embedding hooks see the batch as one row, as with TRL's own collator."""
         with seen_as_joined(self, inputs):
-            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 @cache

@@ -84,10 +84,8 @@ def download(model_id: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
 
 
-def remote_headers(
-    model_id: str, revision: str | None = None
-) -> tuple[CheckpointHeaders | None, tuple[str, ...]]:
-    """Read headers by range requests; return (headers, ()), or (None, reasons) if the hub cannot be reached."""
+def remote_headers(model_id: str, revision: str | None = None) -> CheckpointHeaders | str:
+    """Read headers by range requests; return them, or the reason if the hub cannot be reached."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -100,12 +98,11 @@ def remote_headers(
         fix = "give a revision of the model that has safetensors, or convert the model; pickled weights are not read"
         raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
-        unread = f"the headers on the hub could not be read ({why or error})"
-        return None, (f"{unread}: the dtypes are those of the config",)
+        return f"the headers on the hub could not be read ({why or error})"
     tensors = tuple(
         TensorHeader(name, info.dtype, tuple(info.shape), end - begin, Path(file))
         for file, content in repository.files_metadata.items()
         for name, info in content.tensors.items()
         for begin, end in (info.data_offsets,)
     )
-    return CheckpointHeaders(Path(model_id), "safetensors", "model", tensors, {}), ()
+    return CheckpointHeaders(Path(model_id), "safetensors", "model", tensors, {})

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -222,138 +223,127 @@ def _this_memory() -> int | None:
 # ------------------------------------------------------------------------------------------------ accelerators
 
 
-@dataclass(frozen=True)
-class AcceleratorProperties:
-    """Properties that an accelerator's driver returns.
-
-    Attributes:
-        title: the driver's name of the card.
-        capability: CUDA compute capability; (0, 0) for other devices.
-        arch: ROCm architecture (`"gfx942:sramecc+:xnack-"`); "" for other devices.
-        matrix_engine: whether an XPU has XMX matrix engines.
-    """
-
-    title: str
-    memory_bytes: int | None
-    capability: tuple[int, int] = (0, 0)
-    arch: str = ""
-    matrix_engine: bool = True
-    float64: bool = True
-
-
 def _accelerator(
     name: str,
     kind: DeviceKind,
-    properties: AcceleratorProperties,
+    title: str,
+    memory_bytes: int | None,
     emulated: Mapping[torch.dtype, str],
-    refused: Mapping[torch.dtype, str],
-    flash: frozenset[torch.dtype],
+    refused: Mapping[torch.dtype, str] = MappingProxyType({}),
+    flash: frozenset[torch.dtype] = frozenset(),
+    capability: tuple[int, int] | None = None,
 ) -> DeviceProfile:
     """Return the profile of a card: from its data sheet if `profiles.json` has one, else from the driver's properties."""
-    sheets = (key for key, record in _records().items() if properties.title in record["driver_names"])
+    sheets = (key for key, record in _records().items() if title in record["driver_names"])
     sheet = next(map(_of_record, sheets), None)
     if sheet is not None and sheet.kind == kind:
         return replace(
             sheet,
             name=name,
-            title=properties.title,
-            memory_bytes=properties.memory_bytes,
+            title=title,
+            memory_bytes=memory_bytes,
             present=True,
             source=f"{kind} driver; {sheet.source}",
         )
     return DeviceProfile(
         name=name,
-        title=properties.title,
+        title=title,
         kind=kind,
         native=frozenset({_F32, _F64, *_HALVES}) - emulated.keys() - refused.keys(),
         emulated=emulated,
         refused=refused,
-        memory_bytes=properties.memory_bytes,
+        memory_bytes=memory_bytes,
         peak_flops={},
         memory_bandwidth=None,
         flash_attention=flash,
         present=True,
         source=f"{kind} driver; no data sheet known for this card",
-        capability=properties.capability if any(properties.capability) else None,
+        capability=capability,
     )
 
 
-def cuda_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
+def cuda_profile(
+    title: str, memory_bytes: int | None, capability: tuple[int, int], name: str = "cuda"
+) -> DeviceProfile:
     """Return the profile of an NVIDIA GPU by its compute capability.
 
     Source: CUDA C++ Programming Guide, arithmetic instruction throughput by compute capability.
     """
-    major, minor = properties.capability
-    if major >= 8:
-        return _accelerator(name, "cuda", properties, {}, {}, _HALVES)
-    emulated = {_BF16: f"no bfloat16 tensor cores before compute capability 8.0 (this is {major}.{minor})"}
-    if major < 7 and properties.capability not in {(5, 3), (6, 0), (6, 2)}:
+    major, minor = capability
+    emulated = {}
+    if major < 8:
+        emulated[_BF16] = f"no bfloat16 tensor cores before compute capability 8.0 (this is {major}.{minor})"
+    if major < 7 and capability not in {(5, 3), (6, 0), (6, 2)}:
         emulated[_F16] = f"compute capability {major}.{minor} has no fast float16 arithmetic"
-    return _accelerator(name, "cuda", properties, emulated, {}, frozenset())
+    flash = _HALVES if major >= 8 else frozenset[torch.dtype]()
+    return _accelerator(name, "cuda", title, memory_bytes, emulated, flash=flash, capability=capability)
 
 
-def rocm_profile(properties: AcceleratorProperties, name: str = "cuda") -> DeviceProfile:
-    """Return the profile of an AMD GPU by its architecture: CDNA2, RDNA3 and later have matrix instructions."""
-    arch = properties.arch.partition(":")[0]
+def rocm_profile(
+    title: str,
+    memory_bytes: int | None,
+    arch: str,
+    capability: tuple[int, int] | None = None,
+    name: str = "cuda",
+) -> DeviceProfile:
+    """Return the profile of an AMD GPU by its architecture (`"gfx942:sramecc+:xnack-"`).
+
+    CDNA2, RDNA3 and later have matrix instructions.
+    """
+    arch = arch.partition(":")[0]
     cdna = arch in {"gfx90a", "gfx942", "gfx950"}
     emulated = {}
     if not cdna and not re.fullmatch(r"gfx1[12]\d\d", arch):
         emulated[_BF16] = f"{arch or 'this architecture'} has no full-rate bfloat16 matrix instructions"
-    return _accelerator(name, "rocm", properties, emulated, {}, _HALVES if cdna else frozenset())
+    flash = _HALVES if cdna else frozenset[torch.dtype]()
+    return _accelerator(name, "rocm", title, memory_bytes, emulated, flash=flash, capability=capability)
 
 
-def xpu_profile(properties: AcceleratorProperties, name: str = "xpu") -> DeviceProfile:
+def xpu_profile(
+    title: str, memory_bytes: int | None, *, matrix_engine: bool, float64: bool, name: str = "xpu"
+) -> DeviceProfile:
     """Return the profile of an Intel GPU: bfloat16 is native with XMX engines."""
-    slow = {_BF16: "no XMX engines: torch converts bfloat16 in software"}
-    emulated = {} if properties.matrix_engine else slow
-    refused = {} if properties.float64 else {_F64: "this GPU has no float64 arithmetic"}
-    return _accelerator(name, "xpu", properties, emulated, refused, frozenset())
+    emulated = {} if matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
+    refused = {} if float64 else {_F64: "this GPU has no float64 arithmetic"}
+    return _accelerator(name, "xpu", title, memory_bytes, emulated, refused)
 
 
-def mps_profile(properties: AcceleratorProperties, name: str = "mps") -> DeviceProfile:
+def mps_profile(title: str, memory_bytes: int | None, name: str = "mps") -> DeviceProfile:
     """Return the profile of an Apple GPU by the chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
     generic = _of_record("mps")
-    chip = re.search(r"\bM(\d+)\b", properties.title)
+    chip = re.search(r"\bM(\d+)\b", title)
     modern = chip is not None and int(chip.group(1)) >= 3
     return replace(
         generic,
         name=name,
-        title=f"{properties.title} GPU",
+        title=f"{title} GPU",
         native=generic.native | {_BF16} if modern else generic.native,
         emulated={} if modern else generic.emulated,
-        memory_bytes=properties.memory_bytes,
+        memory_bytes=memory_bytes,
         present=True,
         source=f"sysctl; {generic.source}",
     )
 
 
 def _probe_cuda(device: torch.device) -> DeviceProfile:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    raw = torch.cuda.get_device_properties(index)
-    properties = AcceleratorProperties(
-        title=raw.name,
-        memory_bytes=raw.total_memory,
-        capability=(raw.major, raw.minor),
-        arch=getattr(raw, "gcnArchName", ""),
+    raw = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if device.index is None else device.index
     )
-    make = rocm_profile if torch.version.hip else cuda_profile
-    return make(properties, str(device))
+    capability, name = (raw.major, raw.minor), str(device)
+    if torch.version.hip:
+        return rocm_profile(raw.name, raw.total_memory, getattr(raw, "gcnArchName", ""), capability, name)
+    return cuda_profile(raw.name, raw.total_memory, capability, name)
 
 
 def _probe_xpu(device: torch.device) -> DeviceProfile:
     raw = torch.xpu.get_device_properties(device)
-    properties = AcceleratorProperties(
-        title=raw.name,
-        memory_bytes=raw.total_memory,
-        matrix_engine=bool(getattr(raw, "has_subgroup_matrix_multiply_accumulate", False)),
-        float64=bool(getattr(raw, "has_fp64", False)),
-    )
-    return xpu_profile(properties, str(device))
+    engine = bool(getattr(raw, "has_subgroup_matrix_multiply_accumulate", False))
+    float64 = bool(getattr(raw, "has_fp64", False))
+    return xpu_profile(raw.name, raw.total_memory, matrix_engine=engine, float64=float64, name=str(device))
 
 
 def _probe_mps(device: torch.device) -> DeviceProfile:
-    title = this_cpu().title
-    return mps_profile(AcceleratorProperties(title, torch.mps.recommended_max_memory()), str(device))
+    return mps_profile(this_cpu().title, torch.mps.recommended_max_memory(), str(device))
 
 
 def _probe_cpu(device: torch.device) -> DeviceProfile:

@@ -73,7 +73,7 @@ class WholeCheckpoints(Sharded):
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
         self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
-        result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
         last = self.last_checkpoint()
         if self.args.should_save and last is not None and last.parent == Path(self.args.output_dir):
             self._rotate(last.parent, last)  # a run killed after its last save may have left old checkpoints
@@ -132,7 +132,7 @@ class WholeCheckpoints(Sharded):
 
     def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.hooks.card is None:
-            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+            super().create_model_card(*args, **kwargs)
         elif self.args.should_save:
             write_whole(Path(self.args.output_dir) / "README.md", self.hooks.card())
 

@@ -144,7 +144,7 @@ class Sharded(TrainerSteps):
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not has_shards(self.model):
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
             return
         writes = self.args.should_save
         # A checkpoint without adapters has only the shards, which are enough to resume.
