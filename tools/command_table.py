@@ -13,7 +13,6 @@ from typing import Any
 
 from isotype.compat.standard import actions_of
 from isotype.data.methods import METHODS
-from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.command import HOLDERS, RECOMPUTE, TABLE, Spec
 
 LIBRARIES = ("trl", "transformers")
@@ -33,10 +32,10 @@ HELP = {
 
 
 def described(method: str) -> dict[str, Spec]:
-    """The arguments of a method as its dataclasses have them, with isotype's defaults."""
+    """The arguments of a method as TRL's dataclasses have them, with isotype's defaults."""
     from trl import TrlParser
 
-    parser = TrlParser((*METHODS[method].dataclass_types(), IsotypeArguments))
+    parser = TrlParser(METHODS[method].dataclass_types())
     held = [{each.name for each in fields(kind) if each.init} for kind in parser.dataclass_types]
     holder_of = {name: holder for holder, names in zip(HOLDERS, held, strict=True) for name in names}
     found: dict[str, Spec] = {}

@@ -15,6 +15,7 @@ import yaml
 from tools.command_table import LIBRARIES, table_text
 
 from isotype.core.errors import UsageError
+from isotype.core.formats import ASKED, MIXED
 from isotype.core.terminal import printed_command
 from isotype.data.methods import METHODS
 from isotype.train.command.command import (
@@ -156,6 +157,10 @@ def test_the_table_is_that_of_the_libraries() -> None:
     if any(version(name) != content["libraries"][name] for name in LIBRARIES):
         pytest.skip("other versions are installed than the table is of")
     assert TABLE.read_text(encoding="utf-8") == table_text(), "run python -m tools.command_table"
+
+
+def test_quantization_can_be_each_format_that_a_user_can_request() -> None:
+    assert specs("sft")["quantization"].choices == (*ASKED, MIXED)
 
 
 def test_a_flag_wins_over_a_keyword_and_a_keyword_over_the_file(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ import isotype
 from isotype.lora.fuse import FusionReport
 from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import place_stack, stacked_weights
-from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.describe import parameter_counts, show_fusion
 from tests.models import quiet, tiny_model
 
 
 def shown(report: FusionReport, verbose: bool) -> str:
     out = io.StringIO()
-    show_fusion(Console(file=out, width=300), report, IsotypeArguments(verbose=verbose))
+    show_fusion(Console(file=out, width=300), report, verbose)
     return out.getvalue()
 
 

@@ -18,7 +18,6 @@ from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.command import settings as made_in
-from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -30,9 +29,9 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     make = made_in._built
 
-    def kept(*arguments: Any) -> list[Any]:
+    def kept(*arguments: Any) -> dict[str, Any]:
         parts = make(*arguments)
-        made.extend([*parts, parts[1].accelerator_config])
+        made.extend([*parts.values(), parts["training"].accelerator_config])
         return parts
 
     def watched(kind: type) -> None:
@@ -44,7 +43,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(kind, "__setattr__", set_attribute, raising=False)
 
-    for kind in (*METHODS["sft"].dataclass_types(), IsotypeArguments, AcceleratorConfig):
+    for kind in (*METHODS["sft"].dataclass_types(), AcceleratorConfig):
         watched(kind)
     monkeypatch.setattr(made_in, "_built", kept)
     return found
@@ -99,7 +98,7 @@ def test_what_transformers_refuses_of_a_decision_is_an_error() -> None:
         settings.but(eval_strategy="no")
 
 
-SECTIONS = {f"settings.{section}" for section in ("script", "training", "model", "dataset", "extra")}
+SECTIONS = {f"settings.{section}" for section in ("script", "training", "model", "dataset")}
 
 
 def sets(sources: Sources) -> Iterator[str]:

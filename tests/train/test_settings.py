@@ -221,7 +221,7 @@ def test_objects_that_are_no_json_object(name, text):
 
 def test_use_cpu_names_the_device():
     settings = parse_settings(METHODS["sft"], [*BASE, "--bf16", "False", "--use_cpu", "True"])
-    assert settings.extra.device == "cpu"
+    assert settings.device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_processes_without_an_accelerator_ask_for_the_cpu(count, gpu, device, mo
 
 
 def test_lora_bias_is_an_argument():
-    assert parse_settings(METHODS["sft"], [*BASE, "--lora_bias", "lora_only"]).extra.lora_bias == "lora_only"
+    assert parse_settings(METHODS["sft"], [*BASE, "--lora_bias", "lora_only"]).lora_bias == "lora_only"
     assert "--lora_bias some\n    expected  one of none, all, lora_only" in message("--lora_bias", "some")
 
 

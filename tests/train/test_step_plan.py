@@ -41,7 +41,7 @@ def test_the_defaults_of_a_bare_model_are_those_of_sft():
     assert light["optim"].default == settings.training.optim
     assert (light["dtype"].default, light["device"].default) == (
         settings.precision.dtype,
-        settings.extra.device,
+        settings.device,
     )
     bare, full = plan("m"), plan("--model_name_or_path", "m")
     assert full.lora.target_modules == "all-linear"

@@ -13,7 +13,7 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.command.arguments import IsotypeArguments, common_arguments, short_help
+from isotype.train.command.arguments import common_arguments, short_help
 from isotype.train.command.parse import training_parser
 from isotype.train.describe import show_policy
 
@@ -52,7 +52,7 @@ POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="nf4")
 
 def shown(width: int, **extra: bool) -> list[str]:
     text = io.StringIO()
-    show_policy(Console(file=text, width=width), POLICY, None, IsotypeArguments(**extra))
+    show_policy(Console(file=text, width=width), POLICY, **extra)
     return text.getvalue().rstrip().splitlines()
 
 

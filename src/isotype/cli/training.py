@@ -147,7 +147,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
         console.print(table, highlight=False)
     put()
     if outcome.adapter is not None:
-        put(f"{'adapter' if settings.model.use_peft else 'model':<8} {outcome.adapter}")
+        put(f"{'adapter' if settings.use_peft else 'model':<8} {outcome.adapter}")
     put(f"report   {outcome.report}")
     if record.status == "interrupted":
         from isotype.train.output.resume import resume_command
@@ -161,7 +161,7 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     elif outcome.adapter is not None:
         trained = outcome.adapter
         commands = chat_commands(trained, pictures=outcome.pictures) if settings.method.answers else {}
-        if settings.model.use_peft:
+        if settings.use_peft:
             merge = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))
             commands["merge the adapter into its base model"] = merge
         show_commands(console, commands)

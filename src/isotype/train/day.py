@@ -19,14 +19,14 @@ def day_of_run(resume: Path | None) -> date:
 
 def mark(run: Run, tokenizer: Any) -> None:
     """Store the day in the tokenizer, so that the day is in the key under which `datasets` caches tokenized rows."""
-    if writes_date(tokenizer) or getattr(run.settings.training, "chat_template_path", None) is not None:
+    if writes_date(tokenizer) or run.settings.chat_template_path is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
 
 
 def day_note(run: Run, tokenizer: Any) -> str | None:
     from trl import is_conversational
 
-    rows = run.data[run.settings.script.dataset_train_split]
+    rows = run.data[run.settings.dataset_train_split]
     if not writes_date(tokenizer) or not is_conversational(next(iter(rows), {})):
         return None
     day = run.identity[TEMPLATE_DATE]

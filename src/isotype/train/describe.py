@@ -31,7 +31,6 @@ from isotype.precision.versions import installed
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
 from isotype.report.text import NARROW, fitting, format_share, say
 from isotype.train.chat import Prompt, with_pictures
-from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings
 from isotype.train.monitor.recorder import RunRecorder
 from isotype.train.rows.examples import data_summary
@@ -43,7 +42,10 @@ _SETTINGS = (
     "seed",
 )  # fmt: skip
 
-_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
+_OF_ADAPTERS = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "lora_bias",
+    "init_lora_weights",
+)  # fmt: skip
 
 
 def policy_rows(
@@ -74,25 +76,26 @@ def show_policy(
     console: Console,
     policy: PrecisionPolicy,
     optimizer: Any = None,
-    extra: IsotypeArguments | None = None,
     choice: Choice | None = None,
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Print the policy and its warnings. `--quiet` prints the policy in three lines, `--verbose` prints full reasons."""
     rows = policy_rows(policy, optimizer, choice)
-    if extra is not None and extra.quiet:
+    if quiet:
         third = -(-len(rows) // 3)
         words = [f"{_SHORT_ROLES.get(role, role)} {dtype}" for role, dtype, _ in rows]
         lines = [", ".join(words[at : at + third]) for at in range(0, len(words), third)]
         say(console, "precision  " + "\n           ".join(lines))
     else:
-        full = extra is not None and extra.verbose
         table = Table(
             box=None, pad_edge=False, title="precision policy", title_justify="left", title_style="bold"
         )
         table.add_column("role", style="bold", no_wrap=True)
         table.add_column("dtype", style="cyan", no_wrap=True)
         table.add_column("reason", overflow="fold")
-        whole = full or console.width < NARROW
+        whole = verbose or console.width < NARROW
         room = console.width - sum(max(map(len, cells)) + 2 for cells in list(zip(*rows, strict=True))[:2])
         more = " ..." if console.options.ascii_only else " …"
         for role, dtype, reason in rows:
@@ -150,11 +153,11 @@ def _form(dtype: Any) -> str:
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
 
 
-def show_fusion(console: Console, report: FusionReport, extra: IsotypeArguments) -> None:
+def show_fusion(console: Console, report: FusionReport, verbose: bool) -> None:
     if not report.fused and not report.left:
         return  # every weight is trained
     lines = str(report).splitlines()
-    if not extra.verbose:
+    if not verbose:
         lines = [report.summary, *report.fallbacks, *(line for line in lines if line.startswith("left"))]
     for line in lines:
         say(console, line)
@@ -199,10 +202,10 @@ _PICTURED = 4
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
     """Return (sample, prompt) for `--ask`, or for the first prompt of the test split (the first four with pictures)."""
-    if settings.extra.ask:
-        asked = as_typed(settings.extra.ask)
+    if settings.ask:
+        asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
-    split = settings.script.dataset_test_split
+    split = settings.dataset_test_split
     rows = list(islice(data[split], _PICTURED)) if split in data else []
     rows = rows[: _PICTURED if rows and pictures_in(rows[0]) else 1]
     return [question for row in rows if (question := _question(row)) is not None]
@@ -245,7 +248,7 @@ def record(
     settings, policy, trainer = run.settings, run.policy, built.trainer
     total, trainable = parameter_counts(trainer.model)
     allocator = allocator_setting() if run.profile.kind == "cuda" else None
-    dataset = settings.script.dataset_name or ", ".join(d.path for d in settings.dataset.datasets)
+    dataset = settings.dataset_name or ", ".join(d.path for d in settings.datasets)
     return RunRecord(
         method=settings.method.name,
         command=printed_command(settings.command.tokens()),
@@ -253,11 +256,11 @@ def record(
         finished=None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
         error=error,
-        model=str(settings.model.model_name_or_path),
+        model=str(settings.model_name_or_path),
         dataset=dataset,
-        output_dir=str(settings.training.output_dir),
+        output_dir=str(settings.output_dir),
         device=run.profile.title,
-        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.training.optim, built.choice)),
+        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.optim, built.choice)),
         warnings=(*policy.warnings, *reward_warnings(recorder.steps)),
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,
@@ -281,15 +284,12 @@ def record(
 
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
-    training = settings.training
-    other = "num_train_epochs" if training.max_steps > 0 else "max_steps"  # the shorter of the two
-    values = {name: getattr(training, name, "") for name in _SETTINGS if name != other}
-    rows = [(name, str(getattr(value, "value", value))) for name, value in values.items()]
-    if settings.model.use_peft:
-        rows += [(name, _words(getattr(settings.model, name))) for name in _OF_ADAPTERS]
-        rows += [(name, _words(getattr(settings.extra, name))) for name in ("lora_bias", "init_lora_weights")]
-    patience = settings.extra.early_stopping_patience
-    rows.append(("early_stopping_patience", _words(patience)))
+    other = "num_train_epochs" if settings.max_steps > 0 else "max_steps"  # the shorter of the two
+    names = [name for name in _SETTINGS if name != other and name in settings.command.specs]
+    rows = [(name, str(getattr(value, "value", value))) for name in names for value in [settings.value(name)]]
+    if settings.use_peft:
+        rows += [(name, _words(settings.value(name))) for name in _OF_ADAPTERS]
+    rows.append(("early_stopping_patience", _words(settings.early_stopping_patience)))
     return tuple((name, value) for name, value in rows if value)
 
 

@@ -19,7 +19,7 @@ from isotype.train.command.settings import Settings
 
 def training_device(settings: Settings) -> DeviceProfile:
     """Return the profile of `--device`. Raise UsageError if this machine lacks the device or the device's index is not 0."""
-    device = settings.extra.device
+    device = settings.device
     profile = device_profile(device)
     if not profile.present:
         raise UsageError.of(
@@ -46,7 +46,7 @@ def loading_arguments(settings: Settings, profile: DeviceProfile) -> dict[str, A
     """Return the trainer's arguments for copying batches to the device. NVIDIA and AMD GPUs get asynchronous copies."""
     if not torch.cuda.is_available():
         return {"dataloader_pin_memory": False}  # torch warns about pinned memory without a GPU
-    pinned = profile.kind in ("cuda", "rocm") and settings.training.dataloader_pin_memory
+    pinned = profile.kind in ("cuda", "rocm") and settings.dataloader_pin_memory
     chosen = pinned and "accelerator_config" not in settings.command
     return {"accelerator_config": {"non_blocking": True}} if chosen else {}
 

@@ -39,7 +39,7 @@ def start_of(settings: Settings) -> Settings:
         CheckpointError: the adapter is damaged or names no base model.
         UsageError: arguments contradict the adapter, or the adapter is for another task.
     """
-    name = str(settings.model.model_name_or_path)
+    name = str(settings.model_name_or_path)
     if not is_adapter(name):
         return settings
     adapter = read_adapter(name)
@@ -91,7 +91,7 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         fix = "leave it out, or merge the adapter first"
         yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)
     for name, key in FIELDS_OF_CONFIG.items():
-        asked: Any = getattr(settings.model, name, getattr(settings.extra, name, None))
+        asked = settings.value(name)
         has = sorted_names(getattr(adapter.config, key, None))
         if name in settings.command and sorted_names(asked) != has:
             yield Problem(f"--{name} {asked}", f"the adapter's value: {has}", f"leave --{name} out")
@@ -132,7 +132,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
-    name, extra = settings.extra.init_lora_weights, settings.extra
+    name = settings.init_lora_weights
     if name is None:
         return
     flag, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
@@ -144,12 +144,12 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(flag, expected, _REFUSED[name])
     elif name not in choices:
         yield wrong_choice(flag, name, choices)
-    if name == "orthogonal" and settings.model.lora_r % 2:
-        fix = f"--lora_r {settings.model.lora_r + 1}"
-        yield Problem(f"{flag} --lora_r {settings.model.lora_r}", "an even rank", fix)
+    if name == "orthogonal" and settings.lora_r % 2:
+        fix = f"--lora_r {settings.lora_r + 1}"
+        yield Problem(f"{flag} --lora_r {settings.lora_r}", "an even rank", fix)
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
-    if name == LOFTQ and settings.model.use_dora:
+    if name == LOFTQ and settings.use_dora:
         expected = "plain LoRA: the magnitudes of DoRA are those of the quantized weights"
         yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
     if name == LOFTQ and brings_tokens(settings.training):
@@ -158,7 +158,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
-        fix = f"leave --init_lora_weights out, or leave --fsdp out (--device {extra.device})"
+        fix = f"leave --init_lora_weights out, or leave --fsdp out (--device {settings.device})"
         yield Problem(f"{flag} --fsdp", "whole weights, which the initialisation decomposes", fix)
     yield from part_of_base_problems(settings, name)
 
@@ -176,9 +176,9 @@ def _copies_adapter(settings: Settings) -> bool:
 
 def bias_problems(settings: Settings) -> Iterator[Problem]:
     """Yield a problem if biases are trained, and the method needs a second adapter: PEFT allows biases in only one."""
-    if not settings.model.use_peft or not _copies_adapter(settings):
+    if not settings.use_peft or not _copies_adapter(settings):
         return
-    name, flag = settings.method.name, settings.extra.lora_bias
+    name, flag = settings.method.name, settings.lora_bias
     bias = flag if settings.start is None else getattr(settings.start.config, "bias", "none")
     if bias not in (None, "none"):
         what = (
@@ -210,12 +210,12 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 def is_its_own_reference(settings: Settings) -> bool:
     """Return True if the base model is the reference: the adapter is new, and its initialisation changes no base weight."""
-    new = settings.start is None and settings.extra.init_lora_weights in (None, *DRAWN)
+    new = settings.start is None and settings.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
 
 def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
-    name = settings.extra.init_lora_weights
+    name = settings.init_lora_weights
     if name in OF_FLOATS and policy.quantized:
         raise PrecisionError("the adapter cannot be initialised", [_quantized(name, policy.storage)])
     if name == LOFTQ and policy.storage not in FOUR_BITS:

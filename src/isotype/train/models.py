@@ -56,15 +56,15 @@ def adapted_model(
     """
     import transformers
 
-    arguments, training, method = settings.model, settings.training, settings.method
-    init = {k: v for k, v in (training.model_init_kwargs or {}).items() if k not in _DECIDED}
+    method = settings.method
+    init = {k: v for k, v in (settings.model_init_kwargs or {}).items() if k not in _DECIDED}
     kwargs = {
         "model_class": getattr(transformers, method.auto_class) if method.auto_class else None,
-        "attn_implementation": arguments.attn_implementation,
+        "attn_implementation": settings.attn_implementation,
         **init,
         **dict(method.model_kwargs),
     }
-    late = settings.start is None and policy.trainable == "lora" and brings_tokens(training)
+    late = settings.start is None and policy.trainable == "lora" and brings_tokens(settings.training)
     adds = policy.trainable == "lora" and not late
     add = partial(_adapted, settings, checkpoint, policy, adapt) if adds else None
     try:
@@ -96,8 +96,8 @@ def _peft_config(settings: Settings, model: Any) -> Any:
     from trl import get_peft_config
 
     config = get_peft_config(settings.model)
-    config.bias = settings.extra.lora_bias
-    start = settings.extra.init_lora_weights
+    config.bias = settings.lora_bias
+    start = settings.init_lora_weights
     config.init_lora_weights = True if start in (None, LOFTQ) else start
     check_module_names(model, config)
     return config
@@ -110,8 +110,8 @@ def _adapted(
         return _with_reference(settings, attach(model, settings.start))
     with _adapter_arguments():
         model = _noted(model, policy, _peft_config(settings, model), adapt)
-        if settings.extra.init_lora_weights == LOFTQ:
-            begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.extra.device))
+        if settings.init_lora_weights == LOFTQ:
+            begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
         return _with_reference(settings, model)
 
 
@@ -373,8 +373,8 @@ def _adapter_arguments() -> Iterator[None]:
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
     """Return the parts that get adapters: `--adapt` if given, the language model if no row has a picture, else None (all)."""
-    if settings.extra.adapt is not None:
-        return Adapt(read_parts(settings.extra.adapt), "--adapt leaves their part out")
+    if settings.adapt is not None:
+        return Adapt(read_parts(settings.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):
         return None
     return Adapt((LANGUAGE,), "no row has a picture, so no loss depends on these layers")

@@ -116,21 +116,20 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:
-    patience = settings.extra.early_stopping_patience
+    patience = settings.early_stopping_patience
     if patience is None:
         return None
-    return EarlyStopping(patience, settings.extra.early_stopping_threshold)
+    return EarlyStopping(patience, settings.early_stopping_threshold)
 
 
 def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
-    extra, training = settings.extra, settings.training
-    if extra.early_stopping_patience is None:
+    if settings.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:
-            setting = f"--early_stopping_threshold {extra.early_stopping_threshold:g}"
+            setting = f"--early_stopping_threshold {settings.early_stopping_threshold:g}"
             yield Problem(setting, "--early_stopping_patience with it", "--early_stopping_patience 3")
         return
-    setting = f"--early_stopping_patience {extra.early_stopping_patience}"
-    if extra.eval_split is None and training.eval_strategy == "no":
+    setting = f"--early_stopping_patience {settings.early_stopping_patience}"
+    if settings.eval_split is None and settings.eval_strategy == "no":
         fix = "--eval_split 0.05, or --eval_strategy steps with a data set that has a test split"
         yield Problem(f"{setting} without an evaluation", "an evaluation on held-back rows", fix)
 
@@ -146,8 +145,7 @@ def balance(trainer: Any) -> str | None:
 
 def not_the_best(settings: Settings) -> str | None:
     """Return a note if early stopping saves the last model instead of the best model, else None."""
-    training = settings.training
-    if settings.extra.early_stopping_patience is None or training.load_best_model_at_end:
+    if settings.early_stopping_patience is None or settings.load_best_model_at_end:
         return None
     return (
         "early stopping saves the model of its last step; --load_best_model_at_end True saves the best one (it needs "

@@ -37,7 +37,6 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 from isotype.train import describe
 from isotype.train.chat import Prompt, answer, answers_after
-from isotype.train.command.arguments import IsotypeArguments
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.day import day_note, day_of_run, mark
@@ -120,11 +119,13 @@ def run(settings: Settings, console: Console) -> Outcome:
         profile = training_device(settings)
         settings = _for_machine(settings, sharding, profile)
         say_one_gpu(settings, console)
-        rewards, script = dict[str, Any](), settings.script
-        if hasattr(script, "reward_funcs"):
+        rewards = dict[str, Any]()
+        if "reward_funcs" in settings.command.specs:
             from isotype.train.rewards import reward_functions
 
-            rewards["reward_funcs"] = reward_functions(script.reward_funcs, script.reward_model_name_or_path)
+            rewards["reward_funcs"] = reward_functions(
+                settings.reward_funcs, settings.reward_model_name_or_path
+            )
     with _output_directory(settings):
         with interrupts_kept():
             check_settings(settings)
@@ -156,15 +157,15 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
     earlier = earlier_report(resume)
     notes: list[str] = []
     data = hold_back(settings, training_data(settings, notes.append))
-    checkpoint = open_checkpoint(settings.model.model_name_or_path, settings.model.model_revision)
+    checkpoint = open_checkpoint(settings.model_name_or_path, settings.model_revision)
     require_token_ids(config_of(checkpoint), settings)
     saved = None if resume is None else PrecisionPolicy.read(resume)
-    when = settings.extra.ranges if saved is None else "known"
-    policy, ranges = policy_of_run(checkpoint, settings.precision, settings.extra.device, when=when)
+    when = settings.ranges if saved is None else "known"
+    policy, ranges = policy_of_run(checkpoint, settings.precision, settings.device, when=when)
     policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
     require_weights(checkpoint)
-    rows = data[settings.script.dataset_train_split]
+    rows = data[settings.dataset_train_split]
     identity = identity_of(settings, checkpoint, policy, rows)
     identity[TEMPLATE_DATE] = day_of_run(resume).isoformat()
     check_resume(identity, resume)
@@ -190,7 +191,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
         yield
         return
     command = printed_command(settings.command.tokens())
-    with only_writer(Path(settings.training.output_dir), command) as unlocked:
+    with only_writer(Path(settings.output_dir), command) as unlocked:
         if unlocked is not None:
             say(console, f"note: {unlocked}")
         yield
@@ -199,7 +200,7 @@ def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
 @contextmanager
 def _output_directory(settings: Settings) -> Iterator[None]:
     """Create the output directory, and remove the directory at the end if nothing was written into it."""
-    root = Path(settings.training.output_dir)
+    root = Path(settings.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
         try:
@@ -224,7 +225,7 @@ def _build(run: Run, console: Console) -> Built:
     from isotype.checkpoint.load import tokenizer_source
 
     settings, policy, data = run.settings, run.policy, run.data
-    training, method = settings.training, settings.method
+    method = settings.method
     source = tokenizer_source(run.checkpoint)
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
@@ -235,17 +236,18 @@ def _build(run: Run, console: Console) -> Built:
     data = fitting(settings, tokenizer, data, notes.append)
     if whole := uncut(settings, data):
         settings = settings.but(**whole)
-    run, training = replace(run, settings=settings, data=data), settings.training
-    train_split, test_split = settings.script.dataset_train_split, settings.script.dataset_test_split
-    counted = hasattr(training, "max_length")
+    run = replace(run, settings=settings, data=data)
+    train_split, test_split = settings.dataset_train_split, settings.dataset_test_split
+    counted = "max_length" in settings.command.specs
     lengths = lengths_in(settings, tokenizer, data[train_split]) if counted else None
     rows = labelled_rows(settings, tokenizer, data, say=notes.append)
     notes += plain_turns(settings, tokenizer, data)
     choice = choice_of_run(run, tokenizer, lengths)
-    describe.show_policy(console, policy, training.optim, settings.extra, choice)
+    loud = {"quiet": settings.quiet, "verbose": settings.verbose}
+    describe.show_policy(console, policy, settings.optim, choice, **loud)
     if run.resume is None:
         say_what_is_overwritten(settings, console)
-    set_seed(training.seed)
+    set_seed(settings.seed)
     with console.status(f"loading {run.checkpoint.name} as {policy.form} …"):
         adapt = parts_to_adapt(settings, next(iter(rows[train_split]), {}))
         model, peft_config = adapted_model(settings, run.checkpoint, policy, adapt=adapt)
@@ -263,7 +265,7 @@ def _build(run: Run, console: Console) -> Built:
             model=model,
             args=_trainer_arguments(run, choice, rows[train_split]),
             train_dataset=rows[train_split],
-            eval_dataset=rows[test_split] if training.eval_strategy != "no" else None,
+            eval_dataset=rows[test_split] if settings.eval_strategy != "no" else None,
             processing_class=tokenizer,
             peft_config=peft_config,
             **run.rewards,
@@ -271,14 +273,14 @@ def _build(run: Run, console: Console) -> Built:
     if counts := Counter(change.what for change in enforce_trainer(trainer, policy, masters)):
         places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
         console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
-    fusion = _compiled_or_fused(trainer, settings.extra, console)
+    fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)
     for name, text in describe.head_rows(trainer):
         say(console, f"{name}: {text}")
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     # A reward trainer leaves long rows out, and `dropped` names their number.
-    cut = lengths and settings.method.loss != "reward" and lengths.cut(training.max_length)
+    cut = lengths and settings.method.loss != "reward" and lengths.cut(settings.max_length)
     twice = lengths and lengths.begun_twice()
     dated = day_note(run, trainer.processing_class)
     more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
@@ -295,22 +297,22 @@ def _build(run: Run, console: Console) -> Built:
         pictures=has_pictures(settings, data),
     )
     if run.resume is None:
-        example = None if settings.extra.quiet else example_of(trainer)
+        example = None if settings.quiet else example_of(trainer)
         show_data(console, data_summary(trainer, lengths), example)
     return built
 
 
-def _compiled_or_fused(trainer: Any, extra: IsotypeArguments, console: Console) -> FusionReport | None:
+def _compiled_or_fused(trainer: Any, settings: Settings, console: Console) -> FusionReport | None:
     """Compile the model's blocks or fuse its layers. Return the report on fused layers, or None if nothing is fused."""
     if trainer.compilation is not None:
         say(console, compile_blocks(trainer.model, trainer.compilation))
         return None
-    if not extra.fuse:
+    if not settings.fuse:
         return None
     fusion = fuse(trainer.model)
     if getattr(trainer, "ref_model", None) is not None:
         fuse(trainer.ref_model)
-    describe.show_fusion(console, fusion, extra)
+    describe.show_fusion(console, fusion, settings.verbose)
     return fusion
 
 
@@ -371,8 +373,7 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 
 def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
     """Return a hub id that the trainer will read (for a chat template, reward model or reference model), or None."""
-    names = [getattr(settings.training, "chat_template_path", None)]
-    names += [getattr(settings.script, "reward_model_name_or_path", None), source]
+    names = (settings.chat_template_path, settings.reward_model_name_or_path, source)
     return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
 
 
@@ -398,10 +399,10 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     from isotype.train.callback import PrecisionCallback
     from isotype.train.monitor.progress import ProgressView
 
-    settings, root = run.settings, Path(run.settings.training.output_dir)
+    settings, root = run.settings, Path(run.settings.output_dir)
     trainer, samples = built.trainer, [sample for sample, _ in built.asked]
     started = datetime.now(UTC)
-    goes_on = partial(resume_command, settings.command, settings.training.output_dir)
+    goes_on = partial(resume_command, settings.command, settings.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:

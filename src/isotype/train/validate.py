@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -52,17 +51,16 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 def check_settings(settings: Settings) -> None:
     """Raise UsageError about the arguments, else about the optimizer and the hub, else about files for the trainer."""
     problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
-    problems += compiler_problems(settings.training, settings.extra.device)
+    problems += compiler_problems(settings.training, settings.device)
     if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
     """Return the problems of the arguments that do not depend on the machine."""
-    read = partial(_read, settings)
     return [
-        *number_problems(read),
-        *name_problems(read),
+        *number_problems(settings.value),
+        *name_problems(settings.value),
         *_stream_without_steps(settings),
         *_checkpointing(settings),
         *_schedule(settings),
@@ -76,14 +74,9 @@ def argument_problems(settings: Settings) -> list[Problem]:
     ]
 
 
-def _read(settings: Settings, name: str) -> Any:
-    holders = (settings.training, settings.model, settings.script, settings.extra)
-    return next((getattr(holder, name) for holder in holders if hasattr(holder, name)), None)
-
-
 def _task(settings: Settings) -> Iterator[Problem]:
     """Yield a problem if `--lora_task_type` belongs to another method. The argument decides which head PEFT trains."""
-    task, method = settings.model.lora_task_type, settings.method
+    task, method = settings.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
         expected = f"{method.task_type}, which isotype {method.name} trains"
@@ -92,7 +85,7 @@ def _task(settings: Settings) -> Iterator[Problem]:
 
 
 def _targets(settings: Settings) -> Iterator[Problem]:
-    targets, parts = settings.model.lora_target_modules, settings.extra.adapt
+    targets, parts = settings.lora_target_modules, settings.adapt
     if isinstance(targets, str) and targets != "all-linear":
         yield from pattern_problems({"--lora_target_modules": [targets]})
     if parts is None:
@@ -101,23 +94,20 @@ def _targets(settings: Settings) -> Iterator[Problem]:
         read_parts(parts)
     except ValueError as error:
         yield wrong_choice(f"--adapt {parts}", str(error), (*PARTS, ALL))
-    if not settings.model.use_peft:
+    if not settings.use_peft:
         yield Problem(f"--adapt {parts} with --use_peft False", "adapters", "leave one of the two out")
 
 
 def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
-    training = settings.training
-    streaming = settings.script.dataset_streaming or getattr(settings.dataset, "streaming", False)
-    if streaming and training.max_steps <= 0:
+    if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:
         expected = "the number of steps, because the length of a stream is unknown"
         yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
 
 
 def _padding_free(settings: Settings) -> Iterator[Problem]:
-    training = settings.training
-    alone = getattr(training, "padding_free", False) and not getattr(training, "packing", True)
-    if alone and training.max_length is not None:
-        what = f"--padding_free True without --packing, and max_length {training.max_length}"
+    alone = settings.padding_free and settings.packing is False
+    if alone and settings.max_length is not None:
+        what = f"--padding_free True without --packing, and max_length {settings.max_length}"
         expected = "packed rows or no max_length: TRL does not cut rows without padding"
         yield Problem(what, expected, "--packing True, or --max_length none")
 
@@ -130,7 +120,7 @@ _CHECKPOINT = sorted(
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
-    arguments = settings.training.gradient_checkpointing_kwargs or {}
+    arguments = settings.gradient_checkpointing_kwargs or {}
     for name in sorted(arguments.keys() - _CHECKPOINT):
         near = difflib.get_close_matches(name, _CHECKPOINT)
         fix = f"did you mean {near[0]!r}?" if near else "leave it out"
@@ -142,22 +132,22 @@ def _checkpointing(settings: Settings) -> Iterator[Problem]:
 
 
 def _offload(settings: Settings) -> Iterator[Problem]:
-    if settings.extra.device != "cpu" and torch.accelerator.is_available():
+    if settings.device != "cpu" and torch.accelerator.is_available():
         return
-    arguments = settings.training.gradient_checkpointing_kwargs or {}
+    arguments = settings.gradient_checkpointing_kwargs or {}
     expected = "a GPU, whose activations can move to CPU memory"
     if arguments.get("offload"):
         yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
-    if getattr(settings.training, "activation_offloading", False):
+    if settings.activation_offloading:
         yield Problem("--activation_offloading on a CPU", expected, "leave it out")
 
 
 def _paths(settings: Settings) -> Iterator[Problem]:
-    template = getattr(settings.training, "chat_template_path", None)
+    template = settings.chat_template_path
     if template is not None and _looks_like_path(template) and not Path(template).exists():
         what = f"--chat_template_path {template}: no such file or directory"
         yield Problem(what, _TEMPLATE, "check the path")
-    output, model = settings.training.output_dir, Path(str(settings.model.model_name_or_path))
+    output, model = settings.output_dir, Path(str(settings.model_name_or_path))
     if output and model.is_dir() and Path(output).resolve() == model.resolve():
         setting = f"--output_dir {output} is the model's own directory"
         yield Problem(setting, "another directory for the results", "give another one")
@@ -168,19 +158,18 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _packages(settings: Settings) -> Iterator[Problem]:
-    training = settings.training
     wanted: list[tuple[str, str]] = []
-    if getattr(training, "use_vllm", False):
+    if settings.use_vllm:
         wanted.append(("--use_vllm", "vllm"))
-    if training.deepspeed:
-        wanted.append((f"--deepspeed {training.deepspeed}", "deepspeed"))
-    reporters = training.report_to if isinstance(training.report_to, list) else [training.report_to]
+    if settings.deepspeed:
+        wanted.append((f"--deepspeed {settings.deepspeed}", "deepspeed"))
+    reporters = settings.report_to if isinstance(settings.report_to, list) else [settings.report_to]
     wanted += [(f"--report_to {name}", name) for name in reporters if name in _REPORTERS]
-    init = training.model_init_kwargs or {}
-    attention = settings.model.attn_implementation or init.get("attn_implementation")
+    init = settings.model_init_kwargs or {}
+    attention = settings.attn_implementation or init.get("attn_implementation")
     if attention in _ATTENTION:
         wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
-    optimizer = str(getattr(training.optim, "value", training.optim))
+    optimizer = str(getattr(settings.optim, "value", settings.optim))
     package = package_of(optimizer)
     wanted += [] if package is None else [(f"--optim {optimizer}", package)]
     for argument, package in wanted:
@@ -193,21 +182,19 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     """Build the optimizer for one parameter, and yield a problem if this fails."""
     from transformers import Trainer
 
-    training = settings.training
     try:
-        kind, arguments = Trainer.get_optimizer_cls_and_kwargs(training, torch.nn.Linear(1, 1))
+        kind, arguments = Trainer.get_optimizer_cls_and_kwargs(settings.training, torch.nn.Linear(1, 1))
         kind([torch.nn.Parameter(torch.zeros(1))], **arguments)
     except _BUILD_ERRORS as error:
         fix = "leave --optim and --optim_args out, or give the --optim_args that the message requires"
-        yield _unbuilt(f"--optim {getattr(training.optim, 'value', training.optim)}", error, fix)
+        yield _unbuilt(f"--optim {getattr(settings.optim, 'value', settings.optim)}", error, fix)
 
 
 def _schedule(settings: Settings) -> Iterator[Problem]:
     """Build the schedule of the learning rate for one parameter, and yield a problem if this fails."""
     from transformers import get_scheduler
 
-    training = settings.training
-    kind, arguments = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    kind, arguments = settings.lr_scheduler_type, settings.lr_scheduler_kwargs
     setting = f"--lr_scheduler_type {getattr(kind, 'value', kind)}"
     setting += f" --lr_scheduler_kwargs {json.dumps(arguments)}" if arguments else ""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -238,15 +225,14 @@ def _schedule_cure(kind: Any) -> str:
 
 def _hub(settings: Settings) -> Iterator[Problem]:
     """Yield a problem if the result cannot be uploaded to the hub after the training."""
-    training = settings.training
-    if not training.push_to_hub or not training.should_save:
+    if not settings.push_to_hub or not settings.training.should_save:
         return
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
-    name = training.hub_model_id or Path(training.output_dir).name
-    later = f"leave --push_to_hub out, and upload afterwards: hf upload {name} {training.output_dir}"
+    name = settings.hub_model_id or Path(settings.output_dir).name
+    later = f"leave --push_to_hub out, and upload afterwards: hf upload {name} {settings.output_dir}"
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -256,7 +242,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         )
         return
     try:
-        HfApi(token=training.hub_token).whoami()
+        HfApi(token=settings.hub_token).whoami()
     except LocalTokenNotFoundError:
         fix = f"hf auth login, or --hub_token; or {later}"
         yield Problem(
@@ -273,11 +259,11 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
     from transformers import AutoConfig, AutoTokenizer
 
     scorer = "a directory or hub id with a model that scores texts"
-    for flag, holder, kind, expected in (
-        ("chat_template_path", settings.training, AutoTokenizer, _TEMPLATE),
-        ("reward_model_name_or_path", settings.script, AutoConfig, scorer),
+    for flag, kind, expected in (
+        ("chat_template_path", AutoTokenizer, _TEMPLATE),
+        ("reward_model_name_or_path", AutoConfig, scorer),
     ):
-        name = getattr(holder, flag, None)
+        name = settings.value(flag)
         if not name or Path(name).is_file():
             continue
         why = ""
@@ -290,24 +276,24 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
 
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:
-    training, init = settings.training, settings.training.model_init_kwargs or {}
-    if getattr(training, "use_liger_kernel", False):
+    init = settings.model_init_kwargs or {}
+    if settings.use_liger_kernel:
         yield Problem(
             "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, including those that follow the precision policy",
             "modules that compute under the policy",
             "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
         )
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
-        value = getattr(settings.model, flag)
+        value = settings.value(flag)
         if name in init and flag in settings.command and init[name] != value:
             both = f"--{flag} {value} and --model_init_kwargs {name}={init[name]}"
             yield Problem(both, f"one {name}", "leave one of the two out")
-    if getattr(training, "trust_remote_code", False) or init.get("trust_remote_code"):
+    if settings.trust_remote_code or init.get("trust_remote_code"):
         expected = "an architecture that transformers has: isotype runs no code from a checkpoint"
         yield Problem("--trust_remote_code", expected, "leave it out")
-    if training.use_cpu and not settings.extra.device.startswith("cpu"):
+    if settings.use_cpu and not settings.device.startswith("cpu"):
         yield Problem(
-            f"--use_cpu True and --device {settings.extra.device}", "one device", "leave one of the two out"
+            f"--use_cpu True and --device {settings.device}", "one device", "leave one of the two out"
         )
 
 
@@ -341,7 +327,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     _check_completions(settings, data)
     check_pictures(settings, tokenizer, data)
     with asking(source):
-        config = pretrained(AutoConfig, source, revision=settings.model.model_revision)
+        config = pretrained(AutoConfig, source, revision=settings.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
     # Only special tokens must have an embedding: Gemma 3 1B has an unused added token for images without one.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
@@ -357,25 +343,25 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
 def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Problem]:
     from trl import is_conversational
 
-    training, words = settings.training, getattr(tokenizer, "tokenizer", tokenizer)
-    rows = islice(data[settings.script.dataset_train_split], 1)
-    template = getattr(tokenizer, "chat_template", None) or getattr(training, "chat_template_path", None)
+    words = getattr(tokenizer, "tokenizer", tokenizer)
+    rows = islice(data[settings.dataset_train_split], 1)
+    template = getattr(tokenizer, "chat_template", None) or settings.chat_template_path
     if not template and any(is_conversational(row) for row in rows):
         fix = "add chat_template.jinja to the model's directory, or give prompts as plain text"
-        if hasattr(training, "chat_template_path"):
+        if "chat_template_path" in settings.command.specs:
             fix = "--chat_template_path FILE.jinja, or prompts and completions as plain text"
         expected = "a chat template, which renders a conversation as text"
         yield Problem("conversations, and a tokenizer without a chat template", expected, fix)
     for flag in ("eos_token", "pad_token"):
-        token = getattr(training, flag, None)
+        token = settings.value(flag)
         if token is not None and token not in words.get_vocab():
             expected = f"a token of the vocabulary; the tokenizer's own is {getattr(words, flag)}"
             yield Problem(f"--{flag} {token}", expected, "leave it out, or correct the spelling")
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
-    columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
-    if getattr(settings.training, "completion_only_loss", None) is not True:
+    columns: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
+    if settings.completion_only_loss is not True:
         return
     if not {"prompt", "completion"} <= columns.keys() and "labels" not in columns:
         what = f"--completion_only_loss True with the columns {listed(map(repr, columns))}"
@@ -385,7 +371,6 @@ def _check_completions(settings: Settings, data: Any) -> None:
 
 
 def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
-    name = settings.script.dataset_name or "datasets"
     problems = [
         replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
         for split, rows in data.items()
@@ -393,12 +378,12 @@ def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
         for at, problem in token_faults(rows, size)
     ]
     if problems:
-        raise data_error(name, problems)
+        raise data_error(settings.data_name, problems)
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
     """Return a hint if prompts are plain text that the model's chat template does not render, else ()."""
-    row: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
+    row: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
@@ -418,9 +403,9 @@ def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: An
         DataError: all rows were dropped.
     """
     countable = hasattr(rows, "__len__") and hasattr(prepared, "__len__")
-    if not settings.method.dropped or not countable or getattr(settings.training, "packing", False):
+    if not settings.method.dropped or not countable or settings.packing:
         return None
-    dropped, limit = len(rows) - len(prepared), settings.training.max_length
+    dropped, limit = len(rows) - len(prepared), settings.max_length
     if dropped <= 0:
         return None
     why = f"{settings.method.dropped} max_length {limit}"

@@ -101,7 +101,7 @@ def compared(settings: Settings) -> dict[str, Any]:
     """Return the values of the settings without the command from which they were parsed."""
     plain = {each.name: getattr(settings, each.name) for each in fields(settings)}
     del plain["command"]
-    parts = ("script", "training", "model", "dataset", "extra")
+    parts = ("script", "training", "model", "dataset")
     plain |= {name: {**vars(plain[name])} for name in parts}
     plain["dataset"] = {
         **plain["dataset"],
@@ -238,7 +238,7 @@ def test_the_rows_of_dataset_info_are_found_beside_the_file(
     (entry,) = settings.dataset.datasets
     assert (entry.path, entry.split) == (str(folder / "data" / "pairs.json"), "train[:3]")
     assert entry.columns == {"prompt": "question", "chosen": "good", "rejected": "bad"}
-    assert settings.extra.apply_chat_template
+    assert settings.apply_chat_template
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,4 +1,4 @@
-"""The arguments that isotype adds to a training command, and facts about the arguments of TRL and transformers.
+"""Facts about the arguments of a training command: valid numbers, names and JSON, and the short help.
 
 Importing this module does not import torch, so that `isotype sft --help` is fast.
 """
@@ -7,122 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
-from isotype.core.formats import ASKED, MIXED
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
 """Function that takes an argument's name and returns its value, or None if the method has no such argument."""
-
-
-def _argument(default: Any, text: str, **metadata: list[str]) -> Any:
-    return field(default=default, metadata={"help": text, **metadata})
-
-
-@dataclass
-class IsotypeArguments:
-    """Arguments that isotype adds to TRL's."""
-
-    quantization: str | None = _argument(
-        None,
-        "Storage format of the frozen base weights (replaces --load_in_4bit, --load_in_8bit and "
-        "--bnb_4bit_quant_type). With mxfp4, experts that the checkpoint stores in MXFP4 (gpt-oss) stay packed. With "
-        "mixed, isotype chooses nf4, int8 or no quantization for each linear layer, by the change that each format causes "
-        "in the model's output (measured once, see isotype quality).",
-        choices=[*ASKED, MIXED],
-    )
-    base_memory: str | None = _argument(
-        None,
-        "Maximum memory of the base model's weights with --quantization mixed, such as 6GiB. By default, the linear "
-        "layers may take 10% more memory than if all of them were in nf4.",
-    )
-    adapt: str | None = _argument(
-        None,
-        "Parts that get adapters in a model that takes pictures: language, projector, vision, or several of them "
-        "(language,projector). By default, all parts get adapters, or only the language model if no row has a picture.",
-    )
-    quantized_parts: str = _argument(
-        "language",
-        "Parts that --quantization quantizes in a model that takes pictures or sound: only the language model "
-        "(language), or also the towers and projectors (all).",
-        choices=["language", "all"],
-    )
-    device: str = _argument("auto", "Device to train on: auto, cpu, cuda, mps, xpu.")
-    ranges: str = _argument(
-        "measure",
-        "Value ranges for float16: measure and cache the ranges of this checkpoint (measure), or use ranges only if they "
-        "are already cached (known).",
-        choices=["measure", "known"],
-    )
-    fuse: bool = _argument(
-        True,
-        "Compute each LoRA layer in one function, and layers with the same input together (isotype.fuse). "
-        "With --no_fuse, PEFT computes the LoRA layers.",
-    )
-    ask: str | None = _argument(
-        None,
-        "A question that the model answers before and after the training. By default, the model answers the first prompt "
-        "of the test split if evaluation is on (--eval_strategy).",
-    )
-    columns: str | None = _argument(
-        None,
-        "Names of the data set's columns that become the trainer's columns, such as prompt=question,completion=answer. For "
-        "a data set with the columns instruction, input and output, give alpaca.",
-    )
-    apply_chat_template: bool = _argument(
-        False,
-        "Turn plain-text prompts and answers into user and assistant messages, and render them with the model's chat "
-        "template.",
-    )
-    text_lines: bool = _argument(
-        False, "Make one example of each line of a .txt file. By default, the whole file is one example."
-    )
-    excess_length_strategy: str = _argument(
-        "raise",
-        "Rows with pictures are never cut. If a row with pictures is longer than --max_length, refuse the data (raise) or "
-        "leave the row out (drop). Without --max_length, rows keep their whole length.",
-        choices=["raise", "drop"],
-    )
-    tokens_per_step: int | None = _argument(
-        None,
-        "Number of tokens in an optimizer step with --per_device_train_batch_size auto. By default, a step has as many rows "
-        "as it would have with a batch size of 8.",
-    )
-    eval_split: float | None = _argument(
-        None,
-        "Share (or number) of the training rows to hold back for evaluation. By default, the loss on the held-back rows is "
-        "measured five times in the run (--eval_strategy, --eval_steps).",
-    )
-    quiet: bool = _argument(False, "Print less: the policy in three lines, and no example.", aliases=["-q"])
-    verbose: bool = _argument(
-        False,
-        "Print more: every reason in full, the weights whose dtype was restored, and warnings of libraries.",
-        aliases=["-v"],
-    )
-    lora_bias: str = _argument(
-        "none",
-        "Biases to train together with the adapters: none, all, or only the biases of adapted layers (lora_only).",
-        choices=["none", "all", "lora_only"],
-    )
-    init_lora_weights: str | None = _argument(
-        None,
-        "Initialisation of adapters, as in peft.LoraConfig: gaussian, orthogonal, olora, pissa, loftq. By default, the "
-        "adapter's matrix A is random (Kaiming) and B is zero. loftq compensates a part of the errors of 4-bit storage. "
-        "olora and pissa move a part of the base weights into the adapter, so the base must not be quantized.",
-    )
-    early_stopping_patience: int | None = _argument(
-        None,
-        "Stop the training if the loss on the held-back rows (or --metric_for_best_model) has not improved for this many "
-        "evaluations in a row.",
-    )
-    early_stopping_threshold: float = _argument(
-        0.0, "Smallest improvement that --early_stopping_patience counts as better."
-    )
 
 
 @dataclass(frozen=True)

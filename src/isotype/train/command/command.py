@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
@@ -19,11 +19,11 @@ PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 """Old and new name (transformers 5.23) for gradient checkpointing. With `auto`, the step's estimated memory decides."""
 
-Holder = Literal["script", "training", "model", "dataset", "isotype"]
-HOLDERS: tuple[Holder, ...] = ("script", "training", "model", "dataset", "isotype")
-"""Short names of the dataclasses that have a training's arguments, in the order of `Method.dataclass_types`."""
+HOLDERS = ("script", "training", "model", "dataset")
+"""Short names of the dataclasses that have TRL's arguments, in the order of `Method.dataclass_types`."""
 
-TABLE = Path(__file__).with_name("table.json")
+TABLE, OWN = (Path(__file__).with_name(name) for name in ("table.json", "own.json"))
+"""The arguments of TRL and transformers, written by `tools.command_table`, and the arguments that isotype adds to them."""
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
@@ -49,6 +49,7 @@ class Spec:
     """An argument of a training command.
 
     Attributes:
+        holder: one of `HOLDERS`, or `own` for an argument that isotype adds.
         kind: `int`, `float`, `bool` or `str`.
         bare: True if `--name` without a value means True.
         none: True if the word `none` means None.
@@ -56,7 +57,7 @@ class Spec:
     """
 
     name: str
-    holder: Holder
+    holder: str
     kind: str
     default: Any = None
     bare: bool = False
@@ -108,8 +109,9 @@ class Spec:
 
 @cache
 def specs(method: str) -> Mapping[str, Spec]:
-    """Return a method's arguments by name, from the dataclasses of TRL, transformers and isotype."""
+    """Return a method's arguments by name: those of TRL and transformers, and isotype's own."""
     entries: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["arguments"]
+    entries += json.loads(OWN.read_text(encoding="utf-8"))
     chosen = [entry for entry in entries if method in entry.pop("methods", METHODS)]
     for entry in chosen:
         entry |= {key: tuple(entry[key]) for key in ("choices", "aliases") if key in entry}

@@ -19,8 +19,8 @@ from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import METHODS, Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import device_profile
-from isotype.train.command.arguments import IsotypeArguments, number_problems
-from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command
+from isotype.train.command.arguments import number_problems
+from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command, specs
 from isotype.train.command.parse import MODELS, parse_command
 from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import Sharding, processes
@@ -30,6 +30,8 @@ from isotype.train.libraries import require_names
 @dataclass(frozen=True)
 class Settings:
     """A command and the dataclasses of its trainer. Never change a Settings in place: `but` returns a changed copy.
+
+    `settings.NAME` is the value of an argument, no matter which of the dataclasses has it.
 
     Attributes:
         sharding: how the model is sharded over processes, or None if it is not sharded.
@@ -44,22 +46,38 @@ class Settings:
     training: Any
     model: Any
     dataset: Any
-    extra: IsotypeArguments
+    own: Mapping[str, Any]
     precision: PrecisionRequest
     sharding: Sharding | None = None
     start: Adapter | None = None
     auto_checkpointing: bool = False
     decided: Mapping[str, Any] = field(default_factory=dict)
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise AttributeError(f"{name} is not an argument of a training")
+        return self.value(name)
+
+    def value(self, name: str) -> Any:
+        """Return an argument's value: decided, given or the default. Return None if the method has no such argument."""
+        spec = self.command.specs.get(name)
+        if spec is None or spec.holder == "own":
+            return self.own.get(name)
+        return getattr(getattr(self, spec.holder), name, None)
+
     @property
     def method(self) -> Method:
         return METHODS[self.command.method]
 
+    @property
+    def data_name(self) -> str:
+        """Name of the data set in messages."""
+        return self.dataset_name or "datasets"
+
     def but(self, **values: Any) -> Settings:
         """Return a copy with `values` that the run has decided. Names that the method lacks have no effect."""
         decided = {**self.decided, **values}
-        parts = dict(zip(HOLDERS, _built(self.command, decided), strict=True))
-        return replace(self, extra=parts.pop("isotype"), decided=decided, **parts)
+        return replace(self, decided=decided, **_built(self.command, decided))
 
 
 def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
@@ -78,12 +96,11 @@ def settings_of(command: Command) -> Settings:
         hint = f"isotype {command.method} --help lists the arguments"
         raise UsageError("invalid arguments", problems, hint)
     require_names(METHODS[command.method])
-    script, training, model, dataset, extra = _built(command, {})
     given, precision = command.given, read_precision_request(command)
     # An argument that configures checkpointing or offloads activations switches `auto` off.
     configured = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
     auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
-    return Settings(command, script, training, model, dataset, extra, precision, auto_checkpointing=auto)
+    return Settings(command, precision=precision, auto_checkpointing=auto, **_built(command, {}))
 
 
 def _incomplete(command: Command) -> Iterator[Problem]:
@@ -152,18 +169,18 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     return implied
 
 
-def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
-    """Return the dataclasses of TRL and isotype, in the order of `HOLDERS`."""
-    kinds = (*METHODS[command.method].dataclass_types(), IsotypeArguments)
+def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TRL's dataclasses and isotype's own values by the names of the fields of `Settings`."""
+    kinds = METHODS[command.method].dataclass_types()
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
-    if absent := [name for name in command.values if name not in names]:
+    if absent := [n for n in command.values if n not in names and command.specs[n].holder != "own"]:
         expected = (
             f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
         )
         fix = "leave it out, or install newer ones"
         raise UsageError("invalid arguments", [Problem(f"--{name}", expected, fix) for name in absent])
     try:
-        script, training, model, dataset, extra = _constructed(kinds, command, decided)
+        parts = _constructed(kinds, command, decided)
     except (ValueError, TypeError, OSError, OverflowError) as error:
         wrong = list(number_problems(command.given))
         message = one_line(error)
@@ -182,26 +199,28 @@ def _built(command: Command, decided: Mapping[str, Any]) -> list[Any]:
         what = f"no package {lacking[1]}" if lacking else str(error)
         raise UsageError.of(headline, what, "the package", "install it, or leave the argument out") from error
     # Values that the constructors would refuse or change.
+    training, model = parts["training"], parts["model"]
     for name in _COMPLETED & decided.keys():
         setattr(training, name, decided[name])
     train_on_first_gpu(training)
     model.load_in_8bit = bool(command.given("load_in_8bit"))
     model.lora_target_modules = target_modules(model.lora_target_modules)
-    return [script, training, model, dataset, extra]
+    return parts
 
 
+_NAMES = frozenset(name for method in METHODS for name in specs(method))
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
 """Attributes that the policy sets on built TrainingArguments, because the constructor refuses bf16 on some machines."""
 
 
-def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> list[Any]:
-    values = _values(command, decided)
-    specs = command.specs
-    built = []
+def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
+    values, specs = _values(command, decided), command.specs
+    own = {name: values.get(name, spec.default) for name, spec in specs.items() if spec.holder == "own"}
+    built: dict[str, Any] = {"own": own}
     for kind, holder in zip(kinds, HOLDERS, strict=True):
         names = {item.name for item in fields(kind) if item.init and item.name in values}
         arguments = {name: values[name] for name in names if name in specs and specs[name].holder == holder}
-        built.append(kind(**copy.deepcopy(arguments)))  # transformers changes the objects that it gets
+        built[holder] = kind(**copy.deepcopy(arguments))  # transformers changes the objects that it gets
     return built
 
 

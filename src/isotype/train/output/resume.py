@@ -40,10 +40,10 @@ _NO_RESUME = (None, False, "False", "false")
 
 def resume_point(settings: Settings) -> Path | None:
     """Return the complete checkpoint that the run resumes, or None if the run starts from the beginning."""
-    requested = settings.training.resume_from_checkpoint
+    requested = settings.resume_from_checkpoint
     if requested in _NO_RESUME:
         return None
-    root = Path(settings.training.output_dir)
+    root = Path(settings.output_dir)
     with settings.training.main_process_first(desc="looking for checkpoints"):
         if settings.training.should_save:
             recover(root)
@@ -89,7 +89,7 @@ def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
 
 
 def say_what_is_overwritten(settings: Settings, console: Console) -> None:
-    root = Path(settings.training.output_dir)
+    root = Path(settings.output_dir)
     results = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
     if (root / JSON_NAME).is_file() and results:
         finished = f"a finished run ({results[0]}, {JSON_NAME})"
@@ -98,8 +98,8 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
 
 def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
     """Print which checkpoint is resumed and which checkpoints are incomplete."""
-    root = settings.training.output_dir
-    if settings.training.resume_from_checkpoint in _NO_RESUME:
+    root = settings.output_dir
+    if settings.resume_from_checkpoint in _NO_RESUME:
         return
     newer = False
     for path in all_checkpoints(root):
@@ -196,30 +196,30 @@ def identity_of(
     """
     from transformers import TrainingArguments
 
-    training, model, script = settings.training, settings.model, settings.script
+    training = settings.training
     names = {field.name for field in dataclasses.fields(training)}
     fields = names - {field.name for field in dataclasses.fields(TrainingArguments)} - _INDECISIVE
     fields = {name for name in fields if not name.startswith(("vllm_", "use_vllm"))}
-    steps = training.gradient_accumulation_steps
+    steps = settings.gradient_accumulation_steps
     settings_by_name = {
         "method": settings.method.name,
-        "model_name_or_path": str(model.model_name_or_path),
-        "model_revision": model.model_revision,
+        "model_name_or_path": str(settings.model_name_or_path),
+        "model_revision": settings.model_revision,
         "weights": checkpoint.fingerprint,
-        "dataset_name": script.dataset_name,
-        "dataset_config": script.dataset_config,
+        "dataset_name": settings.dataset_name,
+        "dataset_config": settings.dataset_config,
         "rows": fingerprint_of_rows(rows),
-        "reward_funcs": getattr(script, "reward_funcs", None),
-        _BATCH: training.per_device_train_batch_size * steps * training.world_size,
+        "reward_funcs": settings.reward_funcs,
+        _BATCH: settings.per_device_train_batch_size * steps * training.world_size,
         "gradient_accumulation_steps": steps,
         "processes": training.world_size,
-        "max_steps": training.max_steps,
-        "num_train_epochs": training.num_train_epochs,
+        "max_steps": settings.max_steps,
+        "num_train_epochs": settings.num_train_epochs,
         **{name: getattr(training, name) for name in (*_DECISIVE, *sorted(fields)) if name in names},
         **{name: getattr(policy, name) for name in _POLICY},
         "layers": policy.layer_formats,
         "use_peft": policy.trainable == "lora",
-        "adapt": settings.extra.adapt,
+        "adapt": settings.adapt,
         **(_lora(settings) if policy.trainable == "lora" else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
@@ -284,13 +284,10 @@ def _lora(settings: Settings) -> dict[str, Any]:
     if settings.start is not None:
         flags = {flag: getattr(settings.start.config, key, None) for flag, key in FIELDS_OF_CONFIG.items()}
     else:
-        flags = {
-            flag: getattr(settings.model, flag, getattr(settings.extra, flag, None))
-            for flag in FIELDS_OF_CONFIG
-        }
+        flags = {flag: settings.value(flag) for flag in FIELDS_OF_CONFIG}
     if flags["init_lora_weights"] in (None, LOFTQ):
         flags["init_lora_weights"] = True  # as in PEFT's config of an adapter on an unchanged base
-    flags["lora_target_parameters"] = getattr(settings.model, "lora_target_parameters", None)
+    flags["lora_target_parameters"] = settings.lora_target_parameters
     return {flag: sorted_names(value) for flag, value in flags.items()}
 
 

@@ -19,8 +19,8 @@ from isotype.train.initial_adapter import is_its_own_reference, start_of
 from isotype.train.launched import from_first, processes, requested_sharding
 from isotype.train.models import parts_to_adapt, tokenizer_here
 from isotype.train.output.resume import RECOMPUTED, decided_before
-from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
+from isotype.train.preflight.step_plan import Options, StepPlan
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.data import fitting, training_data_here, uncut
 from isotype.train.rows.lengths import (
@@ -60,7 +60,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
     """Return the step that the training will run. The step's rows are as long as the longest row of the data can be."""
-    rows = data[settings.script.dataset_train_split]
+    rows = data[settings.dataset_train_split]
     plan = replace(
         _of_arguments(Options(), settings),
         adapt=parts_to_adapt(settings, next(iter(rows), {})),
@@ -74,74 +74,74 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
     """Return the step that the arguments determine, without reading the data."""
     from trl import get_peft_config
 
-    training, model, method = settings.training, settings.model, settings.method
+    method = settings.method
     asked = "per_device_train_batch_size" in settings.command or not options.bare
-    rows = options.batch or (training.per_device_train_batch_size if asked else 1)
-    length = options.length or getattr(training, "max_length", None)
-    completion = getattr(training, "max_completion_length", 0) or 0
-    attention, notes = model.attn_implementation, []
-    sharding = settings.sharding or requested_sharding(training)
+    rows = options.batch or (settings.per_device_train_batch_size if asked else 1)
+    length = options.length or settings.max_length
+    completion = settings.max_completion_length or 0
+    attention, notes = settings.attn_implementation, []
+    sharding = settings.sharding or requested_sharding(settings.training)
     recomputes = sharding is not None and sharding.checkpointing
-    packed = getattr(training, "packing", False) and str(training.packing_strategy).startswith("bfd")
+    packed = bool(settings.packing) and str(settings.packing_strategy).startswith("bfd")
     if attention is not None and "flash" in attention:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, which accepts more dtypes")
         attention, packed = None, False
-    if training.torch_compile:
+    if settings.torch_compile:
         notes.append("torch.compile: the uncompiled step is checked, whose dtypes and findings are the same")
-    if training.deepspeed:
+    if settings.deepspeed:
         notes.append(_UNTRACED)
-    compares = method.compares(training)
-    precomputed = getattr(training, "precompute_ref_log_probs", False)
+    compares = method.compares(settings.training)
+    precomputed = settings.precompute_ref_log_probs
     copied: MemoryKind | None = None
-    if compares and model.use_peft:
+    if compares and settings.use_peft:
         copied = None if is_its_own_reference(settings) else "adapters"
     elif compares and not precomputed:
         copied = "weights"
     evaluation = None
-    if training.eval_strategy != "no" or settings.extra.eval_split is not None:
+    if settings.eval_strategy != "no" or settings.eval_split is not None:
         explicit = "per_device_eval_batch_size" in settings.command or method.loss == "policy"
-        evaluation = int(training.per_device_eval_batch_size) if explicit else 0
+        evaluation = int(settings.per_device_eval_batch_size) if explicit else 0
     start = settings.start
-    lora = start.config if start is not None and model.use_peft else get_peft_config(model)
+    lora = start.config if start is not None and settings.use_peft else get_peft_config(settings.model)
     if start is None and lora is not None:
-        lora.bias = settings.extra.lora_bias
-    keywords = checkpointing(training) or (CHECKPOINTING if recomputes else None)
-    accumulation = training.gradient_accumulation_steps
+        lora.bias = settings.lora_bias
+    keywords = checkpointing(settings.training) or (CHECKPOINTING if recomputes else None)
+    accumulation = settings.gradient_accumulation_steps
     return StepPlan(
-        source=str(model.model_name_or_path),
+        source=str(settings.model_name_or_path),
         method=method.name,
         precision=settings.precision,
-        device=settings.extra.device,
+        device=settings.device,
         rows=rows,
         length=length,
         completion=completion,
         reference=compares and not precomputed,
         copied=copied,
         lora=lora,
-        adapt=None if settings.extra.adapt is None else parts_to_adapt(settings, ()),
-        learning_rate=training.learning_rate,
-        optimizer=str(getattr(training.optim, "value", training.optim)),
+        adapt=None if settings.adapt is None else parts_to_adapt(settings, ()),
+        learning_rate=settings.learning_rate,
+        optimizer=str(getattr(settings.optim, "value", settings.optim)),
         checkpointing=keywords,
         auto=settings.auto_checkpointing and not recomputes,
-        unforeseen=_UNTRACED if training.deepspeed else "" if length or completion else UNBOUNDED,
+        unforeseen=_UNTRACED if settings.deepspeed else "" if length or completion else UNBOUNDED,
         fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
         devices=options.devices or processes(),
         reshard=sharding is None or sharding.reshard,
         step_rows=0 if accumulation == 1 else rows * accumulation,
         evaluation=evaluation,
-        revision=model.model_revision,
+        revision=settings.model_revision,
         attention=attention,
         packed=packed,
-        dropout=not getattr(training, "disable_dropout", False),
+        dropout=not settings.disable_dropout,
         notes=tuple(notes),
-        ranges=settings.extra.ranges,
+        ranges=settings.ranges,
         # A training with torch.compile does not fuse; only the choice of checkpointing depends on this in a check.
-        fuse=settings.extra.fuse and not (settings.auto_checkpointing and training.torch_compile),
+        fuse=settings.fuse and not (settings.auto_checkpointing and settings.torch_compile),
     )
 
 
 def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
-    split = settings.script.dataset_test_split
+    split = settings.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
     lengths = lengths_in(settings, tokenizer, data[split])
@@ -151,12 +151,11 @@ def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: An
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
     """Return the plan with the rows of a batch, the length of its prompts and the longest possible row."""
-    training = settings.training
     if lengths is not None and len(lengths.tokens) == lengths.rows:
-        prompts_count = getattr(training, "completion_only_loss", None) is False
+        prompts_count = settings.completion_only_loss is False
         plan = replace(plan, prompt=0 if prompts_count else lengths.prompt)
     longest, why = _longest(plan, settings, rows, lengths)
-    filled = packed_rows(lengths, training.max_length) if getattr(training, "packing", False) else None
+    filled = packed_rows(lengths, settings.max_length) if settings.packing else None
     if filled is not None:
         longest = max(map(sum, filled))
         return replace(plan, rows=min(plan.rows, len(filled)), length=longest, longest=longest)
@@ -169,11 +168,10 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | N
 def _longest(
     plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None
 ) -> tuple[int | None, str]:
-    training = settings.training
     return longest_possible(
         lengths,
-        getattr(training, "max_length", None),
-        packed=bool(getattr(training, "packing", False)),
+        settings.max_length,
+        packed=settings.packing,
         completion=plan.completion,
         pictured=bool(picture_columns(rows)),
     )
@@ -202,12 +200,11 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     """Return the plan with the lengths of the training's rows, if the data is on this machine."""
-    training, script = settings.training, settings.script
     notes: list[str] = []
     data = training_data_here(settings, notes.append)
     if data is None:
         return plan
-    rows = data[script.dataset_train_split]
+    rows = data[settings.dataset_train_split]
     adapt = parts_to_adapt(settings, next(iter(rows), {}))
     plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None, adapt=adapt)
     if not picture_columns(rows):
@@ -222,7 +219,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     data = fitting(settings, tokenizer, data, notes.append)
     if whole := uncut(settings, data):
         settings = settings.but(**whole)
-    rows = data[script.dataset_train_split]
+    rows = data[settings.dataset_train_split]
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)
     lengths = lengths_in(settings, tokenizer, rows)
@@ -234,9 +231,9 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         return plan
     with_rows = _bounded(plan, settings, rows, lengths)
     plan = with_rows if options.batch is None else replace(with_rows, rows=plan.rows)
-    if lengths is None or getattr(training, "packing", False):
+    if lengths is None or settings.packing:
         return plan
-    limit = getattr(training, "max_length", None)
+    limit = settings.max_length
     longest = lengths.longest + plan.completion
     line = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
     line += f", with a completion of {plan.completion:,}" if plan.completion else ""

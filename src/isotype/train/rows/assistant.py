@@ -47,19 +47,18 @@ def labelled_rows(
         UsageError: the assistant's text cannot be found in these columns or with this chat template.
         DataError: the template renders the first turns of a row differently if other turns follow.
     """
-    training = settings.training
-    columns: dict[str, Any] = next(iter(data[settings.script.dataset_train_split]), {})
-    only = getattr(training, "assistant_only_loss", False)
-    whole = getattr(training, "completion_only_loss", None) is False
+    columns: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
+    only = settings.assistant_only_loss
+    whole = settings.completion_only_loss is False
     chats = ("messages", "completion", *["prompt"] * whole)
-    learned = chats if hasattr(training, "assistant_only_loss") else ()
+    learned = chats if "assistant_only_loss" in settings.command.specs else ()
     excluded = 0 if "input_ids" in columns else sum(_count_left_out(rows, learned) for rows in data.values())
     if (not only and not excluded) or ("input_ids" in columns and "labels" in columns):
         return data
     if excluded:
         rest = "the assistant's other turns" if only else "everything else"
         say(f"{plural(excluded, 'turn')} left out of the loss, as marked; the loss counts {rest}")
-    templated = _with_template(tokenizer, getattr(training, "chat_template_path", None))
+    templated = _with_template(tokenizer, settings.chat_template_path)
     if only:
         _check_rows(columns)
     if {"image", "images"} & columns.keys():
@@ -67,18 +66,17 @@ def labelled_rows(
     if not excluded and (templated is None or trl_finds_tokens(templated)):
         return data
     if templated is None:
-        what = f"turns marked as outside the loss, and --chat_template_path {training.chat_template_path}, which adds tokens"
+        what = f"turns marked as outside the loss, and --chat_template_path {settings.chat_template_path}, which adds tokens"
         expected = "a template without new tokens"
         raise UsageError.of("the turns cannot be found", what, expected, "leave one of them out")
-    source = settings.script.dataset_name or "datasets"
-    label = partial(labelled_row, tokenizer=templated, whole=whole, only=only, source=source)
+    label = partial(labelled_row, tokenizer=templated, whole=whole, only=only, source=settings.data_name)
     labelled = {}
     for name, rows in data.items():
         if limit is not None and hasattr(rows, "select"):
             rows = rows.select(range(min(limit, len(rows))))
         arguments: dict[str, Any] = {"remove_columns": list(columns), "with_indices": True}
         if hasattr(rows, "__len__"):
-            arguments |= {"num_proc": training.dataset_num_proc, "desc": "Finding the assistant's tokens"}
+            arguments |= {"num_proc": settings.dataset_num_proc, "desc": "Finding the assistant's tokens"}
         labelled[name] = rows.map(label, **arguments)
     return type(data)(labelled)
 

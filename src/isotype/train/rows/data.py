@@ -34,19 +34,19 @@ def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
     """Read the data before rows are held back. If `evaluates` (by default, if evaluation is on), require a test split."""
-    evaluates = settings.training.eval_strategy != "no" if evaluates is None else evaluates
+    evaluates = settings.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
         settings.dataset,
         Reading(
             settings.method.name,
-            parse_columns(settings.extra.columns),
-            settings.extra.apply_chat_template,
-            prompts=getattr(settings.training, "completion_only_loss", None) is False,
-            lines=settings.extra.text_lines,
+            parse_columns(settings.columns),
+            settings.apply_chat_template,
+            prompts=settings.completion_only_loss is False,
+            lines=settings.text_lines,
         ),
-        need_test=evaluates and settings.extra.eval_split is None,
-        text_field=getattr(settings.training, "dataset_text_field", "text"),
+        need_test=evaluates and settings.eval_split is None,
+        text_field=settings.dataset_text_field or "text",
         say=say,
     )
 
@@ -55,21 +55,20 @@ def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
     """Return `training_data` if the data is on this machine. Return None for data on the hub or without a data set."""
-    script, mixture = settings.script, settings.dataset
-    if mixture is not None and mixture.datasets:
-        local = all(not e.data_files and not e.data_dir and find_local(e.path) for e in mixture.datasets)
+    if settings.datasets:
+        local = all(not e.data_files and not e.data_dir and find_local(e.path) for e in settings.datasets)
     else:
-        name = script.dataset_name
-        local = bool(name and find_local(name, test_split=script.dataset_test_split))
+        name = settings.dataset_name
+        local = bool(name and find_local(name, test_split=settings.dataset_test_split))
     return training_data(settings, say) if local else None
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
     """With `--eval_split`, make a share of the training rows the test split. Otherwise, return `data` unchanged."""
-    share, script = settings.extra.eval_split, settings.script
+    share = settings.eval_split
     if share is None:
         return data
-    rows = data[script.dataset_train_split]
+    rows = data[settings.dataset_train_split]
     countable = hasattr(rows, "train_test_split")
     count = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
     if not countable or not 0 < count < len(rows):
@@ -78,8 +77,10 @@ def hold_back(settings: Settings, data: Any) -> Any:
             expected = f"a share below 1, or less than the number of rows, {len(rows):,}"
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
-    parts = rows.train_test_split(test_size=count, seed=settings.training.seed)
-    return type(data)({script.dataset_train_split: parts["train"], script.dataset_test_split: parts["test"]})
+    parts = rows.train_test_split(test_size=count, seed=settings.seed)
+    return type(data)(
+        {settings.dataset_train_split: parts["train"], settings.dataset_test_split: parts["test"]}
+    )
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
@@ -146,7 +147,7 @@ def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
         problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
     ]
     if problems:
-        raise data_error(settings.script.dataset_name or "datasets", problems)
+        raise data_error(settings.data_name, problems)
 
 
 def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iterator[Problem]:
@@ -197,7 +198,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
     if not columns:
         return data
     for name in ("packing", "padding_free"):
-        if getattr(settings.training, name, False):
+        if settings.value(name):
             what = f"--{name} True, and pictures in the column {columns[0]!r}"
             expected, fix = "a separate row of the batch for each example", f"leave --{name} out"
             raise UsageError.of("rows with pictures are not joined", what, expected, fix)
@@ -209,7 +210,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
         if not isinstance(limit, int) or not hasattr(rows, "__len__"):
             continue
         lengths = dict(_longer(Pictured(tokenizer), rows, limit))
-        if lengths and settings.extra.excess_length_strategy == "drop":
+        if lengths and settings.excess_length_strategy == "drop":
             of = plural(len(rows), "row")
             say(
                 f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out, because pictures are not cut"
@@ -223,7 +224,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
             for at, n in lengths.items()
         ]
     if problems:
-        raise data_error(settings.script.dataset_name or "datasets", problems)
+        raise data_error(settings.data_name, problems)
     return type(data)(fitting_rows)
 
 

@@ -98,8 +98,7 @@ def lengths_of(
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
     """Return the lengths (see `lengths_of`) of a sample of the training rows, or of all rows if `every` is True."""
-    field = getattr(settings.training, "dataset_text_field", "text")
-    source = settings.script.dataset_name or "datasets"
+    field, source = settings.dataset_text_field or "text", settings.data_name
     return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
 
 

@@ -106,16 +106,16 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     day = next(filter(None, days), None)
     try:
         with nullcontext() if day is None else day_held(day):
-            texts = _texts(words, rows, getattr(settings.training, "dataset_text_field", "text"))
+            texts = _texts(words, rows, settings.dataset_text_field or "text")
     except (TemplateError, KeyError, TypeError) as error:
         return None, f"the rows of the training were not tokenized again: {first_line(error)}"
     if not texts:
         return None, None
-    trained = split == settings.script.dataset_train_split
-    data = record.data if settings.extra.eval_split is not None and not trained else None
+    trained = split == settings.dataset_train_split
+    data = record.data if settings.eval_split is not None and not trained else None
     changed = f"; {data.held_back:,} then" if data is not None and data.held_back != len(rows) else ""
     kind = "training rows" if trained else "held-back rows"
-    source = f"{kind} of {settings.script.dataset_name or 'its data'} ({len(rows):,}{changed})"
+    source = f"{kind} of {settings.dataset_name or 'its data'} ({len(rows):,}{changed})"
     return Rows(tuple(texts), source), None
 
 
@@ -152,7 +152,7 @@ def _rows(settings: Settings) -> tuple[str, Any]:
     except DataError:
         data = training_data(settings, lambda line: None, evaluates=False)
     data = hold_back(settings, data)
-    test, train = settings.script.dataset_test_split, settings.script.dataset_train_split
+    test, train = settings.dataset_test_split, settings.dataset_train_split
     split = test if test in data else train
     return split, data[split] if hasattr(data[split], "__len__") else ()
 
