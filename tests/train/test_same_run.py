@@ -153,7 +153,7 @@ def on(day: int, patch: pytest.MonkeyPatch) -> None:
             return cls(2026, 11, day)
 
     patch.setattr(chat_template_utils, "datetime", Clock)
-    patch.setattr("isotype.train.day.date", Day)
+    patch.setattr("isotype.train.output.resume.date", Day)
 
 
 @pytest.fixture

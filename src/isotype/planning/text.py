@@ -15,7 +15,7 @@ from isotype.core.terminal import printed_command
 from isotype.planning.record import GOALS, Device, Record, Row, Workload, front
 from isotype.precision.devices.profile import device_profile
 from isotype.report import html
-from isotype.report.html import escape, nice_ticks, package_file, percent, tick_labels, value_axis
+from isotype.report.html import package_file
 from isotype.report.text import (
     fitting,
     format_count,
@@ -310,7 +310,6 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
         "title": _title(device),
         "room": f"a step may use {device.room}",
         "picture": picture(rows, chosen),
-        "limited": _limit_shown(_drawn(rows)) > 0,
         "heads": heads,
         "rows": [(css, [line[head] for head in heads]) for css, line in zip(styles, lines, strict=True)],
         "facts": list(facts_of(plan, device)),
@@ -318,56 +317,35 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
     }
 
 
-def picture(rows: Sequence[Row], chosen: Row | None) -> str:
-    """Return an SVG with memory on the x axis and tokens per second on y; "" if no row that fits has an estimated time."""
-    shown = _drawn(rows)
+def picture(rows: Sequence[Row], chosen: Row | None) -> dict[str, object] | None:
+    """Return the template's data for a chart of memory against tokens per second, in shares of the chart's width and height.
+
+    Return None if no row that fits has an estimated time.
+    """
+    shown = [row for row in rows if row.fits and row.tokens_per_second]
     if not shown:
-        return ""
-    room = _limit_shown(shown)
-    wide = _MARGIN * max(room, *(row.peak for row in shown)) / _GIB
-    high = _MARGIN * max(row.speed for row in shown)
-    best = front(shown)
-    line = "L".join(
-        f"{1000 * row.peak / _GIB / wide:.1f} {1000 * (1 - row.speed / high):.1f}" for row in best
-    )
-    at = percent(room / _GIB / wide)
-    limit = f'<line class="capacity" x1="{at}" x2="{at}" y1="0" y2="100%"/>' if room else ""
-    return (
-        '<svg role="img" aria-label="memory against tokens a second">'
-        f"{_axes(wide, high)}{limit}"
-        '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">'
-        f'<path class="front" d="M{line}"/></svg>'
-        f"{''.join(_point(row, wide, high, row in best, row == chosen) for row in shown)}</svg>"
-    )
-
-
-def _drawn(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.fits and row.tokens_per_second]
-
-
-def _limit_shown(rows: Sequence[Row]) -> int:
-    """Return the bytes that a step may use, or 0 if the picture would have to shrink too much to show this limit."""
-    room = max((row.room or 0 for row in rows), default=0)
-    return room if room <= 2.5 * max((row.peak for row in rows), default=0) else 0
-
-
-def _axes(wide: float, high: float) -> str:
-    across = nice_ticks(0.0, wide, 6)
-    return value_axis(high, 5, "/s") + "".join(
-        f'<text x="{percent(tick / wide)}" y="100%" dy="1.4em" text-anchor="middle">{label} GiB</text>'
-        for tick, label in zip(across, tick_labels(across), strict=True)
-    )
-
-
-def _point(row: Row, wide: float, high: float, best: bool, chosen: bool) -> str:
-    css = "point" + " best" * best + " chosen" * chosen
-    words = f"{row.storage}, checkpointing {row.checkpointing}, {row.rows} of {row.length:,}"
-    words += f": {format_bytes(row.peak)}, {speed_of(row)} tokens/s"
-    x, y = percent(row.peak / _GIB / wide), percent(1 - row.speed / high)
-    name = f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}"
-    # The front rises to the right: its names are above it, and the names of the other points below.
-    side = 'dx="-6" dy="-0.6em" text-anchor="end"' if best else 'dx="6" dy="1.25em"'
-    return (
-        f'<circle class="{css}" cx="{x}" cy="{y}" r="5"><title>{escape(words)}</title></circle>'
-        f'<text x="{x}" y="{y}" {side}>{escape(name)}</text>'
-    )
+        return None
+    peak = max(row.peak for row in shown)
+    room = max(row.room or 0 for row in shown)
+    room = (
+        room if room <= 2.5 * peak else 0
+    )  # a line for a limit far above the peaks would squeeze the points
+    wide, high, best = _MARGIN * max(room, peak), _MARGIN * max(row.speed for row in shown), front(shown)
+    line = "L".join(f"{1000 * row.peak / wide:.1f} {1000 * (1 - row.speed / high):.1f}" for row in best)
+    return {
+        "up": html.axis(high, unit="/s"),
+        "across": html.axis(wide / _GIB, 6, " GiB"),
+        "limit": room / wide,
+        "front": f"M{line}",
+        "points": [
+            (
+                row.peak / wide,
+                row.speed / high,
+                "point" + " best" * (row in best) + " chosen" * (row == chosen),
+                f"{row.storage}{'' if row.checkpointing == 'off' else ' ✓'}",
+                f"{row.storage}, checkpointing {row.checkpointing}, {row.rows} of {row.length:,}: "
+                f"{format_bytes(row.peak)}, {speed_of(row)} tokens/s",
+            )
+            for row in shown
+        ],
+    }

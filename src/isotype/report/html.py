@@ -1,6 +1,6 @@
-"""Functions that render HTML reports from Jinja2 templates, and draw the axes, bars and charts.
+"""Functions that render HTML reports from Jinja2 templates, and place the ticks, bars and areas of their charts.
 
-Every text on a page is escaped. The only exceptions are the style sheets, scripts and charts of this package, which the
+Every text on a page is escaped. The only exceptions are the style sheets and scripts of this package, which the
 templates mark as `safe`.
 """
 
@@ -10,10 +10,9 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape as _escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +65,7 @@ def palette_css() -> str:
 
 def render(template: str, **content: object) -> str:
     """Fill a template of `report/templates` with `content`; raise UndefinedError if a variable of the template is missing."""
-    return _environment().get_template(template).render(content)
+    return environment().get_template(template).render(content)
 
 
 def package_file(name: str) -> str:
@@ -75,7 +74,7 @@ def package_file(name: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
     # Reports in a terminal start faster without this import.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -89,7 +88,8 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters |= {"digest": _digest, "joints": _joints, "dtype_class": dtype_class}
+    filters = {"digest": _digest, "joints": _joints, "dtype_class": dtype_class, "percent": percent}
+    environment.filters |= filters
     return environment
 
 
@@ -130,34 +130,25 @@ def xml_text(text: str) -> str:
     return _NOT_XML.sub("\ufffd", text)
 
 
-def escape(text: str) -> str:
-    """Escape a text for HTML and XML, and for their attributes. Characters that XML forbids become U+FFFD."""
-    return _escape(xml_text(text), quote=True)
-
-
-def nice_ticks(low: float, high: float, target: int = 5) -> tuple[float, ...]:
-    """Return round values for the ticks of an axis. Their distance is 1, 2 or 5 times a power of ten.
+def nice_ticks(high: float, target: int = 5) -> tuple[float, ...]:
+    """Return round values from 0 to `high` for the ticks of an axis. Their distance is 1, 2 or 5 times a power of ten.
 
     Args:
-        low, high: ends of the axis. Their difference exceeds 1e-300, and 1e-12 times the larger magnitude.
+        high: end of the axis, more than 1e-300.
         target: maximum number of intervals between ticks; the result has at least a fifth of this number.
 
     Raises:
-        ValueError: `low` is not below `high`, the ends are too close, or an end exceeds ten times `PLOTTABLE`.
+        ValueError: `high` is not above 1e-300, or exceeds ten times `PLOTTABLE`.
     """
-    magnitude = max(abs(low), abs(high))
-    if not (magnitude <= 10 * PLOTTABLE and high - low > max(1e-12 * magnitude, 1e-300)):
-        raise ValueError(f"no axis from {low} to {high}")
-    raw = (high - low) / target
+    if not 1e-300 < high <= 10 * PLOTTABLE:
+        raise ValueError(f"no axis from 0 to {high}")
+    raw = high / target
     exponent = math.floor(math.log10(raw))
     mantissa = next((m for m in (1, 2, 5) if m * 10.0**exponent >= raw), 10)
-    step = mantissa * 10.0**exponent
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    last = math.floor(high / (mantissa * 10.0**exponent) + 1e-9)
     # 3 / 10 is 0.3, but 3 * 0.1 is 0.30000000000000004.
     scale = 10.0 ** abs(exponent)
-    return tuple(
-        i * mantissa * scale if exponent >= 0 else i * mantissa / scale for i in range(first, last + 1)
-    )
+    return tuple(i * mantissa * scale if exponent >= 0 else i * mantissa / scale for i in range(last + 1))
 
 
 def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
@@ -199,29 +190,22 @@ def _minus(text: str) -> str:
     return f"−{text[1:]}" if text.startswith("-") else text
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a bar: its name, its amount (at least 0) and its CSS class."""
-
-    label: str
-    amount: float
-    css_class: str
+def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]]:
+    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a share of the axis, 0 to 1."""
+    ticks = nice_ticks(high, target)
+    return [(tick / high, f"{label}{unit}") for tick, label in zip(ticks, tick_labels(ticks), strict=True)]
 
 
-def stacked_bar(title: str, parts: Sequence[Part], number: Callable[[float], str] = format_number) -> str:
-    """Return an SVG bar that is divided in proportion to the amounts of its parts. If all amounts are 0, the bar is empty."""
-    total = sum(part.amount for part in parts)
-    words = "; ".join(f"{part.label} {number(part.amount)}" for part in parts)
-    rects, left = [], 0.0
-    for part in parts if total > 0 else ():
-        share = part.amount / total
-        text = escape(f"{part.label} · {number(part.amount)} · {100 * share:.1f} %")
-        rects.append(
-            f'<rect class="part {escape(part.css_class)}" x="{percent(left)}" width="{percent(share)}" height="100%">'
-            f"<title>{text}</title></rect>"
-        )
-        left += share
-    return f'<svg class="bar" role="img" aria-label="{escape(f"{title}: {words}")}">{"".join(rects)}</svg>'
+def stacked(
+    amounts: Iterable[tuple[str, float]], words: Callable[[Any], str], whole: float
+) -> list[tuple[str, str, float, float]]:
+    """Return (name, amount in words, left end, width) for each part of a bar. Ends and widths are shares of `whole`."""
+    parts, left = [], 0.0
+    for name, amount in amounts:
+        if amount > 0:
+            parts.append((name, words(amount), left, amount / whole))
+            left += amount / whole
+    return parts
 
 
 def percent(share: float) -> str:
@@ -229,61 +213,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-@dataclass(frozen=True)
-class Area:
-    """An area of the chart that `stacked_areas` draws: its name, its amount at each point (at least 0) and its CSS class."""
+def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> list[tuple[str, str]]:
+    """Return (name, path in a square of 1000 units) for areas that are stacked from the bottom up.
 
-    label: str
-    amounts: tuple[float, ...]
-    css_class: str
-
-
-def stacked_areas(
-    title: str, areas: Sequence[Area], spans: Sequence[tuple[str, int]], unit: str, limit: float | None = None
-) -> str:
-    """Return an SVG chart in which the areas are stacked from the bottom up. The value axis is labelled with `unit`.
-
-    Each of the `spans` is a pair (name, first point) that names a range of points. A line marks the amount `limit`.
+    Each area has an amount (at least 0) for each point. `high` is the amount at the top of the square.
     """
-    count = len(areas[0].amounts)
-    sums = [0.0] * count
-    tops = [sums := [low + amount for low, amount in zip(sums, area.amounts, strict=True)] for area in areas]
-    high = 1.06 * max(max(sums), limit or 0.0)
-    grid = value_axis(high, 4)
-    floor, shapes = [0.0] * count, []
-    for area, top in zip(areas, tops, strict=True):
+    count = len(areas[0][1])
+    floor, paths = [0.0] * count, []
+    for name, amounts in areas:
+        top = [low + amount for low, amount in zip(floor, amounts, strict=True)]
         around = [*_stairs(top), *reversed(_stairs(floor))]
         line = "L".join(f"{1000 * i / count:.1f} {1000 * (1 - value / high):.1f}" for i, value in around)
-        named = f"<title>{escape(area.label)}</title>"
-        shapes.append(f'<path class="part {escape(area.css_class)}" d="M{line}Z">{named}</path>')
+        paths.append((name, f"M{line}Z"))
         floor = top
-    marks = ""
-    for (name, start), end in zip(spans, [*(start for _, start in spans[1:]), count], strict=True):
-        at = percent(start / count)
-        marks += f'<line class="axis" x1="{at}" x2="{at}" y1="0" y2="100%"/>'
-        if end - start >= count / 12:  # a shorter range has no room for its name
-            marks += f'<text class="tick" x="{at}" y="100%" dx="4" dy="1.4em">{escape(name)}</text>'
-    over = ""
-    if limit is not None:
-        at = percent(1 - limit / high)
-        over = f'<line class="capacity" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
-    return (
-        f'<svg class="areas" role="img" aria-label="{escape(title)}">{grid}'
-        f'<text class="tick" x="-8" y="0" dy="-0.6em" text-anchor="end">{escape(unit)}</text>'
-        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">{"".join(shapes)}</svg>'
-        f"{marks}{over}</svg>"
-    )
-
-
-def value_axis(high: float, target: int, unit: str = "") -> str:
-    """Return the horizontal grid lines of an SVG chart from 0 to `high`, with their values at the left."""
-    ticks = nice_ticks(0.0, high, target)
-    places = [percent(1 - tick / high) for tick in ticks]
-    return "".join(
-        f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>'
-        f'<text class="tick" x="-8" y="{at}" dy="0.32em" text-anchor="end">{label}{unit}</text>'
-        for at, label in zip(places, tick_labels(ticks), strict=True)
-    )
+    return paths
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:

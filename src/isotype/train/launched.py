@@ -81,24 +81,24 @@ def from_first(compute: Callable[[], T]) -> T:
 
 def requested_sharding(training: Any) -> Sharding | None:
     """Return the requested sharding, even if isotype does not support it, or None if no sharding is requested."""
-    if training.fsdp:
-        config = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
-        return Sharding(
-            reshard=_true(config.get("reshard_after_forward", True)),
-            checkpointing=_true(config.get("activation_checkpointing", False)),
-            version=int(config.get("version", 2)),
-            offload=_true(config.get("cpu_offload", config.get("offload_params", False))),
-        )
-    variable = os.environ.get
-    if variable("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
-        return None
-    # accelerate's `prepare_multi_gpu_env` sets these variables (utils/launch.py).
+    config: Mapping[str, Any] = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
+    version, source = 2, "--fsdp_config version"
+    if not training.fsdp:
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
+            return None
+        # accelerate's `prepare_multi_gpu_env` writes its config into these variables (utils/launch.py).
+        config = {
+            name.removeprefix("FSDP_").lower(): value
+            for name, value in os.environ.items()
+            if name.startswith("FSDP_")
+        }
+        version, source = 1, "fsdp_version"
     return Sharding(
-        reshard=_true(variable("FSDP_RESHARD_AFTER_FORWARD", "true")),
-        checkpointing=_true(variable("FSDP_ACTIVATION_CHECKPOINTING", "false")),
-        version=int(variable("FSDP_VERSION", "1")),
-        offload=_true(variable("FSDP_OFFLOAD_PARAMS", "false")),
-        source="fsdp_version",
+        reshard=_true(config.get("reshard_after_forward", True)),
+        checkpointing=_true(config.get("activation_checkpointing", False)),
+        version=int(config.get("version", version)),
+        offload=_true(config.get("cpu_offload", config.get("offload_params", False))),
+        source=source,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.opened import config_of, open_checkpoint, require_weights
@@ -39,7 +39,6 @@ from isotype.train import describe
 from isotype.train.chat import Prompt, answer, answers_after
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
-from isotype.train.day import day_note, day_of_run, mark
 from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
@@ -57,7 +56,10 @@ from isotype.train.output.resume import (
     RECOMPUTED,
     TEMPLATE_DATE,
     check_resume,
+    day_note,
+    day_of_run,
     identity_of,
+    mark_day,
     resume_command,
     resume_point,
     say_what_is_overwritten,
@@ -230,7 +232,7 @@ def _build(run: Run, console: Console) -> Built:
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    mark(run, tokenizer)
+    mark_day(run, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     notes = list(run.notes)
     data = fitting(settings, tokenizer, data, notes.append)
@@ -432,7 +434,11 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
         stopping = early_stopping(settings)
         periodic = PeriodicReport(lambda: write(so_far(), made_steps=True))
-        _watch(trainer, PrecisionCallback(run.policy, ranges=run.ranges), recorder, periodic, stopping)
+        for printing in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(printing)
+        check = PrecisionCallback(run.policy, ranges=run.ranges)
+        for callback in filter(None, (check, recorder, periodic, stopping)):
+            trainer.add_callback(callback)
         try:
             with lost_process_named(trainer, goes_on), freed_memory_kept(), float32_reductions():
                 stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
@@ -458,13 +464,6 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":
         say(console, early)
     return ended(record_of(samples, "finished"), early, adapter=root)
-
-
-def _watch(trainer: Any, *callbacks: TrainerCallback | None) -> None:
-    for printing in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(printing)
-    for callback in filter(None, callbacks):
-        trainer.add_callback(callback)
 
 
 def _train_and_save(

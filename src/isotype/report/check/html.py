@@ -6,7 +6,7 @@ The page's content security policy forbids all external resources and all script
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -14,7 +14,7 @@ from isotype.contracts.contract import judged_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, named, plural
 from isotype.records.finding import Finding, Fix
-from isotype.records.memory import MEMORY_KINDS, Memory, MemoryKind
+from isotype.records.memory import MEMORY_KINDS, Memory
 from isotype.records.reach import Reach
 from isotype.records.trace import Operand
 from isotype.report.check.cost import device_words, sharding_words, time_rows
@@ -33,18 +33,13 @@ from isotype.report.check.text import (
     verdict,
 )
 from isotype.report.html import (
-    Area,
-    Part,
-    dtype_class,
+    axis,
     format_number,
-    nice_ticks,
     package_file,
     palette_css,
-    percent,
     render,
+    stacked,
     stacked_areas,
-    stacked_bar,
-    tick_labels,
 )
 from isotype.report.text import format_duration, format_flops, format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
@@ -148,18 +143,23 @@ def _memory(report: Record) -> Content | None:
     scale = 1.04 * max(memory.peak, shown or 0)
     peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
     size, unit = next((size, unit) for size, unit in _UNITS if scale >= size)
-    ticks = nice_ticks(0.0, scale / size, 5)
     return {
         "limit": _limit(memory.peak, capacity, shown),
+        "capacity": shown and shown / scale,
         "rows": [
-            {**_memory_row(phase, kinds, scale, shown), "peak": phase == memory.peak_phase}
+            (
+                phase,
+                stacked(((kind, kinds.get(kind, 0)) for kind in MEMORY_KINDS), format_bytes, scale),
+                shown is not None and sum(kinds.values()) > shown,
+                format_bytes(sum(kinds.values())),
+            )
             for phase, kinds in memory.phases.items()
         ],
-        "ticks": list(zip((percent(t * size / scale) for t in ticks), tick_labels(ticks), strict=True)),
+        "ticks": axis(scale / size),
         "unit": unit,
         "peak_phase": memory.peak_phase,
         "kinds": [(kind, format_bytes(peak[kind])) for kind in MEMORY_KINDS if peak.get(kind)],
-        "timeline": _timeline(memory, shown),
+        "timeline": timeline(memory, shown),
     }
 
 
@@ -171,35 +171,31 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
     return f"the dashed line marks the {format_bytes(capacity)} that a step may use"
 
 
-def _memory_row(phase: str, kinds: Mapping[MemoryKind, int], scale: float, capacity: int | None) -> Content:
-    total, left, parts = sum(kinds.values()), 0, []
-    for kind in MEMORY_KINDS:
-        if amount := kinds.get(kind, 0):
-            parts.append((kind, format_bytes(amount), percent(left / scale), percent(amount / scale)))
-            left += amount
-    return {
-        "phase": phase,
-        "parts": parts,
-        "over": capacity is not None and total > capacity,
-        "capacity": "" if capacity is None else percent(capacity / scale),
-        "total": format_bytes(total),
-    }
-
-
-def _timeline(memory: Memory, capacity: int | None) -> str:
+def timeline(memory: Memory, capacity: int | None) -> Content | None:
+    """Return the template's data for a chart of the memory during a step; None if there are fewer than two points."""
     points = memory.timeline
     if len(points) < 2:
-        return ""
+        return None
     size, unit = next((size, unit) for size, unit in _UNITS if memory.peak >= size)
+    high = 1.06 * max(capacity or 0, *(point.total for point in points)) / size
     areas = [
-        Area(kind, tuple(point.kinds.get(kind, 0) / size for point in points), f"kind-{kind}")
+        (kind, [point.kinds.get(kind, 0) / size for point in points])
         for kind in MEMORY_KINDS
         if any(point.kinds.get(kind) for point in points)
     ]
-    pairs = enumerate(pairwise(points), 1)
-    starts = [0, *(at for at, (before, after) in pairs if before.phase != after.phase)]
-    spans = [(points[at].phase, at) for at in starts]
-    return stacked_areas("memory during the step, by kind", areas, spans, unit, capacity and capacity / size)
+    pairs, count = enumerate(pairwise(points), 1), len(points)
+    starts = [0, *(at for at, (before, after) in pairs if before.phase != after.phase), count]
+    return {
+        "areas": stacked_areas(areas, high),
+        "axis": axis(high, 4),
+        "unit": unit,
+        "limit": capacity and capacity / size / high,
+        # A short range has no room for its name.
+        "spans": [
+            (start / count, points[start].phase if end - start >= count / 12 else "")
+            for start, end in pairwise(starts)
+        ],
+    }
 
 
 def _work(report: Record) -> Content | None:
@@ -207,7 +203,6 @@ def _work(report: Record) -> Content | None:
     if not total:
         return None
     ranked, rates = sorted(report.flops.items(), key=lambda entry: -entry[1]), profile.peak_flops
-    parts = [Part(dtype_name(dtype), amount, dtype_class(dtype_name(dtype))) for dtype, amount in ranked]
     rows = [
         (
             dtype_name(dtype),
@@ -219,7 +214,7 @@ def _work(report: Record) -> Content | None:
         )
         for dtype, amount in ranked
     ]
-    bar = stacked_bar("FLOPs of a step by dtype", parts, format_flops)
+    bar = stacked([(dtype_name(dtype), amount) for dtype, amount in ranked], format_flops, total)
     return {"total": f"{format_flops(total)} a step", "bar": bar, "rows": rows}
 
 

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 
 from isotype.precision.ranges import FLOAT16_LARGEST
-from isotype.report.html import escape, format_number
+from isotype.report.html import format_number
 
 _LEAST = 6
 """With fewer samples, no change over the run is computed."""
@@ -64,6 +64,11 @@ class BlockHeadroom:
     headroom: float
     change: float | None
 
+    @property
+    def used(self) -> float:
+        """Share of float16's range up to `high`, in powers of 2."""
+        return min(1.0, max(0.0, math.log2(max(self.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
+
 
 def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
     blocks = []
@@ -100,13 +105,3 @@ def in_words(headroom: Headroom) -> str:
     if headroom.dtype != "float16":
         text += f" The blocks return their outputs in {headroom.dtype}, which can hold far larger values."
     return text
-
-
-def bar(block: BlockHeadroom) -> str:
-    """Return an SVG bar that shows how much of float16's range a block uses, on a logarithmic scale."""
-    used = min(1.0, max(0.0, math.log2(max(block.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
-    words = escape(f"{block.name}: up to {format_number(block.high, 4)}")
-    return (
-        f'<svg class="range" role="img" aria-label="{words}"><rect class="all" width="100%" height="100%"/>'
-        f'<rect class="used" width="{100 * used:.1f}%" height="100%"/></svg>'
-    )

@@ -16,16 +16,8 @@ from typing import Literal
 
 from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, plural
-from isotype.report.html import (
-    Part,
-    dtype_class,
-    format_number,
-    package_file,
-    palette_css,
-    render,
-    stacked_bar,
-)
-from isotype.report.run.headroom import bar, by_block
+from isotype.report.html import format_number, package_file, palette_css, render, stacked
+from isotype.report.run.headroom import by_block
 from isotype.report.run.headroom import in_words as headroom_in_words
 from isotype.report.run.record import (
     JSON_NAME,
@@ -117,12 +109,11 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
     if not record.weight_bytes:
         return None
     total = sum(amount for _, amount in record.weight_bytes)
-    parts = [Part(name, amount, dtype_class(name)) for name, amount in record.weight_bytes]
     trained, parameters = record.parameters_trainable, record.parameters_total
     return {
         "trained": f"{trained:,} of {parameters:,} parameters were trained ({_share(trained, parameters)}); "
         f"the weights take {format_bytes(total)}.",
-        "bar": stacked_bar("Weights by storage dtype", parts, lambda amount: format_bytes(int(amount))),
+        "bar": stacked(record.weight_bytes, format_bytes, total),
         "rows": [
             (name, format_bytes(amount), f"{amount:,} B", _share(amount, total))
             for name, amount in record.weight_bytes
@@ -142,7 +133,7 @@ def _headroom(record: RunRecord) -> dict[str, object] | None:
                 format_number(block.high, 4),
                 format_number(block.headroom, 3),
                 "" if block.change is None else f"× {format_number(block.change, 3)}",
-                bar(block),
+                block.used,
             )
             for block in by_block(record.headroom)
         ],

@@ -22,7 +22,6 @@ from isotype.train.dialects.translate import in_isotype_names
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
 """Arguments that take JSON or the path of a JSON file."""
-_BARE, _NEGATED = object(), object()
 MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
 """Valid values of `--model_name_or_path`."""
 
@@ -90,12 +89,9 @@ def parse_command(
 
 
 def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
-    if words is _BARE:
-        return True, "command line", ()
-    if words is _NEGATED:
-        return False, "command line", ("False",)
-    many = isinstance(words, list)
-    return words, "command line", tuple(words) if many else (words,)
+    if isinstance(words, bool):  # a bare flag, or --no_name
+        return words, "command line", () if words else ("False",)
+    return words, "command line", tuple(words) if isinstance(words, list) else (words,)
 
 
 def _add(
@@ -137,11 +133,11 @@ def _parser(
             continue
         nargs = "+" if spec.many else "?" if spec.bare else None
         parser.add_argument(
-            *spec.flags, dest=spec.name, nargs=nargs, const=_BARE if spec.bare else None, **hidden
+            *spec.flags, dest=spec.name, nargs=nargs, const=True if spec.bare else None, **hidden
         )
         if spec.negated:
             names = (f"--no_{spec.name}", f"--no-{spec.name.replace('_', '-')}")
-            parser.add_argument(*names, dest=spec.name, action="store_const", const=_NEGATED, **hidden)
+            parser.add_argument(*names, dest=spec.name, action="store_const", const=False, **hidden)
     return parser, mine
 
 
@@ -157,7 +153,7 @@ def training_parser(method: str) -> Parser:
     parser.description = f"{title}, under one precision policy. Takes the arguments of `trl {method}`."
     for action in actions_of(parser):
         spec = specs(method).get(action.dest)
-        if spec is not None and action.const is not _NEGATED:
+        if spec is not None and action.const is not False:
             default = "" if spec.default in (None, "") else f" (default: {spec.default})"
             action.choices = spec.choices or None
             action.metavar = (

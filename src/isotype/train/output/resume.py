@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from isotype.checkpoint.adapter import is_adapter, read_adapter
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
+from isotype.compat.templates import writes_date
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import recover
@@ -25,7 +26,7 @@ from isotype.report.text import say
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import FIELDS_OF_CONFIG, LOFTQ, sorted_names
-from isotype.train.launched import processes
+from isotype.train.launched import from_first, processes
 from isotype.train.output.checkpoints import (
     RESULT_FILES,
     all_checkpoints,
@@ -34,6 +35,9 @@ from isotype.train.output.checkpoints import (
     unreadable_state,
     whole_checkpoints,
 )
+
+if TYPE_CHECKING:
+    from isotype.train.run import Run
 
 _NO_RESUME = (None, False, "False", "false")
 
@@ -156,6 +160,32 @@ def template_date(resume: Path | None) -> date | None:
         return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def day_of_run(resume: Path | None) -> date:
+    """Return the day that the resumed checkpoint records, or today. All processes get the date of rank 0."""
+    return from_first(lambda: template_date(resume) or date.today())
+
+
+def mark_day(run: Run, tokenizer: Any) -> None:
+    """Store the day in the tokenizer, so that the day is in the key under which `datasets` caches tokenized rows."""
+    if writes_date(tokenizer) or run.settings.chat_template_path is not None:
+        getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
+
+
+def day_note(run: Run, tokenizer: Any) -> str | None:
+    from trl import is_conversational
+
+    rows = run.data[run.settings.dataset_train_split]
+    if not writes_date(tokenizer) or not is_conversational(next(iter(rows), {})):
+        return None
+    if run.resume is None:
+        which = "the day of the run's start, which a resumed run keeps"
+    elif template_date(run.resume) is None:
+        which = f"today: {run.resume.name} records no day, and its run may have used another day"
+    else:
+        which = f"as in {run.resume.name}, from which the run resumes"
+    return f"the chat template can write today's date; it writes {run.identity[TEMPLATE_DATE]}: {which}"
 
 
 # Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, too, except `_INDECISIVE`.
