@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from isotype.core.errors import DataError, UsageError
+from isotype.train.command.command import specs
 from isotype.train.rows.assistant import labelled_row, labelled_rows
 from tests.train.tiny import save_chat_model
 
@@ -132,8 +133,8 @@ def settings_of(**training: Any) -> Any:
     plain = {
         "assistant_only_loss": True, "completion_only_loss": None, "dataset_num_proc": None, "chat_template_path": None,
     }  # fmt: skip
-    script = SimpleNamespace(dataset_train_split="train", dataset_name="d")
-    return SimpleNamespace(training=SimpleNamespace(**{**plain, **training}), script=script)
+    of_data = {"dataset_train_split": "train", "data_name": "d", "command": SimpleNamespace(specs=specs("sft"))}
+    return SimpleNamespace(**{**plain, **training}, **of_data)
 
 
 def test_rows_are_labelled_where_trl_finds_nothing() -> None:

@@ -93,7 +93,7 @@ def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row
         assert f"  - t.jsonl, line 2: {what}" in refusal("t.jsonl")
 
 
-SETTINGS: Any = SimpleNamespace(script=SimpleNamespace(dataset_name="d"), method=METHODS["sft"])
+SETTINGS: Any = SimpleNamespace(data_name="d", method=METHODS["sft"])
 
 
 def test_pictures_are_refused_by_a_model_of_text(tokenizer):
