@@ -133,7 +133,11 @@ def settings_of(**training: Any) -> Any:
     plain = {
         "assistant_only_loss": True, "completion_only_loss": None, "dataset_num_proc": None, "chat_template_path": None,
     }  # fmt: skip
-    of_data = {"dataset_train_split": "train", "data_name": "d", "command": SimpleNamespace(specs=specs("sft"))}
+    of_data = {
+        "dataset_train_split": "train",
+        "data_name": "d",
+        "command": SimpleNamespace(specs=specs("sft")),
+    }
     return SimpleNamespace(**{**plain, **training}, **of_data)
 
 
