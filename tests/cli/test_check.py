@@ -22,7 +22,8 @@ from isotype.records.memory import Memory
 from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.train.command.parse import parse_command
-from isotype.train.preflight.step_plan import parse_options, repaired_command
+from isotype.train.preflight.plan import repaired_command
+from isotype.train.preflight.step_plan import parse_options
 from tests.models import CONFIGS
 from tests.pairwise import few
 from tests.zoo.shrink import tiny_config

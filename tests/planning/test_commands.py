@@ -19,8 +19,9 @@ from isotype.records.finding import Finding
 from isotype.train.command.command import Command
 from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import settings_of
+from isotype.train.preflight.plan import repaired_command
 from isotype.train.preflight.step import check_plan
-from isotype.train.preflight.step_plan import parse_options, plan_of, repaired_command
+from isotype.train.preflight.step_plan import parse_options, plan_of
 
 FREE = {
     "per_device_train_batch_size",

@@ -27,8 +27,9 @@ from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import processing_class
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import plan_rows, step
+from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.plan_rows import training_plan
-from isotype.train.preflight.step_plan import StepPlan, parse_options, plan_of
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import Lengths, longest_possible
 from isotype.train.run import Choice, NotForeseenError, choose

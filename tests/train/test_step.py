@@ -15,7 +15,8 @@ from isotype.precision.devices.attention import RELEASE
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import models
 from isotype.train.preflight import step
-from isotype.train.preflight.step_plan import StepPlan, parse_options, plan_of
+from isotype.train.preflight.plan import StepPlan
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.models import CONFIGS
 from tests.pairwise import few
 

@@ -17,16 +17,8 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.preflight.check import function_arguments
 from isotype.report.text import say, show_commands
 from isotype.train.command.command import Command, without_absent_device
-from isotype.train.preflight.step_plan import (
-    Options,
-    Repaired,
-    StepPlan,
-    function_options,
-    parse_options,
-    plan_of,
-    repaired_command,
-    with_commands,
-)
+from isotype.train.preflight.plan import Options, Repaired, StepPlan, repaired_command, with_commands
+from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
 if TYPE_CHECKING:
     from isotype.records.finding import Finding

@@ -16,7 +16,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import room_of
 from isotype.records.finding import Finding, Fix
 from isotype.train.command.command import Command
-from isotype.train.preflight.step_plan import StepPlan
+from isotype.train.preflight.plan import StepPlan
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 

@@ -19,7 +19,8 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command.arguments import count_problems
 from isotype.train.command.command import Command, with_storage
 from isotype.train.command.parse import parse_command
-from isotype.train.preflight.step_plan import Options, StepPlan, image_size, plan_of, without_version
+from isotype.train.preflight.plan import Options, StepPlan
+from isotype.train.preflight.step_plan import image_size, plan_of, without_version
 
 _DESCRIPTION = """\
 List the settings with which a model can be trained on a device, their speed, and the command of the best settings.

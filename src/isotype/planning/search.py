@@ -24,8 +24,8 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.policy import policy_by_ranges
+from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step import PlannedStep, row_length
-from isotype.train.preflight.step_plan import StepPlan
 from isotype.train.preflight.synthetic import least_length
 from isotype.train.run import NotForeseenError, choose
 

@@ -232,7 +232,7 @@ def _build(run: Run, console: Console) -> Built:
     tokenizer = processing_class(source, revision=run.checkpoint.revision)
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    mark_day(run, tokenizer)
+    mark_day(settings, run.identity[TEMPLATE_DATE], tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     notes = list(run.notes)
     data = fitting(settings, tokenizer, data, notes.append)
@@ -284,7 +284,8 @@ def _build(run: Run, console: Console) -> Built:
     # A reward trainer leaves long rows out, and `dropped` names their number.
     cut = lengths and settings.method.loss != "reward" and lengths.cut(settings.max_length)
     twice = lengths and lengths.begun_twice()
-    dated = day_note(run, trainer.processing_class)
+    day = run.identity[TEMPLATE_DATE]
+    dated = day_note(data[train_split], day, run.resume, trainer.processing_class)
     more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
     notes += [note for note in more if note]
     for note in notes:

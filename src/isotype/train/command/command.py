@@ -22,7 +22,7 @@ RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 HOLDERS = ("script", "training", "model", "dataset")
 """Short names of the dataclasses that have TRL's arguments, in the order of `Method.dataclass_types`."""
 
-TABLE, OWN = (Path(__file__).with_name(name) for name in ("table.json", "own.json"))
+TABLE, ADDED = (Path(__file__).with_name(name) for name in ("table.json", "added.json"))
 """The arguments of TRL and transformers, written by `tools.command_table`, and the arguments that isotype adds to them."""
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
@@ -49,7 +49,7 @@ class Spec:
     """An argument of a training command.
 
     Attributes:
-        holder: one of `HOLDERS`, or `own` for an argument that isotype adds.
+        holder: one of `HOLDERS`, or `added` for an argument that isotype adds.
         kind: `int`, `float`, `bool` or `str`.
         bare: True if `--name` without a value means True.
         none: True if the word `none` means None.
@@ -109,9 +109,9 @@ class Spec:
 
 @cache
 def specs(method: str) -> Mapping[str, Spec]:
-    """Return a method's arguments by name: those of TRL and transformers, and isotype's own."""
+    """Return a method's arguments by name: those of TRL and transformers, and those that isotype adds."""
     entries: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["arguments"]
-    entries += json.loads(OWN.read_text(encoding="utf-8"))
+    entries += json.loads(ADDED.read_text(encoding="utf-8"))
     chosen = [entry for entry in entries if method in entry.pop("methods", METHODS)]
     for entry in chosen:
         entry |= {key: tuple(entry[key]) for key in ("choices", "aliases") if key in entry}

@@ -46,7 +46,7 @@ class Settings:
     training: Any
     model: Any
     dataset: Any
-    own: Mapping[str, Any]
+    added: Mapping[str, Any]
     precision: PrecisionRequest
     sharding: Sharding | None = None
     start: Adapter | None = None
@@ -61,8 +61,8 @@ class Settings:
     def value(self, name: str) -> Any:
         """Return an argument's value: decided, given or the default. Return None if the method has no such argument."""
         spec = self.command.specs.get(name)
-        if spec is None or spec.holder == "own":
-            return self.own.get(name)
+        if spec is None or spec.holder == "added":
+            return self.added.get(name)
         return getattr(getattr(self, spec.holder), name, None)
 
     @property
@@ -173,7 +173,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return TRL's dataclasses and isotype's own values by the names of the fields of `Settings`."""
     kinds = METHODS[command.method].dataclass_types()
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
-    if absent := [n for n in command.values if n not in names and command.specs[n].holder != "own"]:
+    if absent := [n for n in command.values if n not in names and command.specs[n].holder != "added"]:
         expected = (
             f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
         )
@@ -215,8 +215,8 @@ _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     values, specs = _values(command, decided), command.specs
-    own = {name: values.get(name, spec.default) for name, spec in specs.items() if spec.holder == "own"}
-    built: dict[str, Any] = {"own": own}
+    added = {name: values.get(name, spec.default) for name, spec in specs.items() if spec.holder == "added"}
+    built: dict[str, Any] = {"added": added}
     for kind, holder in zip(kinds, HOLDERS, strict=True):
         names = {item.name for item in fields(kind) if item.init and item.name in values}
         arguments = {name: values[name] for name in names if name in specs and specs[name].holder == holder}

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -35,9 +35,6 @@ from isotype.train.output.checkpoints import (
     unreadable_state,
     whole_checkpoints,
 )
-
-if TYPE_CHECKING:
-    from isotype.train.run import Run
 
 _NO_RESUME = (None, False, "False", "false")
 
@@ -167,25 +164,24 @@ def day_of_run(resume: Path | None) -> date:
     return from_first(lambda: template_date(resume) or date.today())
 
 
-def mark_day(run: Run, tokenizer: Any) -> None:
+def mark_day(settings: Settings, day: str, tokenizer: Any) -> None:
     """Store the day in the tokenizer, so that the day is in the key under which `datasets` caches tokenized rows."""
-    if writes_date(tokenizer) or run.settings.chat_template_path is not None:
-        getattr(tokenizer, "tokenizer", tokenizer).template_date = run.identity[TEMPLATE_DATE]
+    if writes_date(tokenizer) or settings.chat_template_path is not None:
+        getattr(tokenizer, "tokenizer", tokenizer).template_date = day
 
 
-def day_note(run: Run, tokenizer: Any) -> str | None:
+def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | None:
     from trl import is_conversational
 
-    rows = run.data[run.settings.dataset_train_split]
     if not writes_date(tokenizer) or not is_conversational(next(iter(rows), {})):
         return None
-    if run.resume is None:
+    if resume is None:
         which = "the day of the run's start, which a resumed run keeps"
-    elif template_date(run.resume) is None:
-        which = f"today: {run.resume.name} records no day, and its run may have used another day"
+    elif template_date(resume) is None:
+        which = f"today: {resume.name} records no day, and its run may have used another day"
     else:
-        which = f"as in {run.resume.name}, from which the run resumes"
-    return f"the chat template can write today's date; it writes {run.identity[TEMPLATE_DATE]}: {which}"
+        which = f"as in {resume.name}, from which the run resumes"
+    return f"the chat template can write today's date; it writes {day}: {which}"
 
 
 # Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, too, except `_INDECISIVE`.

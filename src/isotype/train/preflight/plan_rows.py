@@ -19,8 +19,8 @@ from isotype.train.initial_adapter import is_its_own_reference, start_of
 from isotype.train.launched import from_first, processes, requested_sharding
 from isotype.train.models import parts_to_adapt, tokenizer_here
 from isotype.train.output.resume import RECOMPUTED, decided_before
+from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
-from isotype.train.preflight.step_plan import Options, StepPlan
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.data import fitting, training_data_here, uncut
 from isotype.train.rows.lengths import (

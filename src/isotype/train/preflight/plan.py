@@ -1,0 +1,222 @@
+"""The options of `isotype check`, the step to be checked, and the repaired command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isotype.core.terminal import printed_command
+from isotype.precision.decide import PrecisionRequest
+from isotype.records.finding import Action, Finding, Fix
+from isotype.train.command.command import Command, with_dtype, without_absent_device
+
+if TYPE_CHECKING:
+    from isotype.model.targets import Adapt
+    from isotype.ranges.pictures import Pictures
+    from isotype.records.memory import MemoryKind
+    from isotype.train.rows.lengths import Lengths
+
+DEFAULT_LENGTH = 1024
+"""Default number of tokens per row, the same as TRL's default for `--max_length`."""
+_BATCH = "per_device_train_batch_size"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that `isotype check` has in addition to those of a training command.
+
+    Attributes:
+        bare: True if a model was named without a training method.
+        batch, length: number of rows in the step, and number of tokens per row. None: the training's arguments decide.
+        fsdp: version of FSDP (0 for no FSDP), or None if the training's arguments decide.
+        devices: number of devices that train together, or None if the launcher decides.
+        sarif: path of the SARIF report, or `-` for standard output.
+        fail_on: the exit status is 1 if a finding has this severity or a higher severity.
+        image: width and height of each picture in pixels, or None if the data decides.
+        images: number of pictures per row.
+    """
+
+    bare: bool = False
+    batch: int | None = None
+    length: int | None = None
+    generate: bool = False
+    fsdp: int | None = None
+    devices: int | None = None
+    json: bool = False
+    sarif: str | None = None
+    html: Path | None = None
+    fix: bool = False
+    fail_on: str = "error"
+    verbose: bool = False
+    image: tuple[int, int] | None = None
+    images: int = 1
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A training step to check. All lengths are numbers of tokens.
+
+    Attributes:
+        device: name of a device or of a device profile.
+        rows: number of rows in a batch (of pairs of rows for dpo and reward).
+        length: length of a row, or None for the default.
+        checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
+        auto: True if the memory of the step decides `checkpointing`.
+        longest: length of the longest possible row in the training, or None if `length` is the longest.
+        unforeseen: a clause that says why the step's memory cannot be estimated, or "" if a trace shows the memory.
+        lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
+        fsdp: version of FSDP, or 0 for no FSDP.
+        reshard: True if FSDP frees a block's gathered weights after its forward.
+        step_rows: rows of an optimizer step on one device. If `step_rows` is more than `rows`, gradients are accumulated.
+        evaluation: rows in an evaluation batch (0 means `rows`), or None if the training has no evaluation.
+        evaluation_length: length of the longest evaluation row, or None if it is the training's length.
+        prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
+        completion: length of a completion (grpo, rloo).
+        reference: True if every step runs the reference model.
+        copied: `weights` or `adapters` if the reference model is a frozen copy of these, or None if nothing is copied.
+        attention: attention implementation, or None if transformers chooses.
+        packed: True if rows have several documents that are separated by position ids.
+        ranges: `measure` or `known` (see `isotype.train.policy.policy_by_ranges`).
+        data: description of the data set's rows, or "" if no data set was opened.
+        dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
+        data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
+        lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
+        adapt: parts of the model that get adapters, or None for all parts.
+        pictures: the pictures of each row, or None for the default of the model's config.
+    """
+
+    source: str
+    method: str
+    precision: PrecisionRequest
+    device: str
+    rows: int
+    length: int | None
+    lora: Any
+    learning_rate: float
+    optimizer: str
+    checkpointing: Mapping[str, Any] | None
+    auto: bool = False
+    longest: int | None = None
+    unforeseen: str = ""
+    fsdp: int = 0
+    devices: int = 1
+    reshard: bool = True
+    step_rows: int = 0
+    evaluation: int | None = None
+    evaluation_length: int | None = None
+    evaluation_lengths: Lengths | None = None
+    prompt: int = 0
+    completion: int = 0
+    reference: bool = False
+    copied: MemoryKind | None = None
+    revision: str | None = None
+    attention: str | None = None
+    packed: bool = False
+    notes: tuple[str, ...] = ()
+    ranges: str = "measure"
+    data: str = ""
+    fuse: bool = True
+    dropout: bool = True
+    data_rows: int | None = None
+    lengths: Lengths | None = None
+    adapt: Adapt | None = None
+    pictures: Pictures | None = None
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """The result of `isotype check --fix`.
+
+    Attributes:
+        fixes: fixes that together resolve the findings.
+        unresolved: findings that have no fix, each with the reason.
+        command: the repaired training command, or None if the checked model came from a function.
+    """
+
+    text: str
+    fixes: Sequence[Fix]
+    unresolved: Sequence[tuple[Finding, str]]
+    command: Command | None = None
+
+    def content(self) -> dict[str, Any]:
+        """Return the result for JSON. Each fix has the field `scope` (see `isotype.records.finding.SCOPES`)."""
+        fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
+        left = [
+            {"code": finding.code, "cause": finding.cause, "reason": reason}
+            for finding, reason in self.unresolved
+        ]
+        command = None if self.command is None else printed_command(self.command.tokens())
+        return {"fixes": fixes, "left": left, "command": command}
+
+
+def with_commands(
+    findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
+) -> tuple[Finding, ...]:
+    """Add to each fix that changes arguments the command with these changes (of a check if `bare`, else of a training)."""
+
+    def commanded(fix: Fix) -> Fix:
+        if fix.command or fix.scope != "setting":
+            return fix
+        fixed = reduce(_with_action, fix.actions, command)
+        if fixed.same_settings(command):
+            return fix
+        if not bare:
+            return replace(fix, command=without_absent_device(fixed, present).tokens())
+        one = fixed if _BATCH in fixed else fixed.but(**{_BATCH: 1})
+        check = (*fixed.environment(), "isotype", "check", fixed.method, *one.arguments())
+        return replace(fix, command=check)
+
+    return tuple(replace(finding, fixes=tuple(map(commanded, finding.fixes))) for finding in findings)
+
+
+def repaired_command(
+    command: Command,
+    fixes: Sequence[Fix],
+    unresolved: Sequence[tuple[Finding, str]] = (),
+    *,
+    present: bool = True,
+    remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
+) -> Repaired:
+    """Apply the fixes to a training command. The text of the result also lists the fixes that no argument can make.
+
+    Args:
+        unresolved: findings of the traced step that have no fix, each with the reason.
+        remaining: checks a changed command under its own policy and returns the findings that are left, each with the
+            reason. If `remaining` is None, the changed command is not checked.
+    """
+    repaired, by_hand = command, []
+    for fix in fixes:
+        for action in fix.actions:
+            repaired = _with_action(repaired, action)
+        if not any(_argument(action) for action in fix.actions):
+            by_hand.append(fix.description)
+    final = without_absent_device(repaired, present)
+    changed = not repaired.same_settings(command)
+    if changed and not by_hand and remaining is not None:
+        unresolved = remaining(repaired)
+    printed = printed_command(final.tokens(), indent=4)
+    lines = [f"repaired:\n{printed}"] if changed else []
+    lines += [f"by hand:   {text}" for text in by_hand]
+    lines += [f"left:      {finding.code}: {reason}" for finding, reason in unresolved]
+    return Repaired("\n".join(lines) or "nothing to repair", fixes, unresolved, final)
+
+
+_ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
+"""Maps an action's kind (or its target, if the kind is `setting`) to the argument that the action changes."""
+
+
+def _argument(action: Action) -> str | None:
+    name = _ARGUMENTS.get(action.target if action.kind == "setting" else action.kind)
+    return None if action.value in ("", "None") else name
+
+
+def _with_action(command: Command, action: Action) -> Command:
+    name = _argument(action)
+    if name is None:
+        return command
+    if name == "dtype":
+        return command if command["dtype"] == action.value else with_dtype(command, action.value)
+    return command.but(**{name: float(action.value) if name == "learning_rate" else action.value})
