@@ -22,7 +22,7 @@ from isotype.core.errors import UsageError
 from isotype.model.recompute import checkpointing
 from isotype.preflight.from_trainer import request_of_trainer
 from isotype.train.callback import before_first_step
-from tests.models import quiet
+from tests.models import quiet, tiny_model
 from tests.pairwise import few
 from tests.refusals import refused
 from tests.train.tiny import reward_by_words, rows, save_chat_model
@@ -71,6 +71,41 @@ def make(method: str, path: Path, out: Path, **more: Any) -> Any:
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
         peft_config=peft.LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"),
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments_of_evaluation", "copies"),
+    [
+        ({}, 2),  # each batch is appended to a copy of the batches before it
+        ({"eval_do_concat_batches": False}, 1),
+        ({"eval_accumulation_steps": 2}, 2 * 2 / 5),
+        ({"prediction_loss_only": True}, 0),
+    ],
+    ids=lambda value: next(iter(value), "all") if isinstance(value, dict) else "",
+)
+def test_predictions_that_an_evaluation_keeps_are_counted(
+    arguments_of_evaluation: dict[str, Any], copies: float, tmp_path: Path
+) -> None:
+    # artidoro/qlora #261, huggingface/transformers #17089
+    ids = torch.arange(2 * 5 * 8).remainder(13).view(10, 8)
+    shape = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=1000
+    )
+    options = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "bf16": True}
+    trainer = transformers.Trainer(
+        transformers.LlamaForCausalLM(shape),
+        arguments(transformers.TrainingArguments, tmp_path, **options | arguments_of_evaluation),
+        train_dataset=(whole := [{"input_ids": row, "labels": row} for row in ids]),
+        eval_dataset=whole,
+        compute_metrics=lambda predicted: {"rows": len(predicted.predictions)},
+    )
+    report = isotype.check(trainer, device="t4", wiring=False)
+    assert report.complete
+    with torch.no_grad():
+        logits = trainer.model(ids[:2]).logits
+    whole_set = 5 * logits.nbytes
+    added = logits.nbytes if copies else 0  # the batch that was computed last counts as activations
+    assert report.memory.phases["evaluate"].get("predictions", 0) == copies * whole_set - added
 
 
 @few("method", ["grpo", "rloo"], "grpo")
@@ -286,6 +321,21 @@ def test_a_trainer_without_data(data: Any, tmp_path: Path) -> None:
         "    expected  at least one batch\n"
         "    fix       give the trainer data"
     )
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_a_report_counts_the_layers_that_are_checkpointed(by_trainer: bool, tmp_path: Path) -> None:
+    # hiyouga/LlamaFactory #4772: the peaks of two runs that checkpoint different layers were compared
+    model = tiny_model("llama")
+    row = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+    settings = {"use_reentrant": False, "every_n_layers": 2}
+    more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": settings} if by_trainer else {}
+    args = arguments(transformers.TrainingArguments, tmp_path, **more)
+    trainer = transformers.Trainer(model, args, train_dataset=[row, row])
+    if not by_trainer:
+        model.gradient_checkpointing_enable(every_n_layers=2)
+    report = isotype.check(trainer, wiring=False, verify=False)
+    assert "gradient checkpointing of 1 of 2 layers" in report.trace.setup.details
 
 
 def test_the_arguments_of_checkpointing() -> None:

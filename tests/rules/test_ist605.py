@@ -39,6 +39,21 @@ def test_it_does_not_fit(trace: Trace) -> None:
     assert any(text.startswith("store the frozen weights in 16 bits: about 1") for text in texts)
 
 
+def test_predictions_of_an_evaluation(trace: Trace) -> None:
+    # Sharding, checkpointing and shorter training rows do not shorten what an evaluation keeps.
+    kinds = trace.memory.phases["backward"]
+    size = 100 * trace.memory.peak
+    evaluated = replace(trace.memory, phases={**trace.memory.phases, "evaluate": {**kinds, "predictions": size}})
+    (finding,) = with_memory(replace(trace, memory=evaluated), size)
+    assert "at the peak of the evaluation" in finding.message
+    assert finding.cause.startswith("predictions take ")
+    assert not any(note.startswith("one tensor") for note in finding.notes)
+    texts = [fix.description for fix in finding.fixes]
+    assert "eval_accumulation_steps=1" in texts[0]
+    assert texts[0].endswith(", which is enough")
+    assert not any(text.startswith(("checkpoint", "shard", "reduce")) for text in texts)
+
+
 def test_what_a_step_may_take_is_less_than_the_whole_memory(trace: Trace) -> None:
     (finding,) = with_memory(trace, trace.memory.peak * 1.17)
     assert finding.severity == "error"

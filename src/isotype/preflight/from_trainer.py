@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -82,8 +82,36 @@ def _evaluation(trainer: Any) -> LossOf | None:
         return None
     rows = next(iter(rows.values()), None) if isinstance(rows, dict) else rows
     with random_states_kept():
-        batch = next(iter(trainer.get_eval_dataloader(rows)), None)
-    return _loss_of_trainer(trainer, batch) if isinstance(batch, Mapping) else None
+        loader = trainer.get_eval_dataloader(rows)
+        batch = next(iter(loader), None)
+    if not isinstance(batch, Mapping):
+        return None
+    # A function that shortens the predictions keeps as good as nothing, and generated tokens are small.
+    small = trainer.preprocess_logits_for_metrics or getattr(trainer.args, "predict_with_generate", False)
+    if trainer.compute_metrics is None or trainer.args.prediction_loss_only or small:
+        return _loss_of_trainer(trainer, batch)
+    every = trainer.args.eval_accumulation_steps
+    batches = min([*([len(loader)] if isinstance(rows, Sized) else []), *([every] if every else [])] or [1])
+    gathered = batches * trainer.args.world_size
+    # Each batch is appended to a copy of all batches before it.
+    return LossOf(
+        partial(_predictions, trainer),
+        dict(batch),
+        kept=gathered + (gathered - 1 if trainer.args.eval_do_concat_batches and batches > 1 else -1),
+    )
+
+
+def _predictions(trainer: Any, twin: nn.Module, inputs: Any) -> list[Any]:
+    """Return the outputs that `Trainer.evaluation_loop` keeps for the metrics (`prediction_step` in transformers/trainer.py)."""
+    from accelerate.utils import convert_to_fp32
+
+    _, outputs = _shadow(trainer, twin).compute_loss(twin, inputs, return_outputs=True)
+    if trainer.args.bf16 or trainer.args.fp16:
+        outputs = convert_to_fp32(outputs)  # as accelerate does after each forward under autocast
+    if not isinstance(outputs, dict):
+        return list(outputs[1:])
+    ignored = getattr(getattr(twin, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+    return [value for name, value in outputs.items() if name not in ("loss", *ignored)]
 
 
 def request_of_first_step(

@@ -112,8 +112,14 @@ def _family_ranges(config: Any) -> str:
 
 
 def _checkpointing_words(request: StepRequest) -> str:
-    enabled = (getattr(module, "gradient_checkpointing", False) is True for module in request.model.modules())
-    on = request.gradient_checkpointing or any(enabled)
+    settings = request.gradient_checkpointing
+    modules = [item for item in request.model.named_modules() if hasattr(item[1], "gradient_checkpointing")]
+    layers = [module.gradient_checkpointing for name, module in modules if name.rpartition(".")[2].isdigit()]
+    if isinstance(settings, Mapping):
+        layers = [at % settings.get("every_n_layers", 1) == 0 for at in range(len(layers))]
+    if 0 < sum(layers) < len(layers):
+        return f"gradient checkpointing of {sum(layers)} of {len(layers)} layers"
+    on = settings or any(module.gradient_checkpointing is True for _, module in modules)
     return "gradient checkpointing" if on else "no gradient checkpointing"
 
 

@@ -20,6 +20,7 @@ MemoryKind = Literal[
     "optimizer",
     "activations",
     "inputs",
+    "predictions",  # of evaluated batches, which stay in memory until metrics are computed
     "gathered",  # weights that a sharded model's block has gathered, with their communication buffers
     "buckets",  # buffers that sum gradients over processes
 ]

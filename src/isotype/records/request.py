@@ -19,10 +19,14 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors."""
+    """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors.
 
-    function: Callable[[nn.Module, Any], torch.Tensor]
+    If `kept` is not 0, the function of an evaluation returns its predictions, and `kept` times their bytes stay in memory.
+    """
+
+    function: Callable[[nn.Module, Any], Any]
     inputs: Mapping[str, Any]
+    kept: int = 0
 
 
 @dataclass(frozen=True, eq=False)

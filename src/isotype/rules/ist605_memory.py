@@ -8,8 +8,10 @@ memory, or half of a CPU's memory. If the device is in this machine, only the de
 **What is counted.** A storage is counted once, from its allocation until its last tensor is freed. The report groups
 storages by kind: weights with their quantization states, adapters, gradients, optimizer states, activations. From the
 second step on, optimizer states and activations are in memory at the same time. From the second micro-batch of a step
-on, gradients and activations are also in memory at the same time. The uncounted part of the memory is left for the
-allocator's rounding and fragmentation, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
+on, gradients and activations are also in memory at the same time. If a trainer has `compute_metrics`, its evaluation
+keeps the predictions of all rows. transformers appends each batch to a copy of all batches before it, which takes the
+same memory again. The uncounted part of the memory is left for the allocator's rounding and fragmentation, the
+workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
@@ -32,7 +34,7 @@ allocator's rounding and fragmentation, the workspaces of kernels, and the drive
 
 **How safe is the fix?** Gradient checkpointing does not change the results. Quantization rounds the base weights.
 
-**Seen in** every forum.
+**Seen in** every forum; evaluations: huggingface/transformers #17089; artidoro/qlora #261.
 """
 
 from __future__ import annotations
@@ -61,6 +63,10 @@ _NUMBERS = re.compile(r"\.\d+\.")
 _LARGEST, _HEAVIEST = 4, 2  # named tensors and weights
 _LAYER = re.compile(r"(.*)\.\d+$")
 _IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
+_PREDICTIONS = (
+    "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to "
+    "the CPU's memory (eval_accumulation_steps=1)"
+)
 _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
@@ -69,11 +75,12 @@ def find(trace: Trace) -> Iterator[Finding]:
     if limit.size is None or phase is None or limit.holds(peak):
         return
     over = peak - limit.size
+    place = "evaluation" if phase == "evaluate" else phase
     kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
     yield Finding(
         code="IST605",
         severity="error",
-        message=f"the step does not fit: {format_bytes(peak)} at the peak of the {phase}, more than {limit}",
+        message=f"the step does not fit: {format_bytes(peak)} at the peak of the {place}, more than {limit}",
         phase=phase,
         cause=f"{kinds[0][0]} take {format_bytes(kinds[0][1])}",
         notes=(
@@ -108,7 +115,8 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 def largest_tensors(trace: Trace) -> Iterator[str]:
     """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers share one sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
-    for call in trace.calls:
+    # The trace has no calls of an evaluation.
+    for call in trace.calls if trace.memory.peak_phase != "evaluate" else ():
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
             continue
         for result_dtype, shape in call.results:
@@ -145,8 +153,10 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     assert phase is not None
     peak = trace.memory.phases[phase]
     activations = peak.get("activations", 0)
-    layers = _layers(trace)
-    if layers > 1 and not any(call.recomputed for call in trace.calls):
+    predictions, layers = peak.get("predictions", 0), _layers(trace)
+    if predictions:
+        yield (_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
+    if phase != "evaluate" and layers > 1 and not any(call.recomputed for call in trace.calls):
         saved = activations - activations // layers - _layer_inputs(trace, layers)
         if saved > 0:
             yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
@@ -167,7 +177,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
-        yield (f"reduce batch size x length to {100 * share:.0f} %", over, "max_length", f"{share:.2f} of it")
+        size = "the evaluation's batch size" if phase == "evaluate" else "batch size x length"
+        yield (f"reduce {size} to {100 * share:.0f} %", over, "per_device_eval_batch_size" if phase == "evaluate" else "max_length", f"{share:.2f} of it")
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
@@ -187,7 +198,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     outside = groups.pop("", 0)
     sharded = whole + before * sum(peak.get(kind, 0) for kind in ("gradients", "optimizer"))
     # Quantization states are on every device, and so are activations.
-    stays = sum(peak.get(kind, 0) for kind in ("weights", "adapters", "activations", "inputs", "buffers"))
+    stays = sum(peak.get(kind, 0) for kind in ("weights", "adapters", "activations", "predictions", "inputs", "buffers"))
     stays += outside + 3 * max(groups.values(), default=0) - whole // before
     for devices in _DEVICES:
         share = stays + sharded // devices

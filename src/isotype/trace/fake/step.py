@@ -30,7 +30,7 @@ from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.records.memory import Memory
-from isotype.records.request import named_inputs
+from isotype.records.request import LossOf, named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
     NOTHING_UNSCALED,
@@ -375,7 +375,10 @@ class _Step:
             ledger.count(value, "inputs")
         twin.eval()
         with torch.no_grad(), self._autocast():
-            loss_function(self.code.evaluation)(twin, self.evaluated)
+            result = loss_function(self.code.evaluation)(twin, self.evaluated)
+        if isinstance(self.code.evaluation, LossOf) and self.code.evaluation.kept:
+            size = sum(value.nbytes for _, value in named_tensors(result, ""))
+            ledger.add("predictions", self.code.evaluation.kept * size)
         twin.train("backward" in self.setup.phases)
         del calls[before:]
 
