@@ -43,7 +43,9 @@ def test_predictions_of_an_evaluation(trace: Trace) -> None:
     # Sharding, checkpointing and shorter training rows do not shorten what an evaluation keeps.
     kinds = trace.memory.phases["backward"]
     size = 100 * trace.memory.peak
-    evaluated = replace(trace.memory, phases={**trace.memory.phases, "evaluate": {**kinds, "predictions": size}})
+    evaluated = replace(
+        trace.memory, phases={**trace.memory.phases, "evaluate": {**kinds, "predictions": size}}
+    )
     (finding,) = with_memory(replace(trace, memory=evaluated), size)
     assert "at the peak of the evaluation" in finding.message
     assert finding.cause.startswith("predictions take ")

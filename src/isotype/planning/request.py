@@ -18,7 +18,7 @@ from isotype.precision.damages import Damages
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command.arguments import count_problems
 from isotype.train.command.command import Command, with_storage
-from isotype.train.command.parse import parse_command
+from isotype.train.command.parse import method_of_config, named_as_config, parse_command
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import image_size, plan_of, without_version
 
@@ -120,10 +120,11 @@ def parse_request(
         parser().print_help()
         raise SystemExit(0)
     method = tokens.pop(0) if tokens and tokens[0] in METHODS else None
+    tokens = named_as_config(tokens)
     model = tokens.pop(0) if tokens and method is None and not tokens[0].startswith("-") else None
     asked = parser().parse_known_args(tokens)[0].method
     command, own = parse_command(
-        method or asked or "sft",
+        method or asked or method_of_config(tokens) or "sft",
         tokens,
         keywords,
         add_arguments=_add_own,

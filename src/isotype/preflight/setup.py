@@ -16,6 +16,7 @@ from isotype.core.names import plain_name
 from isotype.core.optimizers import learning_rate_of, unknown_optimizer
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
+from isotype.model.fold import STANDS_FOR
 from isotype.model.parts import towers_of
 from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
@@ -114,7 +115,12 @@ def _family_ranges(config: Any) -> str:
 def _checkpointing_words(request: StepRequest) -> str:
     settings = request.gradient_checkpointing
     modules = [item for item in request.model.named_modules() if hasattr(item[1], "gradient_checkpointing")]
-    layers = [module.gradient_checkpointing for name, module in modules if name.rpartition(".")[2].isdigit()]
+    layers = [
+        module.gradient_checkpointing
+        for name, module in modules
+        if name.rpartition(".")[2].isdigit()
+        for _ in range(getattr(module, STANDS_FOR, 1))
+    ]
     if isinstance(settings, Mapping):
         layers = [at % settings.get("every_n_layers", 1) == 0 for at in range(len(layers))]
     if 0 < sum(layers) < len(layers):

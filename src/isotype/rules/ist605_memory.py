@@ -178,7 +178,12 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     if over < activations:
         share = 1 - over / activations
         size = "the evaluation's batch size" if phase == "evaluate" else "batch size x length"
-        yield (f"reduce {size} to {100 * share:.0f} %", over, "per_device_eval_batch_size" if phase == "evaluate" else "max_length", f"{share:.2f} of it")
+        yield (
+            f"reduce {size} to {100 * share:.0f} %",
+            over,
+            "per_device_eval_batch_size" if phase == "evaluate" else "max_length",
+            f"{share:.2f} of it",
+        )
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
@@ -198,7 +203,10 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     outside = groups.pop("", 0)
     sharded = whole + before * sum(peak.get(kind, 0) for kind in ("gradients", "optimizer"))
     # Quantization states are on every device, and so are activations.
-    stays = sum(peak.get(kind, 0) for kind in ("weights", "adapters", "activations", "predictions", "inputs", "buffers"))
+    stays = sum(
+        peak.get(kind, 0)
+        for kind in ("weights", "adapters", "activations", "predictions", "inputs", "buffers")
+    )
     stays += outside + 3 * max(groups.values(), default=0) - whole // before
     for devices in _DEVICES:
         share = stays + sharded // devices

@@ -16,8 +16,12 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
+from isotype.planning.request import parse_request
+from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings, parse_settings
+from isotype.train.preflight.step_plan import parse_options
 from isotype.train.training import run
+from tests.refusals import refused
 from tests.train.tiny import save_chat_model
 
 AXOLOTL = {
@@ -251,3 +255,74 @@ def test_a_training_of_an_axolotl_file_is_the_one_of_our_flags(folder: Path) -> 
         losses.append([(step.loss, step.learning_rate) for step in outcome.record.steps])
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
+
+
+def test_a_file_takes_the_place_of_the_model(folder: Path) -> None:
+    # axolotl train FILE, llamafactory-cli train FILE
+    path = written(AXOLOTL)
+    training, step = parse_command("sft", [path])[0], parse_options([path, "--device", "t4"])
+    assert training["model_name_or_path"] == step[1]["model_name_or_path"] == "model"
+    assert (step[0].bare, step[1].method) == (False, "sft")
+    (folder / "file.json").write_text(json.dumps({**FACTORY, "stage": "rm", "dataset_dir": "absent"}))
+    command = parse_options(["file.json", "--device", "t4"])[1]  # the file names the method
+    assert (command.method, command.given("dataset_name")) == ("reward", None)
+    assert parse_request(["file.json", "--device", "t4"])[0].command.method == "reward"
+    for words in (["--config", "file.json"], ["--config=file.json"]):
+        assert parse_options([*words, "--device", "t4"])[1].method == "reward"
+    assert parse_command("sft", [f"--config={path}"])[0].file is not None
+    assert "absent/dataset_info.json" in refused(
+        UsageError, parse_command, "reward", ["--config", "file.json"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "program", "fix"),
+    [
+        (
+            {"distributed_type": "FSDP", "num_processes": 2},
+            "accelerate launch",
+            "accelerate launch --config_file file.yaml -m isotype sft …",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "fp16": {"enabled": "auto"}},
+            "DeepSpeed",
+            "--deepspeed file.yaml",
+        ),
+        (
+            {"model": {"_component_": "torchtune.models.llama3.qlora_llama3_8b"}},
+            "torchtune",
+            "isotype sft --help",
+        ),
+        (
+            {"recipe": "x", "peft": {"_target_": "nemo_automodel.x", "dim": 8}},
+            "NeMo Automodel",
+            "isotype sft --help",
+        ),
+    ],
+)
+def test_a_file_of_another_program_is_named(
+    content: dict[str, Any], program: str, fix: str, folder: Path
+) -> None:
+    written(content, "file.yaml")
+    text = refused(UsageError, parse_options, ["file.yaml", "--device", "t4"])
+    assert f"a file of {program}\n" in text
+    assert f"fix       {fix}" in text
+    assert text.count("expected") == 1
+
+
+def test_arguments_of_llama_factory_are_named_at_once() -> None:
+    # hiyouga/LlamaFactory #5709
+    argv = [
+        "sft",
+        "--stage",
+        "sft",
+        "--finetuning_type",
+        "lora",
+        "--cutoff_len",
+        "4096",
+        "--model_name_or_path",
+        "model",
+    ]
+    text = refused(UsageError, parse_options, argv)
+    assert "LLaMA-Factory's arguments: --stage, --finetuning_type, --cutoff_len" in text
+    assert "isotype check FILE.yaml" in text

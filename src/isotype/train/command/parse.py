@@ -8,6 +8,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument
 from isotype.train.command.command import Command, ConfigFile, Value, specs
-from isotype.train.dialects.translate import in_isotype_names
+from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
@@ -50,13 +51,18 @@ def parse_command(
     Raises:
         UsageError: unknown arguments, wrong values or an unreadable file. The error lists all problems.
     """
+    argv = named_as_config(argv)
     parser, mine = _cached_parser(method, prog or f"isotype {method}", add_arguments)
-    namespace, stray = parser.parse_known_args(list(argv))
+    namespace, stray = parser.parse_known_args(argv)
     typed = vars(namespace)
     problems = list(parser.problems)
     if model is None and positional and len(stray) == 1 and not stray[0].startswith("-"):
         model = stray.pop()
-    file = None if typed.get("config") is None else read_config(typed["config"], method)
+    file = (
+        None
+        if typed.get("config") is None
+        else read_config(typed["config"], method, trains=add_arguments is None)
+    )
     values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
         if "model_name_or_path" in typed:
@@ -75,7 +81,13 @@ def parse_command(
     if lacks_model and add_arguments is None and stray and not stray[0].startswith("-"):
         # A path or hub id without a flag is most likely the model.
         problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
-    problems += parser.unknown(stray)
+    names = {token.lstrip("-").partition("=")[0]: None for token in stray if token.startswith("--")}
+    if dialect_of(names) == "llama_factory":
+        expected = "isotype's arguments, or a file with LLaMA-Factory's"
+        fix = f"write them as `name: value` into FILE.yaml: {parser.prog} FILE.yaml"
+        problems.append(Problem(f"LLaMA-Factory's arguments: --{', --'.join(names)}", expected, fix))
+    else:
+        problems += parser.unknown(stray)
     ours = argparse.Namespace(**{name: typed[name] for name in mine if name in typed})
     problems += problems_of(ours)
     if lacks_model and add_arguments is not None:
@@ -175,10 +187,26 @@ def _check_json(argument: Argument, value: Any) -> None:
     raise UsageError.of("an argument is not JSON", what, "a JSON object", f"write it like '{argument.json}'")
 
 
-def read_config(path: str, method: str) -> ConfigFile:
+def named_as_config(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of a command, with `--config` before a file of settings that takes the place of the model."""
+    name = argv[0] if argv else ""
+    named = name.endswith((".yaml", ".yml")) and not name.startswith("-")
+    if name.endswith(".json") and Path(name).is_file():  # a config.json describes a model
+        named = dialect_of(_mapping(name)[0]) is not None
+    return ["--config", *argv] if named else list(argv)
+
+
+def method_of_config(argv: Sequence[str]) -> str | None:
+    """Return the training method that the file after `--config` is for, or None without `--config`."""
+    words = [word for token in argv for word in token.split("=", 1 if token.startswith("--config=") else 0)]
+    path = next((value for flag, value in pairwise(words) if flag == "--config"), None)
+    return None if path is None else method_of(_mapping(path)[0])
+
+
+def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
     """Read a YAML file of isotype or another training program. Set the environment variables that the file has in `env`."""
     content, lines = _mapping(path)
-    content, problems = in_isotype_names(content, method, path)
+    content, problems = in_isotype_names(content, method, path, trains=trains)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)

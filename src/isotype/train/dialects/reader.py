@@ -58,6 +58,7 @@ class Reader:
         values: the translated values by isotype's names.
         used: isotype's names for each translated name. The list is empty if isotype always does as the name requests.
         notes: for each effect of leaving names out, the names that were left out.
+        trains: False if the data sets need not be on this machine.
     """
 
     table: str
@@ -68,6 +69,7 @@ class Reader:
     used: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    trains: bool = True
     _settled: set[str] = field(default_factory=set)
 
     @classmethod

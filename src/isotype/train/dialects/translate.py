@@ -18,6 +18,16 @@ _NEWER = frozenset(
 )
 """Names of LLaMA-Factory's second file format (the files of its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
+_OTHERS = {
+    "distributed_type": ("accelerate launch", "accelerate launch --config_file {path} -m isotype {method} …"),
+    "zero_optimization": ("DeepSpeed", "--deepspeed {path}"),
+    "_component_": ("torchtune", "isotype {method} --help lists isotype's names"),
+    "_target_": ("NeMo Automodel", "isotype {method} --help lists isotype's names"),
+}
+"""Names in files of other programs, or in the groups of such a file: (program, what to do with the file instead)."""
+
+
+_MODULES = {"axolotl": axolotl, "llama_factory": llama_factory}
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
@@ -28,16 +38,26 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
     return "llama_factory" if ours else None
 
 
-def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
+def method_of(values: Mapping[str, Any]) -> str:
+    """Return the training method of a file. A file that does not name a method is for `sft`."""
+    dialect = dialect_of(values)
+    if dialect is None:
+        return "sft"
+    return _MODULES[dialect].method_of(Reader.of(dialect, values, "sft", Path())) or "sft"
+
+
+def translated(values: Mapping[str, Any], method: str, folder: Path, *, trains: bool = True) -> Reader:
     """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`. Raise ValueError for other files.
 
-    Relative paths are looked up in the working directory, then in the file's `folder`.
+    Relative paths are looked up in the working directory, then in the file's `folder`. Without `trains`, the data sets
+    need not be on this machine.
     """
     dialect = dialect_of(values)
     if dialect is None:
         raise ValueError("not a file of axolotl or LLaMA-Factory")
-    module = axolotl if dialect == "axolotl" else llama_factory
+    module = _MODULES[dialect]
     reader = Reader.of(dialect, values, method, folder)
+    reader.trains = trains
     newer = sorted(_NEWER & reader.given.keys())
     for name in newer:
         expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
@@ -64,10 +84,17 @@ def translated(values: Mapping[str, Any], method: str, folder: Path) -> Reader:
     return reader
 
 
-def in_isotype_names(values: dict[str, Any], method: str, path: str) -> tuple[dict[str, Any], list[Problem]]:
+def in_isotype_names(
+    values: dict[str, Any], method: str, path: str, *, trains: bool = True
+) -> tuple[dict[str, Any], list[Problem]]:
     """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
     if dialect_of(values) is None:
+        named = {*values, *(key for group in values.values() if isinstance(group, dict) for key in group)}
+        for name, (program, fix) in _OTHERS.items():
+            if name in named:
+                expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
+                return {}, [Problem(f"a file of {program}", expected, fix.format(path=path, method=method))]
         return values, []
-    reader = translated(values, method, Path(path).parent)
+    reader = translated(values, method, Path(path).parent, trains=trains)
     logger.warning("%s: %s", path, reader.text())
     return reader.values, reader.problems

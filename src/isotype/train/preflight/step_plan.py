@@ -13,7 +13,7 @@ from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.train.command.arguments import count_problems, number_problems
 from isotype.train.command.command import Command, specs
-from isotype.train.command.parse import parse_command
+from isotype.train.command.parse import method_of_config, named_as_config, parse_command
 from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import processes
 from isotype.train.preflight.plan import DEFAULT_LENGTH, Options, StepPlan
@@ -23,6 +23,7 @@ Trace one training step on fake tensors and report what crashes, what is slow, w
 loses precision, on any device. The check needs no weights, no GPU and no data set.
 
   isotype check MODEL [flags]           a directory, config.json, GGUF file, embedded:NAME or hub id
+  isotype check FILE.yaml [flags]       a file of settings of isotype, TRL, axolotl or LLaMA-Factory
   isotype check sft --model_name_or_path MODEL [flags]
                                         any training command, with `check` in front
   isotype check package.module:function a function that returns (model, inputs), or a dict of isotype.check's
@@ -41,9 +42,10 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     if "-h" in tokens or "--help" in tokens:
         help_parser().print_help()
         raise SystemExit(0)
-    named = bool(tokens) and tokens[0] in METHODS
+    named = tokens.pop(0) if tokens and tokens[0] in METHODS else None
+    tokens = named_as_config(tokens)
     bare = bool(tokens) and not named and not tokens[0].startswith("-")
-    method, model = tokens.pop(0) if named else "sft", tokens.pop(0) if bare else None
+    method, model = named or method_of_config(tokens) or "sft", tokens.pop(0) if bare else None
     command, options = parse_command(
         method, tokens, add_arguments=_add_own, model=model, problems_of=_problems, prog="isotype check"
     )
