@@ -77,6 +77,12 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten.native_group_norm.default", (D, F, F), "mixed dtype (CPU): all inputs must share same datatype."),
         ("cuda", "aten.native_group_norm.default", (B, F, F), "expected scalar type BFloat16 but found Float"),
         ("cuda", "aten.native_group_norm_backward.default", (F, B, F, F, F), "Expected scalar types of X and dY are same."),
+        ("cuda", "aten.native_batch_norm.default", (F, B, B, B, B), "expected scalar type Float but found BFloat16"),
+        ("cuda", "aten.native_batch_norm.default", (D, F, F, F, F), "expected scalar type Double but found Float"),
+        ("cuda", "aten.native_batch_norm.default", (B, H, H, H, H), "expected scalar type Float but found Half"),
+        ("cpu", "aten.native_batch_norm.default", (D, F, F, F, F), "mixed dtype (CPU): all inputs must share same datatype."),
+        ("cpu", "aten.native_layer_norm.default", (B, D, D), "mixed dtype (CPU): expect parameter to have scalar type of Float"),
+        ("cpu", "aten.native_group_norm.default", (F, F, D), "expected scalar type Float but found Double"),
         ("cuda", "aten._fused_rms_norm.default", (B, F), "expected scalar type BFloat16 but found Float"),
         ("cuda", "aten._fused_rms_norm_backward.default", (B, B, F, F), "expected scalar type BFloat16 but found Float"),
         ("cuda", "aten.linalg_inv_ex.default", (B,), "linalg.inv: Low precision dtypes not supported. Got BFloat16"),
@@ -118,6 +124,7 @@ def test_messages(kind: str, op: str, dtypes: tuple[torch.dtype, ...], message: 
         ("aten._fused_rms_norm.default", (B, B)),
         ("aten._fused_rms_norm_backward.default", (B, B, F, B)),
         ("aten.native_group_norm.default", (B, B, B)),
+        ("aten.native_batch_norm.default", (B, F, F, F, F)),
         ("aten._scaled_dot_product_efficient_attention.default", (F, F, F)),
         ("aten._scaled_dot_product_cudnn_attention.default", (B, B, B, F)),
     ],
@@ -287,6 +294,13 @@ REAL: dict[str, Any] = {
     ),
     "_prelu_kernel": lambda dtype: torch.prelu(torch.ones(2, 2), torch.ones(2, dtype=dtype)),
     "mse_loss": lambda dtype: torch.nn.functional.mse_loss(torch.ones(2), torch.ones(2, dtype=dtype)),
+    "native_batch_norm": lambda dtype: torch.batch_norm(
+        torch.ones(2, 3), torch.ones(3, dtype=dtype), None, None, None, True, 0.1, 1e-5, False
+    ),
+    "native_group_norm": lambda dtype: torch.nn.functional.group_norm(
+        torch.ones(2, 4), 2, torch.ones(4, dtype=dtype)
+    ),
+    "_cdist_forward": lambda dtype: torch.cdist(torch.ones(2, 2), torch.ones(2, 2, dtype=dtype)),
 }
 
 

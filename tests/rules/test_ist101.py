@@ -65,6 +65,23 @@ def test_a_layers_weight_and_bias_are_cast_together() -> None:
     ]
 
 
+class Mixes(nn.Module):
+    """A layer of two inputs: with one of them in bfloat16, their sum is still float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4, dtype=BF16)
+
+    def forward(self, noise: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        return self.proj(noise + actions)
+
+
+def test_the_cast_of_inputs_names_every_input_that_it_changes() -> None:
+    (finding,) = verified(Mixes(), {"noise": torch.ones(2, 4), "actions": torch.ones(2, 4)}, "IST101")
+    assert finding.cause == "the input noise is float32"
+    assert finding.fixes[0].description == "pass noise, actions to the model in bfloat16"
+
+
 def test_no_cast_of_inputs_is_offered_for_what_the_module_holds_itself() -> None:
     """Untried too: what `isotype run` says under a traceback is read by somebody who will try it."""
     model = nn.Sequential(nn.Linear(4, 32).to(BF16), nn.Linear(32, 4))

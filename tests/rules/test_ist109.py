@@ -67,5 +67,28 @@ def test_masks_of_floats_are_helped_by_no_other_float_dtype() -> None:
     assert [fix.description.partition(" at ")[0] for fix in finding.fixes] == ["use bool or integer tensors"]
 
 
+class Packed(nn.Module):
+    """A layer that unpacks codes of four bits, as GPTQ's layers do, after a cast of all buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.ones(4, dtype=torch.int32).to(BF16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * (self.codes >> 4)
+
+
+@pytest.mark.real_cpu
+def test_packed_codes_that_a_cast_made_floats() -> None:
+    inputs = {"x": torch.ones(2, 4)}
+    assert "not implemented for 'BFloat16'" in str(real_step(Packed(), inputs).error)
+    (finding,) = verified(Packed(), inputs, "IST109")
+    assert finding.message == "torch.__rshift__ has no kernel for bfloat16 on this device"
+    assert [fix.description for fix in finding.fixes] == [
+        "keep the integers of codes, which a cast to bfloat16 rounds"
+    ]
+
+
 def test_svd_in_float32() -> None:
     assert found(RULE, traced(Spectral(FP32), {"x": X})) == []

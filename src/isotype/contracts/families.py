@@ -80,6 +80,7 @@ _FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | 
 _CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
 _CUDA = frozenset({"cuda", "rocm"})
 _ADDMM = _ops("addmm addmm_ _addmm_activation")
+_NORMS = _ops("native_batch_norm native_layer_norm native_group_norm")
 
 _ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{}:name}}, and {{{}:name}}"
 _MASK = "invalid dtype for bias - should match query's dtype"
@@ -208,6 +209,24 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1),
     ),
     Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), message=_SCALAR_TYPE, devices=GPUS),
+    # A GPU's batch norm takes 16-bit activations with float32 weights; its running statistics may have any dtype.
+    Family(_ops("native_batch_norm"), _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
+    Family(
+        _ops("native_batch_norm"),
+        message="expected scalar type Float but found {1:name}",
+        alike=(0, 1, 2),
+        devices=_CUDA,
+        matches="bh|hb|[bh]d",
+    ),
+    # A CPU's norms were not measured with float64.
+    *(
+        Family(_NORMS, message=message, devices=_CPU, matches=f"(?=.*d){matches}")
+        for message, matches in (
+            ("mixed dtype (CPU): all inputs must share same datatype.", "df(f|$)"),
+            (_SCALAR_TYPE, r"(.)\1"),
+            ("mixed dtype (CPU): expect parameter to have scalar type of Float", ""),
+        )
+    ),
     Family(
         _ops("native_layer_norm_backward native_group_norm_backward"), _SCALAR_TYPE, (0, 1, 4), devices=GPUS
     ),
@@ -272,9 +291,12 @@ FAMILIES: tuple[Family, ...] = (
         alike=(0, 1, 2, 3),
         devices=_CUDA,
     ),
-    # Masks: `&`, `|` and `~` take integers and bools only.
+    # Masks and packed codes: `&`, `|`, `~`, `<<` and `>>` take integers and bools only.
     Family(
-        _ops("bitwise_and bitwise_and_ bitwise_or bitwise_or_ bitwise_xor bitwise_xor_ bitwise_not bincount"),
+        _ops(
+            "bitwise_and bitwise_and_ bitwise_or bitwise_or_ bitwise_xor bitwise_xor_ bitwise_not bincount "
+            "bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __ilshift__ __irshift__ gcd lcm"
+        ),
         alike=(0, 1),
         exact=True,
         only="i",
@@ -298,7 +320,14 @@ FAMILIES: tuple[Family, ...] = (
         _ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format("ctc_loss_cuda"), devices=_CUDA
     ),
     Family(_ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format("ctc_loss_cpu"), devices=_CPU),
-    Family(_ops("_cdist_forward"), only="fd", refusal=_NO_KERNEL.format("cdist_cuda"), devices=_CUDA),
+    Family(
+        _ops("_cdist_forward"),
+        _SCALAR_TYPE,
+        only="fd",
+        refusal=_NO_KERNEL.format("cdist_cuda"),
+        devices=_CUDA,
+    ),
+    Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
     Family(
         _ops("_embedding_bag"),
         message="Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "

@@ -374,7 +374,7 @@ class Trace:
         notes: the parts that were not traced and why, and other facts, such as the effect of a setting.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
-        input_dtypes: float dtypes of the step's inputs.
+        input_dtypes: dtypes of the step's float inputs by name.
         by_ranges: name in the base model -> exponent, for modules whose values do not fit into plain float16. A layer
             with a nonzero exponent multiplies its values by 2^-exponent; with exponent 0 it computes in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
@@ -393,7 +393,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     model: str = ""
-    input_dtypes: frozenset[torch.dtype] = frozenset()
+    input_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     by_ranges: Mapping[str, int] = field(default_factory=dict)
     reached: int | None = None
     unreached: tuple[Unreached, ...] = ()

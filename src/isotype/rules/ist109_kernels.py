@@ -22,6 +22,7 @@ pytorch/pytorch #61098, #117844.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,6 +35,9 @@ from isotype.rules.kit.groups import Broken, Claim
 from isotype.rules.kit.words import advice, device_error, fix
 
 TITLE = "No kernel for this dtype"
+
+
+_TAKES_INTEGERS = re.compile("bitwise|shift")
 
 
 def _is_unsafe(call: Call) -> bool:
@@ -56,15 +60,17 @@ _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on thi
 
 def find(trace: Trace) -> Iterator[Finding]:
     for finding in _without_kernel(trace):
-        dtypes = [operand.dtype for operand in finding.operands if operand.dtype in FLOATS]
-        if any(dtype.itemsize == 1 for dtype in dtypes):
+        floats = [operand for operand in finding.operands if operand.dtype in FLOATS]
+        if any(operand.dtype.itemsize == 1 for operand in floats):
             yield finding  # the cause names the float8 tensor, which need not be the first
             continue
-        dtype, where = dtype_name(dtypes[0]), short(finding.source)
-        # The operator takes no float mask: a cast to another float dtype does not help.
-        if dtypes[0].itemsize >= 4:
-            masks = advice(finding.source, f"use bool or integer tensors at {where}", ".bool()")
-            finding = replace(finding, fixes=(masks,))
+        dtype, where, cause = dtype_name(floats[0].dtype), short(finding.source), floats[0].origin.cause
+        # The operator takes integers: a cast to another float dtype does not help.
+        if floats[0].dtype.itemsize >= 4 or _TAKES_INTEGERS.search(finding.op):
+            stored = cause.kind in ("buffer", "parameter")
+            what = f"keep the integers of {cause.name}, which a cast to {dtype} rounds"
+            masks = what if stored else f"use bool or integer tensors at {where}"
+            finding = replace(finding, fixes=(advice(finding.source, masks),))
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")
     refused = {call.source: call for call in trace.breaches() if _is_unsafe(call)}
     yield from map(_unsafe, refused.values())

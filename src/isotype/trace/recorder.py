@@ -100,7 +100,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # Dtype in which FSDP2 has gathered the last parameter; None if it has gathered none.
         self.gathered: torch.dtype | None = None
         # Float dtypes of the step's inputs.
-        self.inputs: set[torch.dtype] = set()
+        self.inputs: dict[str, torch.dtype] = {}
         # Module name -> the arguments of `Ledger.count` for the module's own parameters and buffers.
         self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
@@ -249,7 +249,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Set the origin of `tensor`'s dtype."""
         if origin.kind == "input" and origin.dtype in FLOATS:
-            self.inputs.add(origin.dtype)
+            self.inputs[origin.name] = origin.dtype
         setattr(tensor, ORIGIN, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:

@@ -173,7 +173,9 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     for targets in (*([makers] if len(makers) > 1 else []), *([module] for module in makers)):
         yield fix(f"cast the outputs of {listed(targets, 2)} to {expected}", "output", targets, expected)
     if group.cause.kind == "input":
-        yield fix(f"pass {group.cause.name} to the model in {expected}", "input", ("",), expected)
+        others = [name for name, dtype in trace.input_dtypes.items() if dtype_name(dtype) != expected]
+        inputs = listed(dict.fromkeys((group.cause.name, *others)), 8)
+        yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)
     # The fix of the model's input is above, and an operator of the loss has no module.
     called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)

@@ -203,7 +203,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
 @per_trace
 def sides_in(trace: Trace) -> Sides:
     """Return the object that decides which of two dtypes in one operator of the trace is wrong."""
-    return sides_of(trace.setup, trace.weights, trace.input_dtypes)
+    return sides_of(trace.setup, trace.weights, trace.input_dtypes.values())
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:

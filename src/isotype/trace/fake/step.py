@@ -101,7 +101,7 @@ def trace_step(
     recorder.deadline = deadline
     recorder.register_real(model, twin, tensors_of_loss(code.loss))
     step = _Step(code, twin, setup, recorder)
-    recorder.sides = sides_of(setup, (weight for _, weight in step.weights), recorder.inputs)
+    recorder.sides = sides_of(setup, (weight for _, weight in step.weights), recorder.inputs.values())
     real = weights_of(model) if code.weights is None else code.weights
     if enough is not None:
         step.enough = lambda: enough(_trace_so_far(step, real))
@@ -130,7 +130,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
             *(attention.notes(memory.peak) if attention else ()),
         ),
         model=type(model).__name__,
-        input_dtypes=frozenset(step.recorder.inputs),
+        input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
         unreached=tuple(step.recorder.gradients.unreached()),
         without_effect=step.without_effect,

@@ -415,7 +415,7 @@ class Watch:
             failure=failure,
             notes=tuple(self.notes),
             model=type(self._roots[0]).__name__ if self._roots else "",
-            input_dtypes=frozenset(recorder.inputs),
+            input_dtypes=dict(recorder.inputs),
             reached=self.reached,
             unreached=self.unreached,
         )
