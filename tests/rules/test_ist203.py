@@ -18,6 +18,8 @@ def test_embedding_head_and_norms_upcast() -> None:
     assert finding.cost.memory_bytes == 2 * (2 * 128 * 64 + 3 * 64)
     first = finding.fixes[0]
     assert (first.description, first.safety, first.verified) == ("cast them to bfloat16", "safe", True)
+    # The projections are bfloat16: prepare_model_for_kbit_training was not called.
+    assert finding.fixes[1].description == "call isotype.enforce(model, policy)"
 
 
 def test_values_that_bfloat16_does_not_hold_make_it_unsafe() -> None:

@@ -61,11 +61,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     wanted = _wanted(trace, narrow)
     if wanted is None or not wide or _elements(wide) > _elements(narrow):
         return
+    # `prepare_model_for_kbit_training` leaves no frozen 16-bit weight.
+    prepared = all(w.quantization is not None for w in narrow)
     for trainable in (False, True):
         part = sorted((w for w in wide if w.trainable == trainable), key=lambda w: -w.bytes * w.repeats)
         extra = extra_bytes(part, wanted)
         if extra >= _LEAST_SHARE * sum(w.bytes * w.repeats for w in base):
-            yield _finding(trace, part, wanted, extra)
+            yield _finding(trace, part, wanted, extra, prepared)
 
 
 def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
@@ -86,7 +88,9 @@ def _elements(weights: Sequence[Weight]) -> int:
     return total
 
 
-def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: int) -> Finding:
+def _finding(
+    trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: int, prepared: bool
+) -> Finding:
     target = dtype_name(wanted)
     noun = "trained weight" if wide[0].trainable else "frozen weight"
     message = (
@@ -101,7 +105,8 @@ def _finding(trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: i
     cast_bytes = sum(cast.bytes for cast in casts if cast.operand.origin.kind == "parameter")
     to_target = cast_fix(f"cast them to {target}", wide, wanted)
     rounds = f"a cast to {target} may round some of their values"
-    how = "leave out prepare_model_for_kbit_training, or call isotype.enforce(model, policy) after it"
+    enforce = "call isotype.enforce(model, policy)"
+    how = f"leave out prepare_model_for_kbit_training, or {enforce} after it" if prepared else enforce
     return finding_of(
         "IST203",
         "warning",
