@@ -48,6 +48,25 @@ def test_float32_is_no_slower_where_the_compute_dtype_is_emulated(monkeypatch: p
     assert found(RULE, traced(model(), forward, phases=("forward",))) == []
 
 
+class Tower(nn.Module):
+    """A tower in float32, which takes pictures in the dtype of its weights, before layers in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(64, 64).requires_grad_(False)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(3)))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.tower(pixels.to(self.tower.weight.dtype)).to(BF16))
+
+
+def test_a_cast_of_the_input_that_the_model_reverts_is_no_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend("cpu-amx", monkeypatch)
+    (finding,) = verified(Tower(), {"pixels": torch.ones(32, 64)}, "IST201")
+    assert finding.module == "tower"
+    assert not any(fix.verified and "pixels" in fix.description for fix in finding.fixes)
+
+
 class Routed(Wide):
     """A router that multiplies in float32, and an inverse, whose backward multiplies in float32."""
 

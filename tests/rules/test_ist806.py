@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import Breach, Call, Trace
 from isotype.rules.ist806_router import find
 from tests.rules.samples import BF16, FP32, call, operand, trace, weight
 
@@ -57,6 +57,12 @@ def test_a_float32_weight_that_is_cast_before_the_product() -> None:
 
 def test_float32_scores_that_are_rounded_before_the_choice() -> None:
     assert [finding.code for finding in find(routed(FP32, BF16))] == ["IST806"]
+
+
+def test_a_product_of_two_dtypes_fails_and_chooses_nothing() -> None:
+    step = routed(BF16, FP32)
+    failed = replace(step.calls[0], breach=Breach("", True, BF16))
+    assert not list(find(replace(step, calls=(failed, *step.calls[1:]))))
 
 
 def test_a_float32_router_is_silent() -> None:

@@ -112,10 +112,14 @@ def resolves(
     `costly` is true, new warnings about the step are accepted, because a slow step is better than a crash.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
+    known = {(other.code, other.cause) for other in before}
     codes = {other.code for other in before}
+    place = (finding.code, finding.module, finding.op, finding.source)
     allowed = finding.kind == "untraced" or costly
     return not any(
         (new.code, new.cause) == (finding.code, finding.cause)
+        # The same operator has the same problem, now for a second cause.
+        or ((new.code, new.module, new.op, new.source) == place and (new.code, new.cause) not in known)
         or (new.severity == "error" and (new.code, new.cause) not in errors)
         or (new.code not in codes and (not allowed or new.kind == "untraced"))
         for new in after

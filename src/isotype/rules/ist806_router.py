@@ -40,7 +40,7 @@ TITLE = "Experts chosen from 16-bit scores"
 def find(trace: Trace) -> Iterator[Finding]:
     rounded: dict[str, tuple[Call, Operand]] = {}
     for product, weight, chosen in router_products(trace):
-        if {product.results[0][0], chosen} & set(HALVES):
+        if product.breach is None and {product.results[0][0], chosen} & set(HALVES):
             rounded.setdefault(starred(weight.origin.name), (product, weight))
     for product, weight in rounded.values():
         yield _finding(trace, trace.owners[weight.origin.name], product, weight)
