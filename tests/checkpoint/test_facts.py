@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     Blip2Config,
+    Gemma2Config,
     Gemma3Config,
     GptOssConfig,
     LlamaConfig,
@@ -31,10 +32,13 @@ from transformers import __version__ as version
 
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.opened import facts_of
+from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts, QuantizationFacts
+from isotype.precision.policy import PrecisionPolicy
 from isotype.train.describe import weight_bytes
 from tests.adapters import takes_add_adapter
+from tests.refusals import refused
 
 # PEFT 0.21 reads a property of transformers 5.23 by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -165,6 +169,15 @@ def test_a_config_that_its_class_refuses() -> None:
         "    expected  a config that the class can be built from\n"
         "    fix       take the config.json and the transformers version that the checkpoint was published with"
     )
+
+
+def test_an_attention_implementation_that_a_class_refuses() -> None:
+    config, policy = Gemma2Config(num_hidden_layers=1), PrecisionPolicy(torch.float32, "float32")
+    text = refused(CheckpointError, skeleton, config, policy, attn_implementation="sdpa")
+    assert text.startswith(
+        "the attention implementation cannot be used\n  - Gemma2ForCausalLM fails with ValueError"
+    )
+    assert text.endswith("fix       --attn_implementation eager")
 
 
 # Quantized configs

@@ -155,6 +155,14 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
         ("run --step 2 bad_build.py", ["did you mean --steps?"]),
         ("check chat --lora_r -1 --learning_rate -1", ["--lora_r -1", "--learning_rate -1"]),
         ("check chat --optim adamw_troch", ["did you mean adamw_torch"]),
+        (
+            "check sft --model_name_or_path chat --optim adam",
+            ["did you mean adamw_torch or adamw_torch_fused?"],
+        ),
+        (
+            "check kto --model_name_or_path chat --per_device_train_batch_size 1",
+            ["1 with kto expected at least 2"],
+        ),
         ("check SFT --model_name_or_path chat", ["did you mean isotype check sft?"]),
         ("check sft --model_name_or_path chat --max_steps -5 --lora_r 0", ["--max_steps -5", "--lora_r 0"]),
         ("check bad_build.py", ["isotype check bad_build:FUNCTION", "isotype run bad_build.py"]),

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import transformers
 from jsonschema import Draft202012Validator
 from rich.console import Console
 
@@ -32,6 +33,7 @@ from isotype.train.preflight.synthetic import least_length
 from tests.models import CONFIGS
 from tests.pairwise import few
 from tests.planning.conftest import noted, step_of
+from tests.zoo.processors import save_picture_rows, save_vision_model
 
 SCHEMA = Draft202012Validator(
     json.loads(resources.files("isotype.planning").joinpath("schema.json").read_text(encoding="utf-8"))
@@ -162,6 +164,22 @@ def test_the_longest_row_is_looked_for_in_steps_of_64_tokens(config: Path, formu
     assert (row.length, row.longest_is_all) == (512, True)
     notes = planned(config, "8MiB", quantization="nf4", length=4096).notes
     assert "rows of 512 tokens instead of 4096: the model has no more positions" in notes
+
+
+def test_rows_with_pictures_are_as_long_as_their_pictures_need(tmp_path: Path, formula: object) -> None:
+    """The model has 64 positions; a row needs more for its pictures, which are not cut."""
+    save_vision_model("idefics3", tmp_path / "model")
+    save_picture_rows(tmp_path / "t.jsonl")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    config.text_config.max_position_embeddings = 16
+    config.save_pretrained(tmp_path / "model")
+    plan = isotype.plan(tmp_path / "model", device="t4", data=str(tmp_path / "t.jsonl"), goal="longest")
+    assert plan.chosen is not None
+    # A check reads the data with the command's length: no row is refused.
+    lengths = plan_of(*parse_options([*plan.chosen.command.tokens()[1:], "--device", "t4"])).lengths
+    assert lengths is not None
+    assert min(row.length for row in plan.rows) >= lengths.longest > 16
+    assert "packing" not in str(plan)
 
 
 def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) -> None:

@@ -66,6 +66,9 @@ def test_by_the_names_in_a_message() -> None:
         cure_by_name(message, {"packing", "max_steps"}, {"packing": True, "max_steps": 1}, "isotype sft")
         == "leave --packing out"
     )
+    message = "Actual (not effective) batch size must be > 1."
+    asked = {"per_device_train_batch_size": 1, "max_steps": 1}
+    assert cure_by_name(message, asked, asked, "isotype kto") == "leave --per_device_train_batch_size out"
     assert cure_by_name("No.", {"beta"}, values, "isotype sft") == (
         "leave out one of --beta; isotype sft --help-all lists all arguments"
     )

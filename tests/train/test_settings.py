@@ -214,9 +214,41 @@ def test_model_init_kwargs_have_a_say_in_the_quantization():
     ],
 )
 def test_objects_that_are_no_json_object(name, text):
-    with pytest.raises(UsageError, match="an argument is not JSON") as caught:
+    with pytest.raises(UsageError, match="invalid arguments") as caught:
         asked(f"--{name}", text)
     assert caught.value.problems[0].given.startswith(f"--{name} {text}: ")
+
+
+WRONG = {
+    "--gradient_checkpointing maybe": "--gradient_checkpointing maybe",
+    "--lerning_rate 1": "--lerning_rate",
+    "--lora_dropout 1.5": "--lora_dropout 1.5",
+    "--optim adam": "--optim adam",
+    "--load_in_4bit --load_in_8bit": "--load_in_8bit and --load_in_4bit",
+    "--model_init_kwargs {oops": "--model_init_kwargs {oops",
+}
+"""Each is found at another time: while the command is parsed, in single values, or where arguments meet."""
+
+
+@pytest.mark.parametrize("left", [*WRONG, None])
+def test_problems_of_all_kinds_are_named_at_once(left, tmp_path):
+    kinds = {argument: given for argument, given in WRONG.items() if argument != left}
+    path = tmp_path / "run.yaml"
+    path.write_text("wamup_steps: 3\nseed: x\n")
+    with pytest.raises((UsageError, PrecisionError)) as caught:
+        asked(*" ".join(kinds).split())
+    assert all(str(caught.value).count(given) == 1 for given in kinds.values())
+    with pytest.raises(UsageError, match=f"unknown names in {path}, and invalid arguments") as caught:
+        asked("--config", str(path), *" ".join(kinds).split())
+    for given in ("wamup_steps", f"seed x ({path}:2)", *kinds.values()):
+        assert str(caught.value).count(f"- {given}") + str(caught.value).count(f"- --{given}") == 1
+
+
+@pytest.mark.parametrize("name", ["reward_funcs", "lora_modules_to_save"])
+def test_one_name_in_a_config_is_a_list_of_one(name, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model_name_or_path: m\n{name}: lm_head\n")
+    assert parse_command("grpo", ["--config", str(path)])[0][name] == ["lm_head"]
 
 
 def test_use_cpu_names_the_device():

@@ -155,6 +155,22 @@ def test_layers_are_folded_as_they_are_checkpointed(
     assert folded.memory.peak == pytest.approx(whole.memory.peak, rel=0.05)
 
 
+@pytest.mark.parametrize(("name", "fails"), [("llama", False), ("gpt2", True)])
+def test_requested_rows_are_as_long_as_in_the_training_whatever_the_positions(
+    name: str, fails: bool, tmp_path: Path
+) -> None:
+    """Rotary positions go on after the last one of the config; a table of positions ends."""
+    CONFIGS[name]().save_pretrained(tmp_path)
+    found = planned(tmp_path / "config.json", None, "--max_length", "600")
+    report = step.check_plan(found, DEFAULT_PHASES)
+    positions = transformers.AutoConfig.from_pretrained(tmp_path).max_position_embeddings
+    assert report.trace.setup.batch["input_ids"] == (4, 600)
+    assert f"rows longer than the model's {positions} positions" in str(report).replace("\n  ", "")
+    assert ("IST111" in str(report)) is fails
+    bare = plan_of(*parse_options([str(tmp_path / "config.json"), "--device", "t4"]))
+    assert step.row_length(bare, transformers.AutoConfig.from_pretrained(tmp_path)) == positions
+
+
 def test_transformers_takes_what_is_known_here() -> None:
     model = transformers.LlamaForCausalLM(CONFIGS["llama"]())
     step.checkpoint_gradients(model, {"every_n_layers": 2}, adapters=False)

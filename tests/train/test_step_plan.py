@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import transformers
+from rich.console import Console
 
 import isotype
-from isotype.core.errors import UsageError
+from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.command import specs
 from isotype.train.command.settings import parse_settings
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.training import run
+from tests.train.tiny import rows, save_chat_model, save_rows
 
 
 def plan(*argv):
@@ -48,9 +51,25 @@ def test_the_defaults_of_a_bare_model_are_those_of_sft():
     for name in ("r", "lora_alpha", "lora_dropout"):
         assert bare.lora[name] == getattr(full.lora, name)
     differing = {f.name for f in dataclasses.fields(bare) if getattr(bare, f.name) != getattr(full, f.name)}
-    # A training command has 8 rows a step unless told otherwise, and names its length, 1024, itself.
-    assert differing == {"rows", "length", "lora", "revision"}
-    assert (bare.rows, full.rows, full.length) == (1, 8, 1024)
+    # A training command has 8 rows a step unless told otherwise.
+    assert differing == {"rows", "lora", "revision"}
+    assert (bare.rows, full.rows) == (1, 8)
+
+
+@pytest.mark.parametrize(("method", "least"), [("reward", 30), ("kto", 10), ("dpo", 10)])
+def test_a_length_that_leaves_no_row_is_refused_as_in_the_training(method, least, tmp_path, monkeypatch):
+    model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "t.jsonl", rows(method, 4))
+    words = [method, "--model_name_or_path", str(model), "--dataset_name", str(data), "--device", "cpu"]
+    with pytest.raises(DataError, match="no example is left to train on") as checked:
+        plan(*words, "--max_length", "4")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="no example is left to train on") as trained:
+        run(parse_settings(METHODS[method], [*words[1:], "--max_length", "4"]), Console(quiet=True))
+    assert (
+        checked.value.problems[0].given.rpartition(":")[2]
+        == trained.value.problems[0].given.rpartition(":")[2]
+    )
+    assert plan(*words, "--max_length", str(least)).lengths is not None
 
 
 def test_a_training_command_with_check_before_it(tmp_path):

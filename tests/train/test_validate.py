@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 
 from isotype.checkpoint.opened import open_checkpoint, require_weights
 from isotype.core import names
@@ -16,14 +17,16 @@ from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings, parse_settings
 from isotype.train.models import processing_class
+from isotype.train.training import run
 from isotype.train.validate import (
+    argument_problems,
     check_policy,
     check_settings,
     check_tokenizer,
     dropped_examples,
 )
 from tests.refusals import refused
-from tests.train.tiny import rows, save_chat_model
+from tests.train.tiny import rows, save_chat_model, save_rows
 
 POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="bfloat16")
 
@@ -68,6 +71,35 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
     assert problem.fix == "leave it out" + (
         f", or isotype {other}, which trains {task}" if other is not None else ""
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "argv", "refused"),
+    [
+        ("kto", "--per_device_train_batch_size 1", "--per_device_train_batch_size 1 with kto"),
+        ("kto", "--per_device_train_batch_size 1 --loss_type apo_zero_unpaired", None),
+        ("kto", "--train_sampling_strategy random", "--train_sampling_strategy random with kto"),
+        ("dpo", "--loss_type sigmoid exo_pair", "--loss_type exo_pair"),
+        ("dpo", "--loss_type exo_pair --label_smoothing 1e-3", None),
+        ("dpo", "--sync_ref_model", "--sync_ref_model True with adapters"),
+        ("dpo", "--sync_ref_model --use_peft False", None),
+        ("sft", "--lora_target_modules q_proj lm_head", "--lora_target_modules with lm_head"),
+        ("dpo", "--lora_modules_to_save lm_head", None),
+        ("reward", "--lora_target_modules q_proj lm_head", None),
+    ],
+)
+def test_what_a_trainer_refuses_is_refused_before_a_model_is_loaded(
+    method: str, argv: str, refused: str | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = save_rows(tmp_path / "train.jsonl", rows(method, 4))
+    words = f"{argv} --output_dir {tmp_path / 'out'} --device cpu --max_steps 1 --dtype float32"
+    request = settings(*words.split(), "--dataset_name", data, method=method, model=model)
+    assert [problem.given for problem in argument_problems(request)] == [refused] * (refused is not None)
+    if refused is None:
+        return
+    monkeypatch.setattr("isotype.train.validate._trainer", lambda _: ())
+    with pytest.raises(UsageError, match=f"{METHODS[method].trainer} does not take these arguments"):
+        run(request, Console(quiet=True))
 
 
 def test_expressions_that_cannot_be_matched_by_are_refused(monkeypatch):

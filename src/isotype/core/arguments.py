@@ -7,6 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from isotype.compat.standard import ValueParser, actions_of
@@ -154,7 +155,9 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
     other = _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""))
-    near = difflib.get_close_matches(value.lower(), lower, n=2, cutoff=0.5)
+    similar = partial(difflib.get_close_matches, value.lower(), lower, n=2)
+    longer = [choice for choice in lower if value and choice.startswith(value.lower())]
+    near = similar(cutoff=0.8) or longer[:2] or similar(cutoff=0.5)
     meant = [other] if other in known else [lower[name] for name in near]
     fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
     return Problem(what, f"one of {', '.join(known)}", fix)

@@ -41,7 +41,7 @@ from isotype.precision.devices.room import Room, room_of
 from isotype.report.html import write_report
 from isotype.train.command.command import AUTO, PLANNED, Command, with_storage
 from isotype.train.launched import processes
-from isotype.train.preflight.step import row_length, shorter_note
+from isotype.train.preflight.step import least_row, positions_of, row_length
 
 SCHEMA_VERSION = 1
 
@@ -239,17 +239,22 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the tokens of a row: as requested, or of the longest row, or a default; at most the model's positions."""
+    """Return the tokens of a row: as requested, or of the longest row, or a default.
+
+    A row has at most the model's positions, but rows with pictures are never cut.
+    """
     step = request.step
     wanted = request.length or step.length
     if request.length is None and step.lengths is not None and step.longest is not None:
         wanted = step.lengths.longest + step.completion + 1  # a trainer may add a token at the end
-    return row_length(replace(step, length=wanted), config)
+    length = row_length(replace(step, length=wanted), config)
+    return min(length, max(positions_of(config) or length, least_row(step, config)))
 
 
 def _shortened(request: PlanRequest, length: int) -> tuple[str, ...]:
     wanted = request.length or 0
-    return (shorter_note(wanted, length),) if wanted > length else ()
+    why = "the model has no more positions"
+    return (f"rows of {length} tokens instead of {wanted}: {why}",) if wanted > length else ()
 
 
 def _rows_per_device(request: PlanRequest, length: int) -> int:

@@ -23,10 +23,10 @@ from isotype.precision.by_damage import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
+from isotype.ranges.pictures import NONE
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import StepPlan
-from isotype.train.preflight.step import PlannedStep, row_length
-from isotype.train.preflight.synthetic import least_length
+from isotype.train.preflight.step import PlannedStep, least_row, positions_of
 from isotype.train.run import NotForeseenError, choose
 
 
@@ -85,11 +85,12 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     micro_batch = seconds(row.rows, max(1, round(mean)))
     per_token = None if row.time is None else row.time.seconds / row.tokens
     # With a given number of steps, packed rows take no less time.
-    full = per_token if "packing" in request.command.specs and not request.max_steps else None
+    may_pack = "packing" in request.command.specs and step.pictures in (None, NONE)
+    full = per_token if may_pack and not request.max_steps else None
     return replace(
         work,
         seconds=None if micro_batch is None else work.steps * row.accumulation * micro_batch,
-        padding=1 - sum(some) / len(some) / mean,
+        padding=max(0.0, 1 - sum(some) / len(some) / mean),
         packed_seconds=None if full is None else tokens * work.epochs * full,
     )
 
@@ -371,9 +372,11 @@ class Search:
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
         """Return (tokens of the longest row that fits, True if no longer row was tried)."""
         rows = self.request.rows or 1
-        positions = row_length(replace(steps.step.plan, length=2**20), self.config)
-        far = positions if self.request.goal == "longest" else min(positions, max(FARTHEST, self.length))
-        low, high = -(-least_length(self.config, self.request.step.pictures) // LENGTHS), far // LENGTHS
+        least = least_row(self.request.step, self.config)
+        far = max(positions_of(self.config) or 2**20, least)
+        if self.request.goal != "longest":
+            far = min(far, max(FARTHEST, self.length))
+        low, high = -(-least // LENGTHS), far // LENGTHS
         if high < low:
             return (far, True) if steps.peak(rows, far) <= size else (0, False)
 

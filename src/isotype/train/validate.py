@@ -28,7 +28,7 @@ from isotype.core.errors import (
     first_line,
     one_line,
 )
-from isotype.core.names import listed, pattern_problems
+from isotype.core.names import listed, pattern_problems, plural
 from isotype.core.optimizers import package_of
 from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
@@ -41,6 +41,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.compilation import compiler_problems
 from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems
 from isotype.train.rows.data import check_pictures
+from isotype.train.rows.lengths import Lengths
 from isotype.train.signals import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -65,6 +66,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_checkpointing(settings),
         *_schedule(settings),
         *_padding_free(settings),
+        *_trainer(settings),
         *bias_problems(settings),
         *_model_arguments(settings),
         *_task(settings),
@@ -110,6 +112,29 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
         what = f"--padding_free True without --packing, and max_length {settings.max_length}"
         expected = "packed rows or no max_length: TRL does not cut rows without padding"
         yield Problem(what, expected, "--packing True, or --max_length none")
+
+
+def _trainer(settings: Settings) -> Iterator[Problem]:
+    """Yield the arguments that the method's trainer does not take together; it refuses them when the model is loaded."""
+    name, losses = settings.method.name, settings.loss_type or ""
+    if name == "kto" and losses == "kto":
+        if settings.per_device_train_batch_size == 1:
+            expected = "at least 2 rows, because the loss compares each prompt with the answer of another row"
+            fix = "--per_device_train_batch_size 2, or --loss_type apo_zero_unpaired"
+            yield Problem("--per_device_train_batch_size 1 with kto", expected, fix)
+        if (order := str(settings.train_sampling_strategy)) != "sequential":
+            what = f"--train_sampling_strategy {order} with kto"
+            fix = "leave it out, or --loss_type apo_zero_unpaired"
+            yield Problem(what, "sequential, because the loss pairs neighbouring rows", fix)
+    if "exo_pair" in losses and not settings.label_smoothing:
+        yield Problem("--loss_type exo_pair", "label smoothing above 0", "add --label_smoothing 1e-3")
+    if settings.sync_ref_model and settings.use_peft:
+        expected = "a training of every weight: the reference model of adapters is their base"
+        yield Problem("--sync_ref_model True with adapters", expected, "leave one of the two out")
+    if settings.use_peft and name != "reward" and "lm_head" in (settings.lora_target_modules or ()):
+        expected = "layers below the head: the loss takes the head's weight without an adapter"
+        fix = "leave lm_head out, or train it: --lora_modules_to_save lm_head"
+        yield Problem("--lora_target_modules with lm_head", expected, fix)
 
 
 _CHECKPOINT = sorted(
@@ -412,6 +437,23 @@ def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: An
     if "input_ids" in getattr(rows, "column_names", ()):
         why = f"none of their first {limit} tokens counts in the loss"
     if len(prepared) == 0:
-        what = f"all {len(rows)} examples were dropped: {why}"
-        raise DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")
+        raise _none_left(f"all {len(rows)} examples were dropped: {why}")
     return f"{dropped} of {len(rows)} examples were dropped: {why}"
+
+
+def require_rows_left(settings: Settings, lengths: Lengths | None) -> None:
+    """Raise DataError if the trainer will drop all rows, because of `max_length`."""
+    limit, method = settings.max_length, settings.method
+    if lengths is None or len(lengths.tokens) < lengths.rows or limit is None:
+        return  # unknown, or not cut
+    if not method.dropped or settings.packing or settings.truncation_mode == "keep_end":
+        return
+    prompts_count = method.loss == "labels" and settings.completion_only_loss is False
+    whole = min(lengths.tokens) > limit if method.loss == "reward" else lengths.prompt >= limit
+    if whole and not prompts_count:
+        dropped = plural(lengths.rows, "example")
+        raise _none_left(f"all {dropped} would be dropped: {method.dropped} max_length {limit}")
+
+
+def _none_left(what: str) -> DataError:
+    return DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")

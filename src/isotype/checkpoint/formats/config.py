@@ -187,12 +187,15 @@ def building(cls: type, source: str = "") -> Iterator[None]:
             yield
     except BUILD_ERRORS as error:
         what = f"{cls.__name__} fails with {type(error).__name__}: {error}"
-        raise CheckpointError.of(
-            "the config does not fit its model class",
-            f"{source}: {what}" if source else what,
-            "a config that the class can be built from",
-            "take the config.json and the transformers version that the checkpoint was published with",
-        ) from error
+        what = f"{source}: {what}" if source else what
+        if "attention implementation" in what or "FlashAttention" in what:
+            headline = "the attention implementation cannot be used"
+            expected = "one that the class supports"
+            raise CheckpointError.of(headline, what, expected, "--attn_implementation eager") from error
+        headline = "the config does not fit its model class"
+        expected = "a config that the class can be built from"
+        fix = "take the config.json and the transformers version that the checkpoint was published with"
+        raise CheckpointError.of(headline, what, expected, fix) from error
     finally:
         counting.remove()
 

@@ -79,7 +79,9 @@ class Spec:
             read = [self._read_one(item) for item in items]
             return [value for value, _ in read], next((problem for _, problem in read if problem), None)
         value, problem = self._read_one(raw)
-        return ([value] if self.many and not isinstance(value, str) and problem is None else value), problem
+        # The default of `lora_target_modules`, a text, is no list of names.
+        alone = not self.many or value is None or isinstance(self.default, str)
+        return (value if alone or problem is not None else [value]), problem
 
     def _read_one(self, raw: Any) -> tuple[Any, Problem | None]:
         convert, types, expected, example = _READERS[self.kind]

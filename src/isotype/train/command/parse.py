@@ -7,17 +7,18 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from isotype.compat.standard import actions_of
 from isotype.core.arguments import Parser, closest, renamed
-from isotype.core.errors import Problem, UsageError, one_line
+from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.data.methods import METHODS
-from isotype.train.command.arguments import ARGUMENTS, Argument
+from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
 from isotype.train.command.command import Command, ConfigFile, Value, specs
+from isotype.train.command.precision import read_precision_request
 from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
@@ -58,11 +59,12 @@ def parse_command(
     problems = list(parser.problems)
     if model is None and positional and len(stray) == 1 and not stray[0].startswith("-"):
         model = stray.pop()
-    file = (
-        None
-        if typed.get("config") is None
-        else read_config(typed["config"], method, trains=add_arguments is None)
-    )
+    file, refused = None, UsageError("")
+    try:
+        if typed.get("config") is not None:
+            file = read_config(typed["config"], method, trains=add_arguments is None)
+    except UsageError as error:
+        refused = error
     values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
         if "model_name_or_path" in typed:
@@ -77,7 +79,7 @@ def parse_command(
     for name, words in typed.items():
         if name not in mine and name != "config":
             problems += _add(values, method, name, *_typed(words))
-    lacks_model = "model_name_or_path" not in values
+    lacks_model = "model_name_or_path" not in values and not refused.problems
     if lacks_model and add_arguments is None and stray and not stray[0].startswith("-"):
         # A path or hub id without a flag is most likely the model.
         problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
@@ -93,11 +95,27 @@ def parse_command(
     if lacks_model and add_arguments is not None:
         expected = "a model, a training command with its arguments, or package.module:function"
         problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
-    parser.refuse(problems)
     for name, argument in _JSON.items():
         if name in values:
-            _check_json(argument, values[name].value)
-    return Command(method, values, file), ours
+            problems += _json_problems(argument, values[name].value)
+    command = Command(method, values, file)
+    if problems or refused.problems:
+        problems += value_problems(command)
+    if refused.problems:
+        headline = f"{refused.headline}, and invalid arguments" if problems else refused.headline
+        raise UsageError(headline, [*refused.problems, *problems], refused.hint) from refused
+    parser.refuse(problems)
+    return command, ours
+
+
+def value_problems(command: Command) -> list[Problem]:
+    """Return the numbers out of range, the unknown names and the contradictions about precision in a command."""
+    problems = [*number_problems(command.given), *name_problems(command.given)]
+    try:
+        read_precision_request(command)
+    except (PrecisionError, UsageError) as error:
+        problems += error.problems
+    return problems
 
 
 def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
@@ -121,7 +139,7 @@ def _add(
 
 
 def _object(name: str, value: Any) -> Any:
-    """Parse `value` if it is the text of a JSON object. Return other values unchanged; `_check_json` checks them later."""
+    """Parse `value` if it is the text of a JSON object. Return other values unchanged; `_json_problems` checks them later."""
     if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -175,7 +193,7 @@ def training_parser(method: str) -> Parser:
     return parser
 
 
-def _check_json(argument: Argument, value: Any) -> None:
+def _json_problems(argument: Argument, value: Any) -> Iterator[Problem]:
     if isinstance(value, dict) or (argument.name in _FILES and not str(value).startswith("{")):
         return
     try:
@@ -183,8 +201,7 @@ def _check_json(argument: Argument, value: Any) -> None:
         wrong = "not an object"
     except (TypeError, ValueError, RecursionError) as error:
         wrong = str(error)
-    what = f"--{argument.name} {value}: {wrong}"
-    raise UsageError.of("an argument is not JSON", what, "a JSON object", f"write it like '{argument.json}'")
+    yield Problem(f"--{argument.name} {value}: {wrong}", "a JSON object", f"write it like '{argument.json}'")
 
 
 def named_as_config(argv: Sequence[str]) -> list[str]:
@@ -210,22 +227,23 @@ def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)
-    headline = f"{path} requests features that isotype lacks" if problems else f"unknown names in {path}"
-    problems += [
+    headline = f"{path} requests features that isotype lacks" if problems else f"invalid values in {path}"
+    unknown = [
         unknown_name(str(key), sorted(known), value) for key, value in content.items() if key not in known
     ]
-    if problems:
-        raise UsageError(headline, problems)
+    if unknown and not problems:
+        headline = f"unknown names in {path}"
+    problems += unknown
     values: dict[str, Value] = {}
     for name, value in content.items():
-        if value is not None:
+        if value is not None and name in known:
             at = f"{path}:{lines[name]}" if name in lines else path
             problems += [
                 Problem(f"{problem.given} ({at})", problem.expected, problem.fix)
                 for problem in _add(values, method, name, value, at, None)
             ]
     if problems:
-        raise UsageError(f"invalid values in {path}", problems)
+        raise UsageError(headline, problems)
     return ConfigFile(path, values, env)
 
 

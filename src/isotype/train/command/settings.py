@@ -15,13 +15,13 @@ import torch
 
 from isotype.checkpoint.adapter import Adapter
 from isotype.compat.transformers import train_on_first_gpu
-from isotype.core.errors import Problem, UsageError, one_line
+from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.data.methods import METHODS, Method
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import device_profile
 from isotype.train.command.arguments import number_problems
 from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command, specs
-from isotype.train.command.parse import MODELS, parse_command
+from isotype.train.command.parse import MODELS, parse_command, value_problems
 from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import Sharding, processes
 from isotype.train.libraries import require_names
@@ -94,9 +94,14 @@ def settings_of(command: Command) -> Settings:
     """
     if problems := list(_incomplete(command)):
         hint = f"isotype {command.method} --help lists the arguments"
-        raise UsageError("invalid arguments", problems, hint)
+        raise UsageError("invalid arguments", [*problems, *value_problems(command)], hint)
     require_names(METHODS[command.method])
-    given, precision = command.given, read_precision_request(command)
+    try:
+        precision = read_precision_request(command)
+    except PrecisionError as error:
+        others = [problem for problem in value_problems(command) if problem not in error.problems]
+        raise PrecisionError(error.headline, [*error.problems, *others]) from error
+    given = command.given
     # An argument that configures checkpointing or offloads activations switches `auto` off.
     configured = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
     auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
@@ -257,6 +262,9 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if that was given.
     named = named or [name for name in explicit if re.search(rf"\b{name}\b", message, re.IGNORECASE)]
+    # A message has the last words of a name apart: "batch size", "Label smoothing".
+    spoken = message.lower()
+    named = named or [name for name in explicit if "_" in name and " ".join(name.split("_")[-2:]) in spoken]
     out = [f"--{name}" for name in named if name in explicit]
     other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]
     parts = [f"leave {' or '.join(out)} out"] * bool(out)

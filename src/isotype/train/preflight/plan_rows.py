@@ -32,7 +32,7 @@ from isotype.train.rows.lengths import (
     packed_rows,
 )
 from isotype.train.run import Choice, Run
-from isotype.train.validate import argument_problems, check_tokenizer, plain_turns
+from isotype.train.validate import argument_problems, check_tokenizer, plain_turns, require_rows_left
 
 _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
@@ -77,8 +77,11 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
     method = settings.method
     asked = "per_device_train_batch_size" in settings.command or not options.bare
     rows = options.batch or (settings.per_device_train_batch_size if asked else 1)
-    length = options.length or settings.max_length
+    # A default `max_length` says nothing about the rows, unless packing fills them.
+    fills = "max_length" in settings.command or settings.packing
+    length = options.length or (settings.max_length if fills else None)
     completion = settings.max_completion_length or 0
+    bounded = options.length or settings.max_length or completion
     attention, notes = settings.attn_implementation, []
     sharding = settings.sharding or requested_sharding(settings.training)
     recomputes = sharding is not None and sharding.checkpointing
@@ -123,7 +126,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         optimizer=str(getattr(settings.optim, "value", settings.optim)),
         checkpointing=keywords,
         auto=settings.auto_checkpointing and not recomputes,
-        unforeseen=_UNTRACED if settings.deepspeed else "" if length or completion else UNBOUNDED,
+        unforeseen=_UNTRACED if settings.deepspeed else "" if bounded else UNBOUNDED,
         fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
         devices=options.devices or processes(),
         reshard=sharding is None or sharding.reshard,
@@ -223,6 +226,8 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)
     lengths = lengths_in(settings, tokenizer, rows)
+    if options.length is None:
+        require_rows_left(settings, lengths)
     plan = replace(plan, pictures=pictures_in_rows(tokenizer, rows))
     notes += filter(None, [None if lengths is None else lengths.begun_twice()])
     plan = _with_held_back(plan, settings, tokenizer, data)

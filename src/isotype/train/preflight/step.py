@@ -29,6 +29,7 @@ from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.run import run, trace_of
+from isotype.ranges.pictures import NONE
 from isotype.records.request import DEFAULT_PHASES, StepRequest, batches_ahead
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
@@ -220,14 +221,18 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
         setup=replace(
             report.trace.setup,
             data=plan.data,
-            details=(*report.trace.setup.details, *_dequantized(config, report.trace)),
+            details=(
+                *report.trace.setup.details,
+                *_beyond(config, length),
+                *_dequantized(config, report.trace),
+            ),
             towers=() if plan.pictures is not None and not plan.pictures.sizes else report.trace.setup.towers,
         ),
         model=plan.source,
         notes=(
             *report.trace.notes,
             *plan.notes,
-            *_notes(plan, model, length),
+            *_notes(plan, model),
             *((MIXED,) if step.mixed else ()),
             *fusion,
             *words,
@@ -279,20 +284,32 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the number of tokens in a row: the requested or default length, but at most the model's positions."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        positions = None
+    """Return the number of tokens in a row: as requested, or a default that is at most the model's positions."""
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
-    wanted = plan.length or default
+    wanted = plan.length or min(default, positions_of(config) or default)
     # Every traced row gets pictures, even if the rows of the data are short.
     if plan.lengths is not None or plan.pictures is not None:
         wanted = max(wanted, least_length(config, plan.pictures))
-    return wanted if positions is None else min(wanted, positions)
+    return wanted
 
 
-def shorter_note(wanted: int, length: int) -> str:
-    return f"rows of {length} tokens instead of {wanted}: the model has no more positions"
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions that a config gives, or None if it sets no limit."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def least_row(plan: StepPlan, config: Any) -> int:
+    """Return the length below which the plan's rows cannot be cut, because they have pictures."""
+    of_data = 0 if plan.lengths is None or plan.pictures in (None, NONE) else plan.lengths.longest
+    return max(of_data, least_length(config, plan.pictures))
+
+
+def _beyond(config: Any, length: int) -> Iterator[str]:
+    """Yield a detail of the step if its rows are longer than the model's positions. The training does not cut such rows."""
+    positions = positions_of(config)
+    if positions is not None and length > positions:
+        yield f"rows longer than the model's {positions:,} positions"
 
 
 def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
@@ -337,10 +354,8 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} instead of {format_bytes(stored)} in the files (--quantization {MXFP4} keeps them packed)"
 
 
-def _notes(plan: StepPlan, model: Any, length: int) -> tuple[str, ...]:
+def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
     notes = [*batch_notes(model.config, plan.pictures), *getattr(model, "adapter_notes", ())]
-    if plan.length is not None and plan.length > length:
-        notes.append(shorter_note(plan.length, length))
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are kept")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):

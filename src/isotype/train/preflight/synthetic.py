@@ -43,7 +43,7 @@ def synthetic_batch(
         least = least_length(base.config, pictures)
         if least > length:
             expected = f"more than the {pictures.tokens} tokens of its pictures"
-            headline, fix = "the pictures do not fit into the sequence", f"--max_length {least}, or more"
+            headline, fix = "the pictures do not fit into the sequence", f"rows of {least} tokens, or more"
             raise UsageError.of(headline, f"rows of {length} tokens", expected, fix)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
