@@ -15,7 +15,7 @@ NAMES = [each.value for each in OptimizerNames]
     [
         ("adamw_torch_fused", None, None, False),
         ("adamw_torch_8bit", "torchao", "8-bit", True),
-        ("adamw_torch_4bit", "torchao", "4-bit", False),
+        ("adamw_torch_4bit", "torchao", "4-bit", True),
         ("adamw_bnb_8bit", "bitsandbytes", "8-bit", True),
         ("paged_lion_8bit", "bitsandbytes", "8-bit", True),
         ("galore_adamw_8bit", "galore_torch", "8-bit", True),

@@ -91,6 +91,41 @@ def test_optimizers_with_kernels_of_their_own_are_said_to_be_left_out(name: str)
     assert note == f"the step of optimizer {name} is not traced: the optimizer has its own kernels"
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("adamw_8bit", "AdamW8bit"),
+        ("lion_8bit", "Lion8bit"),
+        ("rmsprop_bnb_8bit", "RMSprop8bit"),
+        ("ademamix_8bit", "AdEMAMix8bit"),
+        ("lion_32bit", "Lion32bit"),
+        ("paged_adamw_8bit", None),  # the states leave a full device
+    ],
+)
+def test_states_of_kernels_of_their_own_are_counted_as_they_are(name: str, kind: str | None) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 70))  # the biases are small
+    held = 0
+    if kind is not None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        real = getattr(optim, kind)(model.parameters())
+        real.step()
+        states = [state for parameter in model.parameters() for state in real.state[parameter].items()]
+        held = sum(value.nbytes for key, value in states if torch.is_tensor(value) and "qmap" not in key)
+    setup = Setup(device_profile("a100"), None, scaler=False, optimizer=name, compute=FP32)
+    trace = trace_step(StepCode(model, {"input": torch.ones(2, 100)}), setup)
+    assert trace.memory.phases["optimizer"].get("optimizer", 0) == held
+    assert trace.memory.phases["backward"].get("optimizer", 0) == held
+
+
+def test_states_of_an_embedding_are_not_quantized() -> None:
+    setup = Setup(device_profile("a100"), None, scaler=False, optimizer="adamw_8bit", compute=FP32)
+    model = nn.Sequential(nn.Embedding(100, 50), nn.Linear(50, 1, bias=False))
+    trace = trace_step(StepCode(model, {"input": torch.ones(2, dtype=torch.long)}), setup)
+    assert trace.memory.phases["optimizer"]["optimizer"] == 2 * 4 * (100 * 50 + 50)
+
+
 def test_an_unknown_name() -> None:
     (problem,) = unknown_optimizer("adamw_troch")
     assert str(problem) == (

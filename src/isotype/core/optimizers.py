@@ -36,7 +36,7 @@ _LOW_RANK = "moments of gradients that are projected to a low rank"
 
 NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("8bit", state="8-bit", why=_IN_BLOCKS, own_kernels=True),
-    NamePart("4bit", state="4-bit", why=_IN_BLOCKS),
+    NamePart("4bit", state="4-bit", why=_IN_BLOCKS, own_kernels=True),
     NamePart(
         "anyprecision",
         state="bfloat16",
@@ -76,6 +76,24 @@ def has_own_kernels(name: str) -> bool:
     """Return True if an optimizer has update kernels that accept every float dtype."""
     return any(part.own_kernels and part.text in name for part in NAME_PARTS)
 
+
+def state_bytes(name: str, elements: int, *, float32: bool = False) -> int:
+    """Return the bytes of the states that an optimizer of bitsandbytes or torchao keeps for a parameter of `elements`.
+
+    The states of paged optimizers are not counted, because they move to the CPU's memory if the device's memory is full.
+    For optimizers of other packages the result is 0. `float32` is True if the parameter's states are not quantized.
+    """
+    if "paged" in name or package_of(name) not in ("bitsandbytes", "torchao"):
+        return 0
+    moments = 3 if "ademamix" in name else 1 if "lion" in name or "rmsprop" in name else 2
+    bits, block = (4, 128) if "4bit" in name else (8, 256) if "8bit" in name else (32, 0)
+    if float32 or not block or elements < _SMALL:
+        return 4 * moments * elements
+    return moments * (elements * bits // 8 + 4 * -(-elements // block))
+
+
+_SMALL = 4096
+"""Parameters with fewer elements have their states in float32."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -82,7 +82,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         severity="error",
         message=f"the step does not fit: {format_bytes(peak)} at the peak of the {place}, more than {limit}",
         phase=phase,
-        cause=f"{kinds[0][0]} take {format_bytes(kinds[0][1])}",
+        cause=f"{'optimizer states' if kinds[0][0] == 'optimizer' else kinds[0][0]} take {format_bytes(kinds[0][1])}",
         notes=(
             ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= peak / 100),
             *unquantized_experts(trace),

@@ -25,7 +25,7 @@ from isotype.compat.torch import (
 from isotype.contracts.contract import contracts_of
 from isotype.core.errors import first_line
 from isotype.core.names import base_name
-from isotype.core.optimizers import OPTIMIZERS
+from isotype.core.optimizers import OPTIMIZERS, state_bytes
 from isotype.core.source import line_of
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
@@ -345,20 +345,27 @@ class _Step:
             return
         request = self.code.optimizer or self.setup.optimizer
         optimizer = make_optimizer(request, trained, self.setup.learning_rate)
+        ledger = self.recorder.ledger
         if isinstance(optimizer, str):
             self.notes.append(optimizer)
-            return
-        states = self.states
-        optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
-        ledger = self.recorder.ledger
-        ledger.kind, ledger.share = "optimizer", self.process.share
-        optimizer.step()
-        for parameter in trained:
-            surplus = self.repeats[id(parameter)] - 1
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor) and surplus:
-                    ledger.add("optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes()))
-        ledger.kind, ledger.share = "activations", 1.0
+            for name, parameter in named if isinstance(request, str) else ():
+                # transformers' Trainer registers the embeddings' states in 32 bits.
+                embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+                held = self.repeats[id(parameter)] * state_bytes(request, parameter.numel(), float32=embeds)
+                ledger.add("optimizer", int(self.process.share * held))
+        else:
+            states = self.states
+            optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
+            ledger.kind, ledger.share = "optimizer", self.process.share
+            optimizer.step()
+            for parameter in trained:
+                surplus = self.repeats[id(parameter)] - 1
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, torch.Tensor) and surplus:
+                        ledger.add(
+                            "optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes())
+                        )
+            ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
         self.stepped = optimizer  # keeps the optimizer state alive
         if self.code.evaluation is not None:  # as a training loop does after every step
