@@ -9,9 +9,9 @@ import pytest
 
 from isotype.planning.record import Device, Record, Time
 from isotype.planning.request import parse_request
-from isotype.planning.search import longest_of_batches, work_of
+from isotype.planning.search import work_of
 from isotype.planning.text import facts_of
-from isotype.train.rows.lengths import Lengths
+from isotype.train.rows.lengths import Lengths, longest_of_batches
 from tests.planning.rows import row
 
 

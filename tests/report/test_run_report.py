@@ -652,7 +652,7 @@ def test_data_is_said_and_settings_break_between_words_only() -> None:
     record = realistic(data=data, settings=(("gradient_accumulation_steps", "4"),))
     said = Page(to_html(record)).text()
     for part in (
-        "rows1,840, 96 held back", "effective batch16 rows a step", "epochs1.30", "1.30 epochs",
+        "data1,840 rows, 96 held back", "effective batch16 rows a step", "epochs1.30", "1.30 epochs",
         "tokens a row180 in the median, 420 at 90 %, 997 at 99 %", "37 rows, 2.1 % of all tokens", "padding31 %",
     ):  # fmt: skip
         assert part in said
@@ -661,7 +661,7 @@ def test_data_is_said_and_settings_break_between_words_only() -> None:
 
 def test_packed_rows_are_counted_as_rows_and_packs() -> None:
     said = Page(to_html(realistic(data=DataSummary(219, 0, 1, 1.0, packs=31)))).text()
-    assert "rows219 in 31 packs" in said
+    assert "data219 rows in 31 packs" in said
     assert "effective batch1 pack a step" in said
 
 

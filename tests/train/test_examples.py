@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import random
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,8 @@ from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
 from isotype.train import training
 from isotype.train.command.settings import parse_settings
-from isotype.train.rows.examples import data_summary, padding_share, percentiles, planned_epochs, show_data
-from isotype.train.rows.lengths import Lengths
+from isotype.train.rows.examples import data_summary, percentiles, planned_epochs, show_data
+from isotype.train.rows.lengths import Lengths, padding_share
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -144,16 +144,11 @@ def test_preference_rows_are_as_long_as_their_longest_answer(model, tmp_path):
     assert outcome.record.data.lengths == (6, 6, 6)
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=50), st.integers(1, 8), st.integers(1, 100))
-def test_padding_share_is_that_of_real_batches(tokens, batch, limit):
-    share = padding_share(tokens, limit, batch)
-    assert 0 <= share < 1
-    if batch == 1 or len({min(t, limit) for t in tokens}) == 1:
-        assert share == pytest.approx(0)
-    shown = [min(t, limit) for t in tokens]
-    random.Random(0).shuffle(shown)
-    padded = [[1] * n + [0] * (max(shown[i // batch * batch :][:batch]) - n) for i, n in enumerate(shown)]
-    assert share == pytest.approx(sum(row.count(0) for row in padded) / sum(map(len, padded)))
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=7), st.integers(1, 8))
+def test_padding_share_is_that_of_all_batches(tokens, rows):
+    batches = list(combinations(tokens, min(rows, len(tokens))))
+    padded = sum(max(batch) * len(batch) for batch in batches)
+    assert padding_share(tokens, rows) == pytest.approx(1 - sum(map(sum, batches)) / padded)
 
 
 def test_percentiles():

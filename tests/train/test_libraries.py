@@ -18,6 +18,7 @@ from transformers import Trainer
 from isotype.cli.main import main
 from isotype.core import VERSION
 from isotype.core.errors import UsageError
+from isotype.precision.versions import installed
 from isotype.train import libraries
 from isotype.train.libraries import LAST_TESTED, newer_than_tested, require_fitting_libraries
 
@@ -78,9 +79,7 @@ def test_a_trainer_that_renames_a_step_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_newer_version_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        libraries, "version", lambda library: "1.17.2" if library == "trl" else metadata.version(library)
-    )
+    monkeypatch.setattr(libraries, "installed", lambda: {**installed(), "trl": "1.17.2"})
     require_fitting_libraries()
     (record,) = caplog.records
     assert re.fullmatch(

@@ -14,7 +14,7 @@ from isotype.compat.torch import cudnn_is_on
 from isotype.precision.devices import attention
 from isotype.precision.devices.attention import AttentionCall, attention_kernel, has_faulty_cudnn
 from isotype.precision.devices.profile import device_profile
-from isotype.train.device import sound_attention
+from isotype.train.policy import sound_attention
 
 MASKED = AttentionCall(torch.bfloat16, 8, 8, (64, 64, 64), masked=True)
 

@@ -175,6 +175,8 @@ def plan_of_request(request: PlanRequest) -> Plan:
         )
     refused = dict.fromkeys(reason for search in searches for reason in search.refused)
     notes = dict.fromkeys(note for search in searches for note in search.notes)
+    fewer = f"rows of {length} tokens instead of {request.length}: the model has no more positions"
+    shortened = [fewer] if request.length and request.length > length else []
     return Plan(
         source,
         request.step.method,
@@ -182,7 +184,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
         request.goal,
         tuple(devices),
         tuple(refused),
-        (*notes, *_shortened(request, length), *_left_out(request)),
+        (*notes, *shortened, *_left_out(request)),
     )
 
 
@@ -249,12 +251,6 @@ def _length(request: PlanRequest, config: Any) -> int:
         wanted = step.lengths.longest + step.completion + 1  # a trainer may add a token at the end
     length = row_length(replace(step, length=wanted), config)
     return min(length, max(positions_of(config) or length, least_row(step, config)))
-
-
-def _shortened(request: PlanRequest, length: int) -> tuple[str, ...]:
-    wanted = request.length or 0
-    why = "the model has no more positions"
-    return (f"rows of {length} tokens instead of {wanted}: {why}",) if wanted > length else ()
 
 
 def _rows_per_device(request: PlanRequest, length: int) -> int:

@@ -27,22 +27,8 @@ from isotype.ranges.pictures import NONE
 from isotype.train.policy import policy_by_ranges
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step import PlannedStep, least_row, positions_of
+from isotype.train.rows.lengths import longest_of_batches, padding_share
 from isotype.train.run import NotForeseenError, choose
-
-
-def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
-    """Return the expected length in tokens of the longest of `rows` rows drawn without replacement.
-
-    Of all C(n, r) draws of r rows, the k-th of n sorted lengths is the longest in C(k - 1, r - 1) draws.
-    """
-    ordered, count = sorted(tokens), len(tokens)
-    rows = min(rows, count)
-    mean, share = 0.0, rows / count  # the share of draws whose longest row is number k
-    for k in range(count, rows - 1, -1):
-        mean += share * ordered[k - 1]
-        if k > rows:
-            share *= (k - rows) / (k - 1)
-    return mean
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
@@ -90,7 +76,7 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     return replace(
         work,
         seconds=None if micro_batch is None else work.steps * row.accumulation * micro_batch,
-        padding=max(0.0, 1 - sum(some) / len(some) / mean),
+        padding=padding_share(some, row.rows),
         packed_seconds=None if full is None else tokens * work.epochs * full,
     )
 
@@ -153,7 +139,9 @@ class Search:
                 for profile in self.profiles:
                     row = self._row(steps, profile)
                     yield row
-                    if row.fits and self._tries_some_layers(steps):
+                    # For several storages, rows that recompute only some layers would take too long.
+                    every = steps.arguments is not None and self.request.step.auto
+                    if row.fits and every and not steps.sharding and len(self._storages()) == 1:
                         yield from self._sparser_row(steps, profile)
             except NotForeseenError as why:
                 self.refused.append(f"{steps.step.policy.form}, checkpointing {steps.checkpointing}: {why}")
@@ -161,11 +149,6 @@ class Search:
     def _steps(self, step: PlannedStep, arguments: Mapping[str, Any] | None) -> Steps:
         steps = Steps(step, arguments, self.profiles)
         return self._steps_by_key.setdefault(steps.key, steps)
-
-    def _tries_some_layers(self, steps: Steps) -> bool:
-        """Return True to try rows that recompute only some layers, which would take too long for several storages."""
-        every = steps.arguments is not None and self.request.step.auto
-        return every and not steps.sharding and len(self._storages()) == 1
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
         """Yield a row that recomputes every n-th layer, if a micro-batch fits so but not without recomputation."""

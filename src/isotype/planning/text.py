@@ -175,19 +175,21 @@ def _filled(lines: Sequence[Mapping[str, str]]) -> list[str]:
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
     """Return a row's cells: column -> text."""
     time, work = row.time if row.fits else None, row.work
+    times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
+    beyond = "≥ " if row.longest_is_all else ""
     return {
         "": "→" if chosen else "",
         "storage": row.storage,
         "checkpointing": row.checkpointing,
         "sharding": row.sharding,
-        "rows": _batch(row),
+        "rows": f"{row.rows:,} of {row.length:,}{times}",
         "peak": format_bytes(row.peak),
         "fits": "yes" if row.fits else "no",
         "spare": "" if row.spare is None else "-" * (row.spare < 0) + format_bytes(abs(row.spare)),
         "s/step": "" if time is None else _seconds(time.seconds),
         "tokens/s": speed_of(row) if row.fits else "",
         "bound by": "" if time is None else time.bound.removeprefix("memory "),
-        "longest": _longest(row),
+        "longest": "" if row.longest is None else f"{beyond}{row.longest:,}" if row.longest else "none",
         "training": "" if work is None else _hours(row, work.seconds),
         "damage": "unknown" if row.damage is None else f"{row.damage:.3g}",
     }
@@ -214,18 +216,6 @@ def _hours(row: Row, seconds: float | None) -> str:
     spread = 1.0 if row.time is None else row.time.spread
     low, high = format_duration(seconds / spread), format_duration(seconds * spread)
     return low if spread == 1 else f"{low} to {high}"
-
-
-def _batch(row: Row) -> str:
-    """Return `2 of 1,024` for two rows of 1,024 tokens; with four micro-batches, `2 of 1,024 × 4`."""
-    times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
-    return f"{row.rows:,} of {row.length:,}{times}"
-
-
-def _longest(row: Row) -> str:
-    if row.longest is None:
-        return ""
-    return "none" if not row.longest else f"{'≥ ' if row.longest_is_all else ''}{row.longest:,}"
 
 
 def _seconds(seconds: float) -> str:

@@ -94,8 +94,8 @@ def environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    # Markup, a subclass of `str`, is already escaped.
-    return xml_text(value) if type(value) is str else value
+    """Replace each character that XML forbids with U+FFFD. Markup, a subclass of `str`, has none any more."""
+    return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 
 
 def _digest(text: str) -> str:
@@ -123,11 +123,6 @@ PLOTTABLE = 1e150
 """The largest magnitude that a chart may contain. The difference of two larger numbers could overflow."""
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def xml_text(text: str) -> str:
-    """Replace each character that XML forbids with U+FFFD."""
-    return _NOT_XML.sub("\ufffd", text)
 
 
 def nice_ticks(high: float, target: int = 5) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from packaging.version import Version
 
@@ -13,6 +13,7 @@ from isotype.compat import trl as trl_head
 from isotype.core import VERSION
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import Method
+from isotype.precision.versions import installed
 
 logger = logging.getLogger("isotype")
 
@@ -59,14 +60,8 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
 
 
 def newer_than_tested() -> list[str]:
-    lines = []
-    for library, last in LAST_TESTED.items():
-        try:
-            installed = version(library)
-        except PackageNotFoundError:
-            continue
-        if Version(installed).release[:2] > Version(last).release[:2]:
-            lines.append(
-                f"{library} {installed} is newer than {last}, the newest version tested with isotype {VERSION}"
-            )
-    return lines
+    return [
+        f"{library} {here} is newer than {last}, the newest version tested with isotype {VERSION}"
+        for library, last in LAST_TESTED.items()
+        if (here := installed().get(library)) and Version(here).release[:2] > Version(last).release[:2]
+    ]

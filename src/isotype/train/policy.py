@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from isotype.checkpoint.damage import measure_quality
 from isotype.checkpoint.measure_ranges import measure_ranges
 from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import read_measurement, resolve_request, with_storage_reason
+from isotype.compat.torch import without_cudnn_attention
 from isotype.compat.torch_scaler import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
@@ -21,6 +23,7 @@ from isotype.model.shard import has_shards
 from isotype.precision.by_damage import as_decided
 from isotype.precision.damages import Damages
 from isotype.precision.decide import PrecisionRequest
+from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy, read_moments
 from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
@@ -158,6 +161,11 @@ def enforce_trainer(
         changes = (*changes, Change("use_liger_kernel", what))
     _mixed_precision(trainer, policy)
     return changes
+
+
+def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
+    """Return a context that disables cuDNN attention on devices where its gradients can be NaN (IST812)."""
+    return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()
 
 
 def masters_of(model: Any) -> dict[str, torch.Tensor]:

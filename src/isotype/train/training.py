@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
@@ -21,7 +22,7 @@ from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.templates import ERRORS, day_held
-from isotype.compat.transformers import name_of, rename
+from isotype.compat.transformers import gpus_left, name_of, rename
 from isotype.core.errors import IsotypeError, SaveError, TrainingError, UsageError, one_line
 from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
@@ -39,7 +40,6 @@ from isotype.train import describe
 from isotype.train.chat import Prompt, answer, answers_after
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
-from isotype.train.device import loading_arguments, say_one_gpu, sound_attention, training_device
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
@@ -67,7 +67,13 @@ from isotype.train.output.resume import (
 )
 from isotype.train.output.run_report import earlier_report, files_of_checkpoint, model_card, write_report
 from isotype.train.output.saving import Hooks
-from isotype.train.policy import enforce_trainer, masters_of, policy_of_run, precision_arguments
+from isotype.train.policy import (
+    enforce_trainer,
+    masters_of,
+    policy_of_run,
+    precision_arguments,
+    sound_attention,
+)
 from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.data import fitting, has_pictures, hold_back, pictures_named, training_data, uncut
@@ -84,6 +90,7 @@ from isotype.train.validate import (
     check_tokenizer,
     dropped_examples,
     plain_turns,
+    training_device,
 )
 
 
@@ -120,7 +127,13 @@ def run(settings: Settings, console: Console) -> Outcome:
         sharding = take_sharding(settings.training, settings.model)
         profile = training_device(settings)
         settings = _for_machine(settings, sharding, profile)
-        say_one_gpu(settings, console)
+        if unused := gpus_left(settings.training):
+            launcher = (
+                f"torchrun --standalone --nproc_per_node {unused + 1} -m isotype {settings.method.name} …"
+            )
+            say(
+                console, f"note: training on the first of {unused + 1} GPUs; {launcher} trains on all of them"
+            )
         rewards = dict[str, Any]()
         if "reward_funcs" in settings.command.specs:
             from isotype.train.rewards import reward_functions
@@ -143,7 +156,11 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
     """Return the settings for this machine, without `--fsdp`, because isotype shards the model instead of the trainer."""
-    values = loading_arguments(settings, profile)
+    values: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        values["dataloader_pin_memory"] = False  # torch warns about pinned memory without a GPU
+    elif profile.kind in ("cuda", "rocm") and "accelerator_config" not in settings.command:
+        values["accelerator_config"] = {"non_blocking": bool(settings.dataloader_pin_memory)}
     auto = settings.auto_checkpointing
     if sharding is not None:
         values["fsdp"] = None
@@ -236,8 +253,7 @@ def _build(run: Run, console: Console) -> Built:
     check_tokenizer(settings, source, tokenizer, data)
     notes = list(run.notes)
     data = fitting(settings, tokenizer, data, notes.append)
-    if whole := uncut(settings, data):
-        settings = settings.but(**whole)
+    settings = uncut(settings, data)
     run = replace(run, settings=settings, data=data)
     train_split, test_split = settings.dataset_train_split, settings.dataset_test_split
     counted = "max_length" in settings.command.specs
@@ -256,10 +272,13 @@ def _build(run: Run, console: Console) -> Built:
     describe.show_model(console, model)
     asked = _first_answers(run, model, tokenizer, console)
     masters = masters_of(model)
+    # The trainer reads the chat template, the reward model and the reference model.
+    names = (settings.chat_template_path, settings.reward_model_name_or_path, source)
+    on_hub = next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
     with (
         _arguments_of(settings),
         _refused_rows_named(settings, tokenizer, data),
-        asking(_name_on_hub(settings, source)),
+        asking(on_hub),
         _named_by_path(model, source, run.checkpoint.revision),
         one_reference(settings, model),
     ):
@@ -372,12 +391,6 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
         yield
     finally:
         rename(config, name)
-
-
-def _name_on_hub(settings: Settings, source: Path | str) -> str | None:
-    """Return a hub id that the trainer will read (for a chat template, reward model or reference model), or None."""
-    names = (settings.chat_template_path, settings.reward_model_name_or_path, source)
-    return next((name for name in names if isinstance(name, str) and not Path(name).exists()), None)
 
 
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:

@@ -35,6 +35,7 @@ from isotype.data.locate import data_error
 from isotype.data.methods import METHODS
 from isotype.data.tokens import token_faults
 from isotype.model.parts import ALL, PARTS, read_parts
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.settings import Settings
@@ -169,17 +170,14 @@ def _offload(settings: Settings) -> Iterator[Problem]:
 
 def _paths(settings: Settings) -> Iterator[Problem]:
     template = settings.chat_template_path
-    if template is not None and _looks_like_path(template) and not Path(template).exists():
+    is_path = str(template).endswith((".jinja", ".j2")) or str(template).startswith((".", "/", "~"))
+    if template is not None and (is_path or template.count("/") > 1) and not Path(template).exists():
         what = f"--chat_template_path {template}: no such file or directory"
         yield Problem(what, _TEMPLATE, "check the path")
     output, model = settings.output_dir, Path(str(settings.model_name_or_path))
     if output and model.is_dir() and Path(output).resolve() == model.resolve():
         setting = f"--output_dir {output} is the model's own directory"
         yield Problem(setting, "another directory for the results", "give another one")
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.endswith((".jinja", ".j2")) or text.startswith((".", "/", "~")) or text.count("/") > 1
 
 
 def _packages(settings: Settings) -> Iterator[Problem]:
@@ -320,6 +318,27 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
         yield Problem(
             f"--use_cpu True and --device {settings.device}", "one device", "leave one of the two out"
         )
+
+
+def training_device(settings: Settings) -> DeviceProfile:
+    """Return the profile of `--device`. Raise UsageError if this machine lacks the device or the device's index is not 0."""
+    device, name = settings.device, settings.method.name
+    profile = device_profile(device)
+    if not profile.present:
+        raise UsageError.of(
+            f"{profile.title} is not in this machine",
+            f"--device {device}",
+            "a device of this machine",
+            f"leave --device out to train on {device_profile('auto').title}; isotype check {name} … --device {device} "
+            "shows how the run would go there",
+        )
+    if index := torch.device(profile.name).index:
+        headline, fix = (
+            "the trainer uses the first visible GPU",
+            f"CUDA_VISIBLE_DEVICES={index} isotype {name} …",
+        )
+        raise UsageError.of(headline, f"--device {device}", "a device without an index", fix)
+    return profile
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:

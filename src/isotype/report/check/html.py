@@ -66,6 +66,8 @@ _ACTIONS = {
 
 def to_html(report: Record) -> str:
     name = PurePath(report.trace.model).name or report.trace.model or "model"
+    setup = report.trace.setup
+    batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
     css, word = ("failed", "✕ miswired") if report.miswired else STATUS[report.status]
     return render(
         "check.html.j2",
@@ -74,7 +76,9 @@ def to_html(report: Record) -> str:
         title=f"{name}: {word[2:]}",
         model_name=name,
         status={"css": css, "word": word},
-        about=_about(report),
+        about=" · ".join(
+            filter(None, (device_words(setup), sharding_words(setup), f"{setup.optimizer} step", batch))
+        ),
         verdict=verdict(report),
         figures=_figures(report),
         findings=[_finding(number, finding, report) for number, finding in enumerate(report.findings, 1)],
@@ -87,13 +91,6 @@ def to_html(report: Record) -> str:
         policy=report.trace.setup.policy,
         trust=trust(report),
     )
-
-
-def _about(report: Record) -> str:
-    setup = report.trace.setup
-    batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
-    parts = (device_words(setup), sharding_words(setup), f"{setup.optimizer} step", batch)
-    return " · ".join(part for part in parts if part)
 
 
 def _figures(report: Record) -> list[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from pathlib import PurePath
 from typing import Literal
 
@@ -27,7 +28,6 @@ from isotype.report.run.record import (
     StepRecord,
     format_loss,
     loss_sentences,
-    parse_time,
     summarize,
 )
 from isotype.report.text import format_count, format_duration, format_share
@@ -60,7 +60,7 @@ def to_html(record: RunRecord) -> str:
         model_name=name,
         dataset_name=PurePath(record.dataset).name or record.dataset,
         status=_STATUS[record.status],
-        started=f"{parse_time(record.started):%Y-%m-%d %H:%M %Z}",
+        started=f"{datetime.fromisoformat(record.started):%Y-%m-%d %H:%M %Z}",
         resumed_from=None if record.resumed_from is None else f"{record.resumed_from:,}",
         figures=_figures(record, summary),
         sentences=loss_sentences(record),
@@ -143,10 +143,8 @@ def _headroom(record: RunRecord) -> dict[str, object] | None:
 def _data(data: DataSummary | None) -> list[tuple[str, str]]:
     if data is None:
         return []
-    packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"
-    held_back = f", {data.held_back:,} held back" if data.held_back else ""
     rows = [
-        ("rows", f"{data.rows:,}{packs}{held_back}"),
+        ("data", data.rows_words),
         ("effective batch", f"{data.step_words} a step"),
         ("epochs", format_number(data.epochs, 3)),
     ]

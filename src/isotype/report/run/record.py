@@ -113,6 +113,13 @@ class DataSummary:
     packs: int | None = None
 
     @property
+    def rows_words(self) -> str:
+        """Number of rows, packs and held-back rows, as in `90 rows in 12 packs, 10 held back`."""
+        packs = "" if self.packs is None else f" in {plural(self.packs, 'pack')}"
+        held_back = f", {self.held_back:,} held back" if self.held_back else ""
+        return f"{plural(self.rows, 'row')}{packs}{held_back}"
+
+    @property
     def step_words(self) -> str:
         """Number of rows or packs in an optimizer step, as in `8 rows` or `1 pack`."""
         return plural(self.effective_batch, "row" if self.packs is None else "pack")
@@ -184,7 +191,7 @@ class RunRecord:
         parsed: list[datetime] = []
         for name, text in (("started", self.started), ("finished", self.finished)):
             try:
-                parsed += [] if text is None else [parse_time(text)]
+                parsed += [] if text is None else [datetime.fromisoformat(text)]
             except ValueError:
                 expected = 'an ISO-8601 time such as "2026-01-31T09:30:00+00:00"'
                 fix = "use datetime.now(timezone.utc).isoformat()"
@@ -195,11 +202,6 @@ class RunRecord:
             problems.append(Problem(what, "a UTC offset in both or in neither", fix))
         if problems:
             raise IsotypeError("this run cannot be recorded", problems)
-
-
-def parse_time(text: str) -> datetime:
-    """Parse a time in ISO-8601 form; raise ValueError for any other text."""
-    return datetime.fromisoformat(text)
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def summarize(record: RunRecord) -> RunSummary:
         first = record.resumed_from or 0
         seconds = record.earlier_seconds + sum(step.seconds for step in steps if step.step > first)
     else:
-        took = parse_time(record.finished) - parse_time(record.started)
+        took = datetime.fromisoformat(record.finished) - datetime.fromisoformat(record.started)
         seconds = record.earlier_seconds + took.total_seconds()
     return RunSummary(
         steps=len(steps),

@@ -234,13 +234,11 @@ def name_problems(read: Read) -> Iterator[Problem]:
             continue
         value = read(argument.name)
         for choice in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(choice, str) and not _is_known(choice, choices := argument.choices()):
-                yield wrong_choice(f"--{argument.name} {choice}", choice, choices)
-
-
-def _is_known(name: str, choices: list[str]) -> bool:
-    # A kernel of the hub is named by its repository, `owner/name` or `paged|owner/name`.
-    return name in choices or name.lower() in choices or "/" in name
+            # A kernel of the hub is named by its repository, `owner/name` or `paged|owner/name`.
+            if isinstance(choice, str) and "/" not in choice:
+                choices = argument.choices()
+                if not {choice, choice.lower()} & {*choices}:
+                    yield wrong_choice(f"--{argument.name} {choice}", choice, choices)
 
 
 def common_arguments(method: str) -> dict[str, list[Argument]]:

@@ -7,7 +7,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,6 @@ def parse_command(
     if lacks_model and add_arguments is not None:
         expected = "a model, a training command with its arguments, or package.module:function"
         problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
-    for name, argument in _JSON.items():
-        if name in values:
-            problems += _json_problems(argument, values[name].value)
     command = Command(method, values, file)
     if problems or refused.problems:
         problems += value_problems(command)
@@ -131,21 +128,27 @@ def _add(
     if name not in arguments:
         return [unknown_name(name, list(arguments), raw)]
     value, problem = arguments[name].read(raw)
+    if problem is None and name in _JSON:
+        value, problem = _object(_JSON[name], value)
     if problem is not None:
         return [problem]
     values.pop(name, None)  # so that an argument given again is written where it was given last
-    values[name] = Value(_object(name, value), words, origin)
+    values[name] = Value(value, words, origin)
     return []
 
 
-def _object(name: str, value: Any) -> Any:
-    """Parse `value` if it is the text of a JSON object. Return other values unchanged; `_json_problems` checks them later."""
-    if name not in _JSON or not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
+def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
+    """Return (the JSON object that `value` is or whose text it is, or the path of a JSON file, None), or (None, problem)."""
+    if isinstance(value, dict) or (argument.name in _FILES and not str(value).lstrip().startswith("{")):
+        return value, None
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+        content, wrong = json.loads(value), "not an object"
+        if isinstance(content, dict):
+            return content, None
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = str(error)
+    what = f"--{argument.name} {value}: {wrong}"
+    return None, Problem(what, "a JSON object", f"write it like '{argument.json}'")
 
 
 def _parser(
@@ -191,17 +194,6 @@ def training_parser(method: str) -> Parser:
             )
             action.help = f"{spec.help}{default}".replace("%", "%%")
     return parser
-
-
-def _json_problems(argument: Argument, value: Any) -> Iterator[Problem]:
-    if isinstance(value, dict) or (argument.name in _FILES and not str(value).startswith("{")):
-        return
-    try:
-        json.loads(value)
-        wrong = "not an object"
-    except (TypeError, ValueError, RecursionError) as error:
-        wrong = str(error)
-    yield Problem(f"--{argument.name} {value}: {wrong}", "a JSON object", f"write it like '{argument.json}'")
 
 
 def named_as_config(argv: Sequence[str]) -> list[str]:

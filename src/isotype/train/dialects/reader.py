@@ -37,11 +37,6 @@ def tables() -> dict[str, Any]:
     return content
 
 
-def _methods_of(argument: str, method: str) -> list[str]:
-    listed = tables()["of_methods"].items()
-    return next((methods.split() for names, methods in listed if argument in names.split()), [method])
-
-
 def _words(text: str) -> dict[str, str]:
     pairs = (word.partition("=") for word in text.split())
     return {theirs: ours or theirs for theirs, _, ours in pairs}
@@ -149,7 +144,10 @@ class Reader:
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
-        for ours in [name for name in self.values if self.method not in _methods_of(name, self.method)]:
+        others = [
+            names.split() for names, of in tables()["of_methods"].items() if self.method not in of.split()
+        ]
+        for ours in [name for name in self.values if any(name in names for names in others)]:
             lost = self.values.pop(ours)
             for name in [name for name, meant in self.used.items() if ours in meant]:
                 self.used[name].remove(ours)

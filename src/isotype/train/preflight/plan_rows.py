@@ -220,8 +220,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         )
     check_tokenizer(settings, source, tokenizer, data)
     data = fitting(settings, tokenizer, data, notes.append)
-    if whole := uncut(settings, data):
-        settings = settings.but(**whole)
+    settings = uncut(settings, data)
     rows = data[settings.dataset_train_split]
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)

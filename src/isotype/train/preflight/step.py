@@ -35,9 +35,8 @@ from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.costs import step_time
-from isotype.train.device import sound_attention
 from isotype.train.models import require_decoder, weightless_model
-from isotype.train.policy import policy_by_ranges
+from isotype.train.policy import policy_by_ranges, sound_attention
 from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
 from isotype.train.rows.lengths import Lengths, one_a_row

@@ -181,9 +181,9 @@ def has_pictures(settings: Settings, data: Any) -> bool:
     return any(_columns(settings, rows) for rows in data.values())
 
 
-def uncut(settings: Settings, data: Any) -> dict[str, Any]:
-    """If the rows have pictures, return trainer arguments that prevent cutting, else an empty dictionary."""
-    return {"max_length": None} if has_pictures(settings, data) else {}
+def uncut(settings: Settings, data: Any) -> Settings:
+    """Return settings without a length limit if the rows have pictures, which are not cut, else `settings`."""
+    return settings.but(max_length=None) if has_pictures(settings, data) else settings
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:

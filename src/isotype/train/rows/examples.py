@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -13,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isotype.core.names import plural
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share, say
-from isotype.train.rows.lengths import Lengths
+from isotype.train.rows.lengths import Lengths, padding_share
 from isotype.train.rows.pictured import Pictured
 
 _LONGEST_TEXT = 600  # number of printed characters of one part of an example
@@ -42,7 +40,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
         lengths=percentiles(tokens) if tokens else None,
         cut_rows=round(len(beyond) * lengths.rows / len(tokens)) if lengths is not None and beyond else 0,
         cut_share=sum(beyond) / sum(tokens) if beyond else 0.0,
-        padding_share=None if not tokens else 0.0 if packed else padding_share(tokens, limit, args.per_device_train_batch_size),
+        padding_share=None if not tokens else 0.0 if packed else padding_share([min(n, limit or n) for n in tokens], args.per_device_train_batch_size),
         packs=packs,
     )  # fmt: skip
 
@@ -62,14 +60,6 @@ def planned_epochs(args: Any, rows: int, batch: int) -> float:
 def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
     half, most, longest = numpy.percentile(tokens, (50, 90, 99))
     return round(half), round(most), round(longest)
-
-
-def padding_share(tokens: Sequence[int], limit: int | None, batch: int) -> float:
-    """Return the share of padding if `batch` random rows are cut to `limit` and padded to the longest of them."""
-    shown = [min(length, limit or length) for length in tokens]
-    random.Random(0).shuffle(shown)
-    batches = [shown[at : at + batch] for at in range(0, len(shown), batch)]
-    return 1 - sum(shown) / sum(max(lengths) * len(lengths) for lengths in batches)
 
 
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
@@ -106,11 +96,7 @@ def show_data(console: Console, summary: DataSummary | None, example: list[tuple
 
 
 def _sentences(data: DataSummary) -> list[str]:
-    held = f", {data.held_back:,} held back" if data.held_back else ""
-    packs = "" if data.packs is None else f" in {plural(data.packs, 'pack')}"
-    lines = [
-        f"data: {plural(data.rows, 'row')}{packs}{held}; {data.step_words} a step, {data.epochs:.3g} epochs"
-    ]
+    lines = [f"data: {data.rows_words}; {data.step_words} a step, {data.epochs:.3g} epochs"]
     if data.lengths is not None:
         middle, long, longest = data.lengths
         share = data.padding_share

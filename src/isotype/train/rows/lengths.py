@@ -144,6 +144,28 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
     return rows
 
 
+def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
+    """Return the expected length in tokens of the longest of `rows` rows drawn without replacement.
+
+    Of all C(n, r) draws of r rows, the k-th of n sorted lengths is the longest in C(k - 1, r - 1) draws.
+    """
+    ordered, count = sorted(tokens), len(tokens)
+    rows = min(rows, count)
+    mean, share = 0.0, rows / count  # the share of draws whose longest row is number k
+    for k in range(count, rows - 1, -1):
+        mean += share * ordered[k - 1]
+        if k > rows:
+            share *= (k - rows) / (k - 1)
+    return mean
+
+
+def padding_share(tokens: Sequence[int], rows: int) -> float:
+    """Return the expected share of padding in batches of `rows` rows, each padded to its longest row."""
+    return max(
+        0.0, 1 - sum(tokens) / len(tokens) / longest_of_batches(tokens, rows)
+    )  # rounding may give less
+
+
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
     """Give each document in `rows` packed rows its own row. Return (documents, longest length) of the largest such batch."""
     largest: tuple[int, int] = (0, 0)

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
 
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.stored_weights import blank_model
@@ -39,6 +39,8 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
     The model's tokenizer and chat template are used. A row is cut to 128 tokens, or fewer if the model has fewer positions.
     """
+    from trl import ScriptArguments
+
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
         what, expected = f"{model} without a tokenizer on this machine", "the tokenizer of the model"
@@ -46,16 +48,8 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
     words = getattr(tokenizer, "tokenizer", tokenizer)
     length = min(_LENGTH, positions(blank_model(config_of(open_model(model, revision)))) or _LENGTH)
-    script = SimpleNamespace(
-        dataset_name=name,
-        dataset_config=None,
-        dataset_train_split="train",
-        dataset_test_split="test",
-        dataset_streaming=False,
-    )
-    reading = Reading("sft", lines=True)
-    data = load_training_data(script, None, reading, need_test=False, say=lambda line: None)
-    rows = data["train"]
+    script, reading = ScriptArguments(dataset_name=name), Reading("sft", lines=True)
+    rows = load_training_data(script, None, reading, need_test=False, say=lambda line: None)["train"]
     texts: list[list[int]] = []
     for at in spread(len(rows)):
         if sum(map(len, texts)) >= tokens:
@@ -64,13 +58,9 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
             texts.append(ids_of_row(words, rows[at])[:length])
         except TemplateError as error:
             raise refused_row(name, at, error) from error
-    longest = max(map(len, texts))
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, text in enumerate(texts):
-        ids[row, : len(text)] = torch.tensor(text)
-        mask[row, : len(text)] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    ids = [torch.tensor(text) for text in texts]
+    masks = [torch.ones_like(row) for row in ids]
+    return {"input_ids": pad_sequence(ids, True), "attention_mask": pad_sequence(masks, True)}
 
 
 def spread(count: int) -> Iterator[int]:
