@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Trainer
 
 from isotype.compat.transformers import (
@@ -32,6 +33,8 @@ from isotype.compat.transformers import (
     takes_attention,
     unsplit_classes,
 )
+from isotype.model.enforce import enforce_model
+from isotype.precision.policy import PrecisionPolicy
 from isotype.train.output.saving import WholeCheckpoints
 from isotype.train.output.sharded import Sharded
 from isotype.train.trainer import PolicyTrainer
@@ -114,3 +117,23 @@ def test_a_class_for_one_load_has_the_name_of_the_other_and_leaves_the_model() -
     assert getattr(model, DTYPE_PLAN)(torch.float32) == {}
     own_class_again(model)
     assert type(model) is transformers.LlamaModel
+
+
+def test_rwkv_still_divides_weights_beside_adapters_and_isotype_stops_it() -> None:
+    """The first half fails once transformers divides the adapters, too: then `keep_weights` can go."""
+    config = transformers.RwkvConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=3, context_length=16, rescale_every=1
+    )
+    ids = torch.arange(8)[None]
+    for keeps in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(
+            transformers.RwkvForCausalLM(config),
+            LoraConfig(target_modules=["value"], init_lora_weights=False),
+        )
+        if keeps:
+            enforce_model(model, PrecisionPolicy(torch.float32, "float32"))
+        with torch.no_grad():
+            trained, evaluated = (model.train(mode)(input_ids=ids).logits for mode in (True, False))
+        assert torch.allclose(trained, evaluated, atol=1e-4) is keeps
+        assert model.config.rescale_every == 1

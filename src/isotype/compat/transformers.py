@@ -6,6 +6,7 @@ its meaning.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -102,6 +103,18 @@ def use_plain_experts(config: Any) -> None:
     """Select transformers' eager experts, which run in any dtype. Do nothing if the config has no setting for experts."""
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
+
+
+def keep_weights(model: Any) -> None:
+    """Stop RWKV from dividing weights of later layers before an evaluation. The model's own config is unchanged.
+
+    transformers leaves the adapters of these layers as they are, and fails if the layers are quantized
+    (https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/rwkv/modeling_rwkv.py).
+    """
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled") and module.config.rescale_every:
+            module.config = copy.deepcopy(module.config)
+            module.config.rescale_every = 0
 
 
 def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:

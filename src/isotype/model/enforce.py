@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from isotype.compat.liger import without_liger
+from isotype.compat.transformers import keep_weights
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name, plural
@@ -60,6 +61,8 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
         PrecisionError: the model's storage format is not the policy's, or a quantized layer has lost its quantization
             state.
     """
+    if policy.quantized or policy.trainable == "lora":
+        keep_weights(model)
     liger = "Liger's forward -> the module's own, which follows the policy"
     by_expert = "bitsandbytes' parametrization -> one that is read by expert"
     changes = [Change(name, liger) for name in without_liger(model)]

@@ -15,7 +15,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths and few layers, among them one of each kind."""
+    """Return a copy of a transformers config with small widths and few layers, of the kinds that the first layers have."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
@@ -23,7 +23,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with unchanged widths and few layers, among them one of each kind."""
+    """Return a copy of a transformers config with unchanged widths and the same few layers."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)
