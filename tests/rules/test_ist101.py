@@ -65,6 +65,28 @@ def test_a_layers_weight_and_bias_are_cast_together() -> None:
     ]
 
 
+class Projected(nn.Module):
+    """A projector of two layers in float32 between a tower and a decoder in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.projector, self.decoder = (
+            nn.Sequential(*(nn.Linear(4, 4, dtype=BF16) for _ in range(number))) for number in (3, 2, 3)
+        )
+        self.projector.float().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.projector(self.tower(x)).to(BF16))
+
+
+def test_a_part_in_float32_is_one_finding() -> None:
+    (finding,) = verified(Projected(), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
+    assert finding.cause == "projector.0.weight is float32"
+    assert finding.notes[0] == "1 more operator in 2 modules fails for the same cause"
+    assert finding.fixes[0].description == "cast projector.*.weight, projector.*.bias to bfloat16"
+    assert finding.fixes[0].verified
+
+
 class Mixes(nn.Module):
     """A layer of two inputs: with one of them in bfloat16, their sum is still float32."""
 

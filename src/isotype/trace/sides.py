@@ -13,8 +13,8 @@ import torch
 from isotype.records.trace import FLOATS, HALVES, Origin, Setup, Weight
 
 _HELD = ("parameter", "buffer", "attribute")
-# Origins outside of the modules: such a tensor belongs to no part of the model.
-_FROM_OUTSIDE = ("input", "data", "outside", "scratch")
+# Origins outside of the modules: such a tensor belongs to no part of the model. The recorder makes conversions.
+_FROM_OUTSIDE = ("input", "data", "outside", "scratch", "conversion")
 
 # Whole words of a weight's name. PEFT's tuner layers are recognized by their class. These words find adapters
 # written by hand or by other libraries (`lora_A`, `attn_lora`, `adapter`), and the prompts of PEFT, which are
