@@ -19,6 +19,11 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
     return float(scaler.get_scale()) if scale is None else scale.reshape(())
 
 
+def stored_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """Return the tensor by which `scaler.scale` multiplies the loss; None before the first call, or if it is disabled."""
+    return getattr(scaler, "_scale", None)
+
+
 def sharded_scaler(device: str) -> torch.amp.GradScaler:
     """Return torch's GradScaler for sharded models, except that its overflow flags have the shape `[]` instead of `[1]`.
 

@@ -117,6 +117,11 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
         yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters of all groups of an optimizer."""
+    yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
     """Return the largest learning rate of an optimizer's parameter groups, before the scheduler changes it."""
     return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)

@@ -161,6 +161,18 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     return peft.LoraConfig(**lora_kwargs)
 
 
+def unmatched(model: Any) -> tuple[str, ...]:
+    """Return the names in `target_modules` and `modules_to_save` of PEFT's configs that no module of `model` has."""
+    held = (vars(module).get("peft_config") for module in model.modules())
+    configs = [config for by_name in held if isinstance(by_name, dict) for config in by_name.values()]
+    asked = [getattr(c, key, None) or () for c in configs for key in ("target_modules", "modules_to_save")]
+    wanted = {name for names in asked if not isinstance(names, str) for name in names}
+    modules = [f".{name}" for name, _ in model.named_modules()] if wanted else []
+    return tuple(
+        sorted(name for name in wanted if not any(module.endswith(f".{name}") for module in modules))
+    )
+
+
 def adapter_words(model: Any) -> tuple[str, ...]:
     """Return a phrase for each adapter of a model: its kind, rank, alpha and targets. Without PEFT there are none."""
     configs = getattr(model, "peft_config", None) or {}

@@ -20,6 +20,11 @@ def loss_of(output: Any) -> torch.Tensor:
     return first.float().mean()
 
 
+def is_partial(output: Any) -> bool:
+    """Return whether `loss_of` chooses one of several trained tensors, so that the real loss may depend on more parameters."""
+    return sum(leaf.requires_grad for leaf in _floats(output)) > 1 and find_loss(output) is None
+
+
 def find_loss(output: Any) -> torch.Tensor | None:
     """Return the field `loss` of a model's output, or else a scalar that must be the loss, or else None.
 

@@ -144,6 +144,8 @@ class Unreached:
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
         behind: modules whose forward ran with gradients on and ended before the first use, in order.
         ignored: whether the parameter is used with gradients on, but the loss does not depend on the result.
+        cut: `file:line` of the code that drops the graph of a result (`detach()`, `.data`, `item()`); "" if none does.
+        cleared: whether the backward has computed a gradient that was removed before the optimizer's step.
     """
 
     weight: str
@@ -152,6 +154,8 @@ class Unreached:
     function: str
     behind: tuple[str, ...]
     ignored: bool = False
+    cut: str = ""
+    cleared: bool = False
 
 
 @dataclass(frozen=True)

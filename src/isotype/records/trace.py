@@ -242,6 +242,7 @@ class Weight:
         exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
             unknown.
         was: dtype that the weight had before the step's code cast it; None if the code did not cast it.
+        set_on: (attribute without effect, its value), such as (`encoder.requires_grad`, False); None if there is none.
     """
 
     name: str
@@ -261,6 +262,7 @@ class Weight:
     median_magnitude: float | None = None
     exact_in: torch.dtype | None = None
     was: torch.dtype | None = None
+    set_on: tuple[str, bool] | None = None
 
     @property
     def bytes(self) -> int:
@@ -382,6 +384,11 @@ class Trace:
         without_effect: inputs that no operator of the forward passes on to the loss.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
+        scaled: whether the optimizer stepped with gradients that a GradScaler's loss scale still multiplies.
+        unheld: trainable parameters that have a gradient, but that no optimizer of the script holds.
+        orphans: number of the optimizer's parameters without a gradient that no called module has.
+        unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
+        no_autocast: the reason why this step should run under autocast, if it does not; else "".
     """
 
     setup: Setup
@@ -400,6 +407,11 @@ class Trace:
     without_effect: tuple[str, ...] = ()
     reach: Reach | None = None
     stale_casts: bool = False
+    scaled: bool = False
+    unheld: tuple[str, ...] = ()
+    orphans: int = 0
+    unmatched: tuple[str, ...] = ()
+    no_autocast: str = ""
 
     @cached_property
     def flops(self) -> dict[torch.dtype, int]:

@@ -1,9 +1,12 @@
 """
 **What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
-`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer.
+`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or the step runs without autocast,
+although accelerate's `mixed_precision` or earlier steps used it (`isotype run --steps N`): accelerate wraps only the
+prepared model's `forward`, and `unwrap_model(model, keep_fp32_wrapper=False)` removes this wrapper.
 
 **Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, but bfloat16 does not.
-bfloat16 is slow on devices that emulate it in software.
+bfloat16 is slow on devices that emulate it in software. A step that has lost its autocast runs in float32: it is slow,
+takes more memory, and raises no error.
 
 **An example that fails**
 
@@ -16,7 +19,7 @@ bfloat16 is slow on devices that emulate it in software.
 **How safe is the fix?** The step then uses the policy's dtype. The results change slightly, because the two dtypes round
 differently.
 
-**Seen in** oobabooga/textgen #3460; huggingface/trl #3598.
+**Seen in** oobabooga/textgen #3460; huggingface/trl #3598; huggingface/accelerate #2846.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ from collections.abc import Iterator
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace
+from isotype.rules.kit.words import advice
 
 TITLE = "Autocast to another dtype than the policy's compute dtype"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
+    if trace.no_autocast:
+        how = "call the prepared model (unwrap_model with keep_fp32_wrapper=True), or open accelerator.autocast() or torch.autocast around the forward"
+        message = "the step runs in float32, without autocast"
+        yield Finding("IST306", "warning", message, cause=trace.no_autocast, fixes=(advice("autocast", how),))
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return
     wanted = setup.policy.autocast

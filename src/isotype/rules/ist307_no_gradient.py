@@ -11,7 +11,8 @@ only some parameters have a gradient, there is no error, but the parameters with
 - Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes no gradients unless an input of the
   checkpointed layer requires a gradient. The output of a frozen embedding requires no gradient.
 - `PeftModel.from_pretrained` loaded an adapter for inference.
-- The loss was detached, or a tower runs under `torch.no_grad()`.
+- The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
+- `zero_grad()` runs between the backward and the optimizer's step (seen by `isotype run`).
 
 **An example that fails**
 
@@ -25,14 +26,14 @@ only some parameters have a gradient, there is no error, but the parameters with
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
 **What is not reported.** Parameters that the step does not use, such as experts that get no tokens, and parameters of the
-base model that do not affect the loss. Adapters that do not affect the loss get a note; an example is an adapter in the
+base model that do not affect the loss, unless a line of your code detaches their results. Adapters that do not affect the loss get a note; an example is an adapter in the
 pooling head of a vision tower.
 
 **How safe is the fix?** The fix is safe, because hidden states that require gradients have the same values.
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient
 checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
-locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039.
+locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14; cloneofsimo/lora #263.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, Fix, in_library
+from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
@@ -62,7 +63,10 @@ def find(trace: Trace) -> Iterator[Finding]:
         weights = [trace.owners[part.weight] for part in parts]
         why = _in_function if function else _without_gradients
         yield _finding(trace, refused, weights, *why(trace, parts[0], _named(weights)))
-    ignored = [trace.owners[part.weight] for part in trace.unreached if part.ignored]
+    lost = [part for part in trace.unreached if part.cleared or part.cut]
+    for cut, parts in grouped(lost, lambda part: "" if part.cleared else part.cut).items():
+        yield _lost(trace, refused, [trace.owners[part.weight] for part in parts], cut)
+    ignored = [trace.owners[part.weight] for part in trace.unreached if part.ignored and part not in lost]
     left_out = _left_out(trace, ignored)
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
@@ -74,7 +78,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"the loss does not depend on what is computed with {_named(unused)}"
         finding = _finding(trace, None, unused, cause, (advice("exclude_modules", how),))
         yield replace(finding, severity="note")
-    if not by_function and (refused is not None or (trace.reached == 0 and trained(trace))):
+    if (
+        not by_function
+        and not lost
+        and not trace.unheld
+        and (refused is not None or (trace.reached == 0 and trained(trace)))
+    ):
         yield _none_reached(trace, refused)
 
 
@@ -119,6 +128,23 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
     return f"gradients are off where {named} is used{_at(first)}", [advice(first.weight, how)]
 
 
+def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
+    """Return a finding for parameters whose graph ends at the line `cut`, or, for "", whose gradients were removed."""
+    if cut:
+        whole = count(weights) == count(trained(trace))
+        values = f"values that are computed with {_named(weights)} are detached"
+        cause = f"{'the loss is computed from detached values' if whole else values} at {short(cut)}"
+        how = f"compute the loss without detach(), .data, item() or argmax at {short(cut)}"
+        return _finding(trace, refused, weights, cause, (advice(cut, how),))
+    cause = "zero_grad() or `grad = None` runs between the backward and the optimizer's step"
+    finding = _finding(
+        trace, refused, weights, cause, (advice("zero_grad", "call zero_grad() before the backward"),)
+    )
+    return replace(
+        finding, message=finding.message.replace("no gradient reaches", "the optimizer finds no gradient of")
+    )
+
+
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
     """Return the parameters in `ignored` that gradient checkpointing does not use when it recomputes their layer."""
     recomputed = [call for call in trace.calls if call.recomputed]
@@ -151,10 +177,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
         named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
-    # The last `detach` by user code in the forward.
-    detached = [c for c in trace.calls if c.phase == "forward" and c.op == "aten.detach.default" and c.source]
-    sources = [call.source for call in detached if not in_library(call.source)]
-    where = f" at {short(sources[-1])}" if sources else ""
-    cause = f"the loss is computed from detached values{where}"
-    how = f"compute the loss without detach(), .data, item() or argmax{where}"
-    return _finding(trace, refused, weights, cause, (advice("loss", how),))
+    how = "compute the loss without detach(), .data, tolist() or numpy()"
+    return _finding(
+        trace, refused, weights, "the loss is computed from detached values", (advice("loss", how),)
+    )

@@ -1,9 +1,11 @@
 """
-**What it means.** Gradients are clipped while they are still multiplied by the loss scale of a GradScaler.
+**What it means.** Gradients are clipped while they are still multiplied by the loss scale of a GradScaler, or the
+optimizer steps with such gradients.
 
 **Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling, the
 gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides most of
-the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised.
+the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised. An
+optimizer step with scaled gradients is up to 65,536 times too large for SGD, and skips no step with infinite gradients.
 
 **An example that costs**
 
@@ -43,7 +45,17 @@ _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if the step clips gradients after the backward, but before the GradScaler unscales them."""
+    """Yield a finding if the step clips gradients, or updates parameters with them, before the GradScaler unscales them."""
+    if trace.scaled:
+        how = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
+        yield Finding(
+            "IST308",
+            "error",
+            f"{trace.setup.optimizer} steps with gradients that the loss scale multiplies",
+            phase="optimizer",
+            cause="optimizer.step() runs without scaler.unscale_(optimizer) and scaler.step(optimizer)",
+            fixes=(advice("optimizer.step()", how),),
+        )
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
     backward = [call for call in trace.calls[:unscaled] if call.by_script and _of_gradients(call)]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))

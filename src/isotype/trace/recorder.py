@@ -29,6 +29,7 @@ from isotype.core.operators import leaves, numbers_in, operator_name
 from isotype.core.source import asking_line, is_called_by, shown
 from isotype.model.fold import repeats_of
 from isotype.model.walk import listening, plain_tensors
+from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase
 from isotype.records.trace import CAST_FUNCTIONS, CASTS, FLOATS, Breach, Call, Operand, Origin
 from isotype.trace.flops import flops_of
@@ -43,6 +44,9 @@ ORIGIN = "_isotype_origin"
 _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph, a `torch.autograd.Function`
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 """Each call of `torch.tensor` ends with one of these operators."""
+_SHORTENED = frozenset({"detach", "__get__", "tensor", "as_tensor"})
+"""Python names of `detach`, `.data` and `torch.tensor`; autograd also detaches results that it saves."""
+_READS = frozenset({aten._local_scalar_dense.default, aten.argmax.default})
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 _KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
@@ -99,6 +103,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.names: dict[int, Origin] = {}
         # Dtype in which FSDP2 has gathered the last parameter; None if it has gathered none.
         self.gathered: torch.dtype | None = None
+        # Id of a leaf of the graph -> the first line of user code that drops the graph of a result of this leaf.
+        self.cuts: dict[int, str] = {}
+        self._cut_nodes: set[int] = set()
         # Float dtypes of the step's inputs.
         self.inputs: dict[str, torch.dtype] = {}
         # Module name -> the arguments of `Ledger.count` for the module's own parameters and buffers.
@@ -336,8 +343,23 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)
             place.breached = True
+        if func in _READS or (func is aten.detach.default and self.function in _SHORTENED):
+            self._cut(tensors[0][1], shown(place.source))
         flops = flops_of(func, args, kwargs, result) if outputs else 0
         self._append(name, place, operands, breach, outputs, flops, numbers_in(func, args, kwargs))
+
+    def _cut(self, tensor: torch.Tensor, source: str) -> None:
+        """Record that the line `source` reads a value, or makes a copy of it, without its graph."""
+        waiting: list[Any] = (
+            [tensor.grad_fn] if self.phase == "forward" and source and not in_library(source) else []
+        )
+        while waiting:
+            node = waiting.pop()
+            if type(node).__name__ == "AccumulateGrad":
+                self.cuts.setdefault(id(node.variable), source)
+            elif node is not None and node_number(node) not in self._cut_nodes:
+                self._cut_nodes.add(node_number(node))
+                waiting += [earlier for earlier, _ in node.next_functions]
 
     def _origin_of(
         self,

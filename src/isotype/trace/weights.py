@@ -25,6 +25,10 @@ from isotype.records.trace import HALVES, Quantization, Weight
 
 # Medians and digits of larger tensors are not computed: norms, biases and adapters are far smaller.
 _MOST_ELEMENTS = 1 << 24
+_MISSPELT = frozenset(
+    {"require_grad", "require_grads", "requires_grads", "required_grad", "requires_gradient"}
+)
+"""Attributes that scripts set on parameters in place of `requires_grad`."""
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
@@ -38,7 +42,13 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
     # Each tensor is kept alive: another new tensor of a container could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}
     repeats = repeats_of(model)
+    set_on: dict[str, tuple[str, bool]] = {}
     for place in places(model):
+        # `module.requires_grad = False` sets a plain attribute, which `nn.Module` never reads.
+        if isinstance(value := vars(place.module).get("requires_grad"), bool):
+            set_on[place.name] = f"{place.name or 'model'}.requires_grad", value
+        elif (outer := set_on.get(place.name.rpartition(".")[0])) and place.name:
+            set_on[place.name] = outer
         parameters = [(False, *named) for named in place.module.named_parameters(recurse=False)]
         buffers = [(True, *named) for named in place.module.named_buffers(recurse=False)]
         for buffer, name, tensor in (*parameters, *buffers):
@@ -57,9 +67,15 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
+                set_on=None if buffer else _misspelt(tensor) or set_on.get(place.name),
             )
             rows[id(tensor)] = tensor, row
     return list(rows.values())
+
+
+def _misspelt(tensor: torch.Tensor) -> tuple[str, bool] | None:
+    wrong = ((name, value) for name, value in vars(tensor).items() if name in _MISSPELT)
+    return next(((name, value) for name, value in wrong if isinstance(value, bool)), None)
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -271,6 +272,118 @@ def test_a_script_whose_steps_are_all_skipped_is_told_so(
     status, _, err = _run(capsys, "--no-preflight", str(script))
     assert status == 0
     assert "isotype: no step was judged after it ran: gradients were unscaled, but the optimizer took" in err
+
+
+_LOOP = """
+import copy
+import torch
+from torch.nn.functional import mse_loss
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+x, y, scaler = torch.ones(4, 8), torch.zeros(4, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+BEFORE
+for step in range(3):
+    STEP
+"""
+_PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backward(); optimizer.step()"
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "message", "cause"),
+    [
+        ("", _PLAIN_STEP, "", ""),
+        (
+            "",
+            "loss = mse_loss(model(x), y); loss.backward(); optimizer.zero_grad(); optimizer.step()",
+            "IST307]: the optimizer finds no gradient of 4 of 4 trainable parameters",
+            "zero_grad() or `grad = None` runs between",
+        ),
+        (
+            "",
+            _PLAIN_STEP.replace("model(x)", "model[1](model[0](x).data)"),
+            "IST307]: no gradient reaches 2 of 4 trainable parameters",
+            "values that are computed with weight and others are detached at loop.py:11",
+        ),
+        (
+            "",
+            _PLAIN_STEP.replace("mse_loss(model(x), y)", "torch.tensor(mse_loss(model(x), y).item(), requires_grad=True)"),
+            "IST307]: no gradient reaches 4 of 4 trainable parameters",
+            "the loss is computed from detached values at loop.py:11",
+        ),
+        (
+            "model[1] = torch.nn.Linear(8, 1)",
+            _PLAIN_STEP,
+            "IST309]: no optimizer updates 2 of 4 trainable parameters",
+            "SGD holds 2 parameters that no called module has: it was created before they were replaced",
+        ),
+        (
+            "optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)",
+            _PLAIN_STEP,
+            "IST309]: no optimizer updates 2 of 4 trainable parameters",
+            "no optimizer of the script holds 1.weight and others",
+        ),
+        (
+            "optimizer = torch.optim.SGD(model[0].parameters(), 1e-3); other = torch.optim.SGD(model[1].parameters(), 1e-3)",
+            f"{_PLAIN_STEP}; other.step()",
+            "",
+            "",
+        ),
+        (
+            "masters = [p.detach().clone() for p in model.parameters()]; optimizer = torch.optim.SGD(masters, lr=1e-3)",
+            "loss = mse_loss(model(x), y); loss.backward()\n"
+            "    for master, p in zip(masters, model.parameters()): master.grad = p.grad\n"
+            "    optimizer.step()",
+            "",
+            "",
+        ),
+        (
+            "",
+            "loss = mse_loss(model(x), y); optimizer.zero_grad(); scaler.scale(loss).backward(); optimizer.step()",
+            "IST308]: SGD steps with gradients that the loss scale multiplies",
+            "optimizer.step() runs without scaler.unscale_(optimizer)",
+        ),
+        (
+            "",
+            "with torch.autocast('cpu', torch.float16): loss = mse_loss(model(x), y)\n"
+            "    optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+            "",
+            "",
+        ),
+        (
+            "",
+            "with torch.autocast('cpu', torch.bfloat16, enabled=step == 0): loss = mse_loss(model(x), y)\n"
+            "    optimizer.zero_grad(); loss.backward(); optimizer.step()",
+            "IST306]: the step runs in float32, without autocast",
+            "earlier steps ran under autocast to bfloat16",
+        ),
+        (
+            "",
+            "with torch.autocast('cpu', torch.float16): loss = (model(x) * 0 + 1e-12).log().mean()\n"
+            "    optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+            "IST811]: an epsilon of 1e-12 is zero in float16",
+            "add of a float16 tensor and 1e-12 at loop.py:11",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_move(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    before: str,
+    step: str,
+    message: str,
+    cause: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    script = tmp_path / "loop.py"
+    script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
+    status, _, err = _run(capsys, "--no-preflight", "--steps", "2", str(script))
+    assert status == 0
+    found = re.findall(r"(IST3.*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
+    assert [(text.startswith(message), why.startswith(cause)) for text, why in found] == [
+        (True, True)
+    ] * bool(message)
 
 
 @pytest.mark.parametrize(

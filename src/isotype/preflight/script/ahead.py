@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import math
 import os
@@ -20,12 +19,12 @@ from torch import nn
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
-from isotype.core.optimizers import learning_rate_of
+from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.report.check.report import Report
 from isotype.trace.fake.twin import fake_mode
-from isotype.trace.live.forward import enumerate_inputs
+from isotype.trace.live.forward import enumerate_inputs, living
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
@@ -143,16 +142,13 @@ def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
     """Search all objects of the process; return the optimizer of `model`, and whether an enabled GradScaler exists."""
     parameters = {id(parameter) for parameter in model.parameters()}
-    optimizer, scaler = None, False
-    for candidate in gc.get_objects():
-        # `isinstance` reads an attribute, which would load a lazy object of the script.
-        if issubclass(type(candidate), torch.amp.GradScaler):
-            scaler = scaler or candidate.is_enabled()
-        elif issubclass(type(candidate), torch.optim.Optimizer) and not hasattr(candidate, "optimizer"):
-            trained = (parameter for group in candidate.param_groups for parameter in group["params"])
-            if any(id(parameter) in parameters for parameter in trained):
-                optimizer = candidate
-    return optimizer, scaler
+    optimizer = None
+    for candidate in living(torch.optim.Optimizer):
+        if not hasattr(candidate, "optimizer") and not parameters.isdisjoint(
+            map(id, parameters_of(candidate))
+        ):
+            optimizer = candidate
+    return optimizer, any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from isotype.compat.accelerate import mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, plural
@@ -58,10 +59,11 @@ from isotype.report.check.text import fix_standing, render
 from isotype.report.text import format_kinds, short_source, wrapped
 from isotype.rules import judge
 from isotype.rules.kit.words import evidence
+from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.recorder import device_of
-from isotype.trace.live.watch import Beginning, Watch
+from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""
@@ -72,6 +74,7 @@ _ALL_SKIPPED = (
     "no step was judged after it ran: gradients were unscaled, but the optimizer took no step, because the GradScaler "
     "skipped every step (gradients that are infinite or NaN), or because the script ended first"
 )
+_SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
 _NO_GPU = (
     "asks whether a GPU is available, and this machine has none: the step is the one that the script runs without a GPU, "
     "judged for"
@@ -106,6 +109,7 @@ class Diagnosis:
         self._live: tuple[Finding, ...] = ()
         self._late: tuple[Finding, ...] = ()
         self._setup_seen: Setup | None = None
+        self._autocast: torch.dtype | None = None
         self._loss_traced = True
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
@@ -157,6 +161,7 @@ class Diagnosis:
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
             self._say(f"the first step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
+        self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
         self._say_ahead(report, time.perf_counter() - started)
         # `_say_ahead` has reported that the trace is incomplete.
         return replace(report, findings=tuple(f for f in report.findings if f.kind != "untraced"))
@@ -177,7 +182,6 @@ class Diagnosis:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
             self._say(f"the first step was traced only up to {where}: {reason}")
-        self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
         if not self._loss_traced:
             self._say("the model returns no loss: the loss that the script computes was not traced")
 
@@ -186,17 +190,30 @@ class Diagnosis:
     def _after(self) -> None:
         self._setup_seen = setup = self._setup()
         if setup is not None and (self.report is None or not self.report.complete):
-            self._live = judge(self.watch.trace(setup))
+            self._live = judge(self._trace(setup))
         elif setup is not None and self._speaks:
             modules = {unreached.module for unreached in self.watch.unreached}
-            if not self._loss_traced or setup.scaler:
+            trace = self._trace(setup)
+            if not self._loss_traced or setup.scaler or trace.unheld or trace.scaled or trace.no_autocast:
                 modules.add("")  # the script's own code, which computes the loss and clips gradients
-            findings = [f for f in judge(self.watch.trace(setup)) if f.severity != "note"]
+            findings = [f for f in judge(trace) if f.severity != "note"]
             self._say_late([finding for finding in findings if finding.module in modules])
+        if self.watch.skipped == MANY_SKIPPED and self._speaks:
+            self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
+        if self.watch.skipping:
+            return
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
         if self._setup_seen is not None and self._speaks:
             self._averages.stepped(self.watch.roots)
+
+    def _trace(self, setup: Setup) -> Trace:
+        """Return the trace of the step that has just run, with a reason if it should have run under autocast."""
+        asked, before, self._autocast = mixed_precision(), self._autocast, setup.autocast
+        why = f"accelerate's mixed precision is {asked}" if asked in ("fp16", "bf16") else ""
+        if before is not None:
+            why = f"earlier steps ran under autocast to {dtype_name(before)}"
+        return self.watch.trace(setup, no_autocast=why if self.watch.without_autocast else "")
 
     def _averaged(self, call: Call) -> None:
         """Report an addition to a 16-bit copy of the weights."""
@@ -214,7 +231,8 @@ class Diagnosis:
         codes = {finding.code for finding in (*self._findings(), *self._late)}
         if new := [finding for finding in findings if finding.code not in codes]:
             self._late += tuple(new)
-            self._say("after the first step:")
+            number = len(self.watch.seen) + self.watch.skipped
+            self._say("after the first step:" if number <= 1 else f"after step {number}:")
             self._print_brief(new)
 
     def _setup(self) -> Setup | None:
@@ -252,14 +270,16 @@ class Diagnosis:
         watch = self.watch
         for note in watch.notes:
             self._say(note)
-        if not watch.seen:
-            if watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
-                self._say(_ALL_SKIPPED)
-            return
-        steps, last = len(watch.seen), watch.seen[-1]
         findings = [finding for finding in (*self._findings(), *self._late) if finding.severity != "note"]
         if self.report is None or not self.report.complete:
             self._print_brief([finding for finding in findings if finding not in self._late])
+        if not watch.seen:
+            if watch.skipped:
+                self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none")
+            elif watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
+                self._say(_ALL_SKIPPED)
+            return
+        steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
         step = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(f"{step} watched: {plural(last.operators, 'operator')}, {words}; {_peak(last.memory)}")
@@ -440,13 +460,15 @@ def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[st
     `returned` is a queue, because a check restores all other objects that the function changes.
     """
 
-    def loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        output = call_with(model, inputs)
-        if torch.is_grad_enabled():
-            returned.put(find_loss(output) is not None)
-        return loss_of(output)
+    class Loss(LossOfOutput):
+        def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+            output = call_with(model, inputs)
+            self.partial = find_loss(output) is None
+            if torch.is_grad_enabled():
+                returned.put(not self.partial)
+            return loss_of(output)
 
-    return loss
+    return Loss()
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:

@@ -18,7 +18,7 @@ from isotype.compat.compiler import uncompiled
 from isotype.compat.torch import ORIGINAL, fake_errors_unlogged
 from isotype.compat.transformers import fakes_taken_for_real
 from isotype.core.random_states import random_states_kept
-from isotype.model.loss import loss_of
+from isotype.model.loss import is_partial, loss_of
 from isotype.records.memory import MemoryKind
 from isotype.records.request import LossOf, named_inputs
 from isotype.records.trace import Weight
@@ -33,7 +33,18 @@ def loss_function(inputs: Any) -> LossFunction:
         return inputs.function
     if callable(inputs):
         return lambda model, _: cast("torch.Tensor", inputs(model))
-    return lambda model, inputs: loss_of(model(**inputs))
+    return LossOfOutput()
+
+
+class LossOfOutput:
+    """The loss in the output of a model. `partial` is the result of `is_partial` for the last output."""
+
+    partial = False
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        output = model(**inputs)
+        self.partial = is_partial(output)
+        return loss_of(output)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,11 +67,11 @@ class Gradients:
                 ignored = function is None
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
-    def unreached(self) -> Iterator[Unreached]:
-        """Yield the parameters that the forward has used and that have no gradient after the backward."""
+    def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
+        """Yield the parameters that the forward has used and that have no gradient after the backward, with `Recorder.cuts`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
-                yield unreached
+                yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")
 
 
 def _function() -> str | None:

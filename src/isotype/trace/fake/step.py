@@ -27,6 +27,7 @@ from isotype.core.errors import first_line
 from isotype.core.names import base_name
 from isotype.core.optimizers import OPTIMIZERS, state_bytes
 from isotype.core.source import line_of
+from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.records.memory import Memory
@@ -43,6 +44,7 @@ from isotype.records.trace import (
     Weight,
 )
 from isotype.trace.fake.code import (
+    LossOfOutput,
     StepCode,
     loss_function,
     named_tensors,
@@ -132,8 +134,9 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         model=type(model).__name__,
         input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
-        unreached=tuple(step.recorder.gradients.unreached()),
+        unreached=tuple(step.recorder.gradients.unreached({} if step.partial else step.recorder.cuts)),
         without_effect=step.without_effect,
+        unmatched=unmatched(model),
         by_ranges={
             base_name(name): exponent
             for name, module in step.twin.named_modules()
@@ -177,6 +180,8 @@ class _Step:
         self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
+        # Whether the traced loss may depend on fewer parameters than the loss of the training.
+        self.partial = False
         self.without_effect: tuple[str, ...] = ()
         self.stepped: Any = None
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
@@ -272,6 +277,7 @@ class _Step:
     def _forward(self) -> None:
         with self._autocast():
             self.loss = self.loss_of(self.twin, self.inputs)
+            self.partial = isinstance(self.loss_of, LossOfOutput) and self.loss_of.partial
         if self.loss is not None:
             # Padding behind a row reaches no causal prediction: such a mask has no effect in a working step either.
             names = self.recorder.reach.without_effect(self.loss)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from isotype.core.operators import ADDS_IN_PLACE, operator_name
 from isotype.core.source import asking_line, shown
 from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Operand, Origin
 
+Kind = TypeVar("Kind")
+
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -23,6 +26,12 @@ def trains(module: nn.Module) -> bool:
     if not torch.is_grad_enabled():
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
+
+
+def living(kind: type[Kind]) -> Iterator[Kind]:
+    """Yield all objects of a type, and of its subclasses, in this process."""
+    # `isinstance` reads an attribute, which would load a lazy object of the script.
+    yield from (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def named_inputs(

@@ -53,6 +53,7 @@ class LiveRecorder(Recorder):
         failed: the last call of this step that raised; the script may have caught the error.
         failure_text: the error of `failed`; "" if no call raised.
         weights: parameters and buffers of every model that the script has called.
+        graded: ids of the parameters for which a backward of this step has computed a gradient.
         of_gradients: True to record only operators whose first operand is a gradient that backward has accumulated.
     """
 
@@ -68,6 +69,7 @@ class LiveRecorder(Recorder):
         self.failed: Call | None = None
         self.failure_text = ""
         self.weights: list[Weight] = []
+        self.graded: set[int] = set()
         self._marked: list[TensorWeakRef] = []
         self._process = os.getpid()
 
@@ -125,7 +127,8 @@ class LiveRecorder(Recorder):
 
     def begin_step(self) -> None:
         """Start another step: remove the calls and errors of the last step."""
-        self.calls.clear()
+        for record in (self.calls, self.cuts, self._cut_nodes, self.graded):
+            record.clear()
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
 
@@ -219,6 +222,7 @@ class LiveRecorder(Recorder):
                 self.ledger.count(value, "inputs")
 
     def _gradient(self, parameter: torch.Tensor) -> None:
+        self.graded.add(id(parameter))
         if parameter.grad is not None:
             self._book(self.ledger.count, parameter.grad, "gradients")
 

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,17 +36,23 @@ from isotype.compat.torch import (
     take_out,
     tree_leaves,
 )
-from isotype.core.optimizers import learning_rate_of
+from isotype.compat.torch_scaler import stored_scale
+from isotype.core.optimizers import learning_rate_of, parameters_of
+from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.reach import Unreached
-from isotype.records.trace import Failure, Setup, Trace
-from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
+from isotype.records.trace import Call, Failure, Setup, Trace
+from isotype.trace.live.forward import enumerate_inputs, living, named_inputs, trains
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
+from isotype.trace.recorder import ORIGIN
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
 WATCH_SECONDS = 10.0
 """Time limit of the recorder's own work in seconds: enough for 100,000 operators."""
+
+MANY_SKIPPED = 20
+"""If the GradScaler skips so many steps, the recording ends: halved so often, a loss scale of 65536 is below 1."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
@@ -88,7 +94,7 @@ class Watch:
     Args:
         steps: number of optimizer steps, at least 1.
         before: called once, before the first training forward runs. The script waits meanwhile.
-        after: called at the end of a step, while the step's calls are still available.
+        after: called at the end of a step, also of a skipped one, while the step's calls are still available.
         evaluates: called before each recorded forward of an evaluation or generation.
 
     Attributes:
@@ -100,6 +106,9 @@ class Watch:
         scaler: True if a GradScaler has unscaled gradients.
         reached: how many of the optimizer's parameters have a gradient; None before its first step.
         unreached: the optimizer's parameters that have no gradient although the forward used them.
+        unheld, orphans, scaled: see `isotype.records.trace.Trace`.
+        skipped: number of steps that the GradScaler has skipped.
+        skipping: whether `after` is called for a skipped step.
     """
 
     def __init__(
@@ -117,6 +126,9 @@ class Watch:
         self.learning_rate: float | None = None
         self.reached: int | None = None
         self.unreached: tuple[Unreached, ...] = ()
+        self.unheld: tuple[str, ...] = ()
+        self.orphans, self.scaled = 0, False
+        self.skipped, self.skipping = 0, False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -222,6 +234,8 @@ class Watch:
                 self._end_evaluation()
                 return
             assert self.recorder is not None
+            if self.recorder.phase == "unscale":
+                self._skip()
             if self.recorder.phase == "backward" and not in_backward():
                 self._pause()
                 return
@@ -321,6 +335,16 @@ class Watch:
         self.recorder.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
         self._module_hooks.close()
 
+    def _skip(self) -> None:
+        """End a step that the GradScaler has skipped: judge it, and record the step that now begins."""
+        assert self.recorder is not None
+        self.scaler, self.skipped, self.skipping = True, self.skipped + 1, True
+        self._without_modes(self._after)
+        self.skipping = False
+        if self.skipped == MANY_SKIPPED:
+            self.detach()
+        self.recorder.begin_step()
+
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_mine():
             return
@@ -328,7 +352,9 @@ class Watch:
         if self.state == "waiting":
             self._blind += 1
             if self._blind == _BLIND_STEPS:
-                self._note("the optimizer steps, but no module ran a forward: nothing was recorded")
+                frozen = not any(parameter.requires_grad for parameter in parameters_of(optimizer))
+                why = "none of its parameters requires a gradient" if frozen else "no module ran a forward"
+                self._note(f"the optimizer steps, but {why}: nothing was recorded")
                 self.detach()
             return
         if self.state == "paused":
@@ -351,20 +377,51 @@ class Watch:
             for operand in call.operands
             if operand.origin.kind == "parameter"
         }
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        weights = [*parameters_of(optimizer)]
         trained = [weight for weight in weights if weight.requires_grad]
         self.reached = sum(weight.grad is not None for weight in trained)
-        origins = [self.recorder.names.get(id(weight)) for weight in trained if weight.grad is None]
+        origins = [(w, self.recorder.names.get(id(w))) for w in trained if w.grad is None]
         self.unreached = tuple(
-            Unreached(origin.name, used[origin.name], "", "", (), ignored=True)
-            for origin in origins
+            Unreached(
+                origin.name,
+                used[origin.name],
+                "",
+                "",
+                (),
+                ignored=True,
+                cut=self.recorder.cuts.get(id(weight), ""),
+                cleared=id(weight) in self.recorder.graded,
+            )
+            for weight, origin in origins
             if origin is not None and origin.name in used
         )
+        self.orphans = len(trained) - self.reached - sum(origin is not None for _, origin in origins)
+        if any(w.grad is not None and id(w) not in self.recorder.names for w in weights):
+            self.reached, self.unheld = None, ()  # these are master copies of the model's parameters
+        else:
+            self.unheld = tuple(self._without_optimizer(weights))
+        unscaled = self.scaler or getattr(optimizer, "grad_scale", None) is not None
+        done = any(c.phase == "unscale" or (c.by_script and _is_of_gradients(c)) for c in self.recorder.calls)
+        # The recorder has marked the scale if this step has multiplied a loss by it.
+        scales = map(stored_scale, living(torch.amp.GradScaler))
+        self.scaled = not unscaled and not done and any(hasattr(scale, ORIGIN) for scale in scales)
+
+    def _without_optimizer(self, weights: Sequence[torch.Tensor]) -> Iterator[str]:
+        """Yield the trainable parameters with a gradient that no optimizer holds; `weights` are those of the stepping one."""
+        assert self.recorder is not None
+        names, held = self.recorder.names, {*map(id, weights)}
+        called = {id(weight): weight for root in self._roots for weight in root.parameters()}
+        left = {
+            key: w for key, w in called.items() if w.requires_grad and w.grad is not None and key not in held
+        }
+        for optimizer in living(torch.optim.Optimizer) if left else ():
+            held.update(map(id, parameters_of(optimizer)))
+        yield from (names[key].name for key in left if key not in held and key in names)
 
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count what the optimizer has held since before the step: states, and master weights outside of the model."""
         assert self.recorder is not None
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        weights = parameters_of(optimizer)
         states = (value for state in optimizer.state.values() for value in tree_leaves(state))
         for held in (*(weight for weight in weights if id(weight) not in self.recorder.names), *states):
             if isinstance(held, torch.Tensor):
@@ -393,7 +450,7 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------------------- trace
 
-    def trace(self, setup: Setup, failure: Failure | None = None) -> Trace:
+    def trace(self, setup: Setup, failure: Failure | None = None, no_autocast: str = "") -> Trace:
         """Return the trace of the current or last recorded step. Without a `failure`, the trace has no breaches."""
         assert self.recorder is not None
         recorder = self.recorder
@@ -418,7 +475,26 @@ class Watch:
             input_dtypes=dict(recorder.inputs),
             reached=self.reached,
             unreached=self.unreached,
+            unheld=self.unheld,
+            orphans=self.orphans,
+            scaled=self.scaled,
+            unmatched=tuple(name for root in self._roots for name in unmatched(root)),
+            no_autocast=no_autocast,
         )
+
+    @property
+    def without_autocast(self) -> bool:
+        """True if no product with a trainable parameter ran under autocast, and at least one ran in float32."""
+        assert self.recorder is not None
+        trained = {weight.name for weight in self.recorder.weights if weight.trainable}
+        products = [
+            call
+            for call in self.recorder.calls
+            if call.phase == "forward" and call.flops
+            if any(trained.intersection(step.name for step in o.origin.path()) for o in call.operands)
+        ]
+        float32 = any(call.results[0][0] == torch.float32 for call in products)
+        return float32 and not any(call.autocast for call in products)
 
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
@@ -426,6 +502,10 @@ class Watch:
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
         return counts.most_common(1)[0][0] if counts else None
+
+
+def _is_of_gradients(call: Call) -> bool:
+    return bool(call.operands) and call.operands[0].origin.kind == "gradient"
 
 
 def _remove_filter(entry: Any) -> None:

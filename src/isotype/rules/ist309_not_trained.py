@@ -1,0 +1,77 @@
+"""
+**What it means.** A line that chooses what is trained has no effect, or not the effect that its author expects:
+
+- No optimizer holds a trainable parameter that has a gradient.
+- `requires_grad` is set on a module, or is misspelt, so it is a plain attribute that torch never reads.
+- Names in PEFT's `target_modules` or `modules_to_save` match no module.
+
+**Why it is bad.** The parameter never changes, or a parameter that should be frozen changes. No error is raised. The
+gradients of parameters without an optimizer cost memory and time, too.
+
+**An example that costs**
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.fc = nn.Linear(512, 10)                            # the optimizer still holds the old layer
+    model.encoder.requires_grad = False                      # freezes nothing
+
+**Repaired**
+
+    model.fc = nn.Linear(512, 10)
+    model.encoder.requires_grad_(False)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+
+**What is not reported.** Parameters whose master copies an optimizer holds. `isotype check` has no optimizers of a
+script, so only `isotype run` reports the first case. Names that match at least one module are not reported, even if they match fewer modules than expected.
+
+**How safe is the fix?** The fix changes what is trained, as the line intended.
+
+**Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
+udacity/deep-learning-v2-pytorch #12; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotype.core.names import grouped, plural
+from isotype.records.finding import Finding
+from isotype.records.trace import Trace
+from isotype.rules.kit.weight_sets import count, names, trained
+from isotype.rules.kit.words import advice, and_others
+
+TITLE = "Choices of what is trained that have no effect"
+
+
+def find(trace: Trace) -> Iterator[Finding]:
+    if trace.unheld:
+        weights = [trace.owners[name] for name in trace.unheld]
+        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} that no called module has: it was created before they were replaced"
+        how = "create the optimizer after the last change of the model, with all parameters to train; freeze the others (requires_grad_(False)) to save their gradients"
+        yield Finding(
+            "IST309",
+            "warning",
+            f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters",
+            phase="optimizer",
+            cause=old if trace.orphans else f"no optimizer of the script holds {and_others(names(weights))}",
+            fixes=(advice("optimizer", how),),
+        )
+    wrong = [weight for weight in trace.weights if weight.set_on and weight.set_on[1] != weight.trainable]
+    for (attribute, value), weights in grouped(wrong, lambda weight: weight.set_on or ("", False)).items():
+        yield Finding(
+            "IST309",
+            "warning",
+            f"{attribute} = {value} has no effect: {plural(count(weights), 'parameter')} stay {'frozen' if value else 'trainable'}",
+            module=weights[0].module,
+            cause=f"{attribute} is a plain attribute, which torch never reads",
+            fixes=(
+                advice(attribute, f"call requires_grad_({value}), or set `requires_grad` of each parameter"),
+            ),
+        )
+    if trace.unmatched:
+        yield Finding(
+            "IST309",
+            "warning",
+            f"names of modules that the adapter should train match no module: {', '.join(trace.unmatched)}",
+            cause="PEFT leaves out names in target_modules and modules_to_save that match nothing, if another name matches",
+            fixes=(advice("target_modules", "give the names that model.named_modules() yields"),),
+        )

@@ -1,0 +1,68 @@
+"""Choices of what is trained that have no effect; tests/preflight/script/test_run.py has those of a script's optimizers."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from tests.rules.samples import trace
+from tests.rules.traces import found, llama, traced
+
+RULE = "ist309_not_trained"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.encoder(x))
+        return out
+
+
+def of_net(net: Net) -> list[str]:
+    return [finding.message for finding in found(RULE, traced(net, {"x": torch.ones(1, 4)}))]
+
+
+def test_requires_grad_of_a_module_and_a_misspelt_attribute() -> None:
+    net = Net()
+    net.encoder.requires_grad = False  # type: ignore[assignment]
+    for parameter in net.head.parameters():
+        parameter.require_grad = False  # type: ignore[attr-defined]
+    assert of_net(net) == [
+        "encoder.requires_grad = False has no effect: 4 parameters stay trainable",
+        "require_grad = False has no effect: 2 parameters stay trainable",
+    ]
+    net = Net().requires_grad_(False)
+    net.head.requires_grad = True  # type: ignore[assignment]
+    assert of_net(net) == ["head.requires_grad = True has no effect: 2 parameters stay frozen"]
+
+
+def test_attributes_that_agree_with_the_parameters() -> None:
+    net = Net()
+    net.encoder.requires_grad = True  # type: ignore[assignment]
+    assert of_net(net) == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["q_proj", "fc1", "layers.0.mlp.in_proj"], ["fc1, layers.0.mlp.in_proj"]),
+        (["q_proj", "mlp.up_proj"], []),
+        (r".*\.q_proj", []),
+        ("all-linear", []),
+    ],
+)
+def test_names_that_match_no_module(targets: str | list[str], missing: list[str]) -> None:
+    model = llama(layers=1).unload()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
+    inputs = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+    findings = found(RULE, traced(adapted, inputs))
+    assert [finding.message.partition("match no module: ")[2] for finding in findings] == missing
+
+
+def test_a_step_with_nothing_wrong() -> None:
+    assert found(RULE, trace()) == []
