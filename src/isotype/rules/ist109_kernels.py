@@ -67,6 +67,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         dtype, where, cause = dtype_name(floats[0].dtype), short(finding.source), floats[0].origin.cause
         # The operator takes integers: a cast to another float dtype does not help.
         if floats[0].dtype.itemsize >= 4 or _TAKES_INTEGERS.search(finding.op):
+            if cause.kind == "conversion" and _TAKES_INTEGERS.search(cause.name):
+                continue  # with integers, the operator that returns this operand returns integers
             stored = cause.kind in ("buffer", "parameter")
             what = f"keep the integers of {cause.name}, which a cast to {dtype} rounds"
             masks = what if stored else f"use bool or integer tensors at {where}"
