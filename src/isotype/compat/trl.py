@@ -47,7 +47,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Set the model's forward to `forward(model, …)`, until `take_forward` restores the former forward."""
+    """Set the model's forward to `forward(model, …)`, which may call the `former_forward`."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 
@@ -56,13 +56,6 @@ def former_forward(model: Any) -> Callable[..., Any]:
     """Return the forward that `put_forward` replaced."""
     forward: Callable[..., Any] = model.__dict__[_FORMER]
     return forward
-
-
-def take_forward(model: Any) -> None:
-    """Restore the forward that `put_forward` replaced; do nothing if `put_forward` was not called."""
-    former = model.__dict__.pop(_FORMER, None)
-    if former is not None:
-        model.forward = former
 
 
 def completions_of(trainer: Any) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from isotype.compat.peft import without_peft
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import attention_of
-from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward, take_forward
+from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
@@ -33,7 +33,6 @@ from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.simulated import has_value, working_dtype
 
-_SMOOTHER = "_isotype_label_smoother"
 _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
 """Attribute of isotype's forward that contains the `_HeadRequest`."""
@@ -94,7 +93,7 @@ def use_own_head(trainer: Any) -> None:
             request = replace(request, faster=choice.isotype)
         put_forward(model, _forward_of(type(model), request))
         if smoothing:
-            trainer.__dict__[_SMOOTHER], trainer.label_smoother = trainer.label_smoother, None
+            trainer.label_smoother = None
 
 
 def goes_by_lengths(model: Any) -> bool:
@@ -142,14 +141,6 @@ def put_head(model: Any) -> None:
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
-
-
-def use_trl_head(trainer: Any) -> None:
-    """Undo `use_own_head`, before or after `train()`."""
-    for model in _models(trainer):
-        take_forward(model)
-    if _SMOOTHER in trainer.__dict__:
-        trainer.label_smoother = trainer.__dict__.pop(_SMOOTHER)
 
 
 def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
