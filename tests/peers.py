@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import set_seed
 
 from isotype.lora.attention import registered
-from isotype.lora.attention.choice import OWN, Choice, offered
+from isotype.lora.attention.choice import OWN, offered
 from isotype.lora.fuse import fuse, unfuse
+from isotype.lora.measured import Times
 from tests.reality import loss_of
 from tests.zoo import ARCHITECTURES
 
@@ -253,7 +254,8 @@ def own_attention(name: str) -> Iterator[None]:
     """One of isotype's attention kernels, whichever is faster on this machine: by turns, but the same for one architecture."""
     kernels = [kernel for kernel in OWN if kernel in offered(torch.float32)]
     kernel = kernels[zlib.crc32(name.encode()) % len(kernels)]
-    with patch.object(registered, "choose", lambda shape: (Choice(kernel, kernel, {}, 2.0), None)):
+    times = Times({"sdpa": 2.0, kernel: 1.0}, 2.0)
+    with patch.object(registered, "times_of", lambda shape: (times, None)):
         yield
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from isotype.lora.attention import registered
-from isotype.lora.attention.choice import Choice
 from isotype.lora.loops import elementwise
+from isotype.lora.measured import Times
 from tests.cpus import no_compiler
 
 
@@ -28,8 +28,8 @@ KERNELS = ("blocks", pytest.param("strips", marks=pytest.mark.lacking(no_compile
 @pytest.fixture(params=KERNELS)
 def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
-    choice = Choice(request.param, request.param, {}, 2.0)
-    monkeypatch.setattr(registered, "choose", lambda shape: (choice, None))
+    times = Times({"sdpa": 2.0, request.param: 1.0}, 2.0)
+    monkeypatch.setattr(registered, "times_of", lambda shape: (times, None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

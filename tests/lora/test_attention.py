@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isotype.core.compiled import NotCompiledError
 from isotype.core.dtypes import dtype_name
 from isotype.lora.attention import strips
-from isotype.lora.attention.choice import OWN, Name
+from isotype.lora.attention.choice import OWN
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
 from isotype.lora.loops.loading import Loops
 from tests.cpus import no_compiler
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, tor
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}
 Tensors = tuple[torch.Tensor, ...]
 
-_current: list[Name] = ["blocks"]
+_current: list[str] = ["blocks"]
 
 
 NEEDS = {"strips": pytest.mark.lacking(no_compiler())}
@@ -40,9 +40,9 @@ STRIPS = [pytest.param("strips", marks=NEEDS["strips"])]
 
 
 @pytest.fixture(autouse=True, params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Name:
+def kernel(request: pytest.FixtureRequest) -> str:
     """The kernel that `attention` is in this test; each test runs with every one that there is on this machine."""
-    name: Name = request.param
+    name: str = request.param
     _current[:] = [name]
     return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from isotype.lora.attention import registered
 from isotype.lora.attention.blocks import float32_copies, recomputed
 from isotype.lora.attention.choice import (
     OWN,
-    Choice,
     Shape,
-    choose,
-    decided,
+    chosen,
     measure,
     offered,
     shape_of,
+    times_of,
 )
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
+from isotype.lora.measured import Times
 from tests import cpus
 from tests.adapters import step
 from tests.lora.conftest import KERNELS
@@ -100,7 +101,7 @@ def test_models(name: str, side: str) -> None:
         }
     report = assert_same_step(model, batch, present.bool())
     assert report.taken
-    assert report.choices
+    assert report.times
     assert not report.left
 
 
@@ -129,7 +130,8 @@ def test_packed_batches_take_isotypes_fastest_even_if_torchs_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[str] = []
-    monkeypatch.setattr(registered, "choose", lambda shape: (Choice("sdpa", "blocks", {}, 0.5), None))
+    times = Times({"sdpa": 1.0, "blocks": 2.0}, 0.5)
+    monkeypatch.setattr(registered, "times_of", lambda shape: (times, None))
     monkeypatch.setitem(
         OWN, "blocks", lambda q, k, v, *_, **__: (taken.append("blocks"), torch.zeros_like(q))[1]
     )
@@ -187,7 +189,7 @@ def test_calls_without_rows_queries_or_keys(batch: int, queries: int, keys: int,
     assert out.shape == (batch, queries, 4, 16)
     assert not out.any()
     assert not report.left
-    assert not report.choices
+    assert not report.times
 
 
 def test_a_mask_of_numbers_that_torch_does_not_take_is_refused_as_torch_refuses_it() -> None:
@@ -276,22 +278,22 @@ def test_what_is_foreseen_is_the_attention_that_it_stands_for() -> None:
 SHAPE = Shape(1, 1, 2, 16, 16, 64, "causal", torch.float32, True)
 
 
-def known(shape: Shape) -> choices.Choice | None:
+def known(shape: Shape) -> Times | None:
     return choices._CHOICES.get(choices._file(torch.get_num_threads(), shape.dtype), choices._key(shape))
 
 
 def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert known(SHAPE) is None
-    made, unkept = choose(SHAPE)
+    made, unkept = times_of(SHAPE)
     assert unkept is None
     assert tuple(made.milliseconds) == offered(torch.float32)
     assert min(made.milliseconds.values()) > 0
     choices._CHOICES.known.clear()
     monkeypatch.setattr(choices, "measure", lambda shape, threads: pytest.fail("measured again"))
-    assert choose(SHAPE) == (made, None)
+    assert times_of(SHAPE) == (made, None)
     (file,) = cache.iterdir()
     (kept,) = json.loads(file.read_text()).values()
-    assert kept["kernel"] == made.kernel
+    assert Times(**kept) == made
 
 
 @pytest.mark.parametrize("kind", ["causal", "full", "masked"])
@@ -306,25 +308,25 @@ def test_the_kernels_that_are_measured_give_the_same(kind: Any, trained: bool) -
 
 
 def test_a_damaged_file_counts_as_none(cache: Path) -> None:
-    made, _ = choose(SHAPE)
+    made, _ = times_of(SHAPE)
     (file,) = cache.iterdir()
     for text in ("{", "[]", '{"a": {"kernel": 1}}'):
         file.write_text(text)
         choices._CHOICES.known.clear()
         assert known(SHAPE) is None
-    assert set(choose(SHAPE)[0].milliseconds) == set(made.milliseconds)
+    assert set(times_of(SHAPE)[0].milliseconds) == set(made.milliseconds)
 
 
 def test_a_choice_that_cannot_be_kept_is_told(cache: Path) -> None:
     cache.write_text("a file where the folder would be")
-    made, unkept = choose(SHAPE)
+    made, unkept = times_of(SHAPE)
     assert unkept is not None
     assert str(cache) in unkept
-    assert choose(SHAPE) == (made, None)
+    assert times_of(SHAPE) == (made, None)
 
 
 def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
-    choose(SHAPE)
+    times_of(SHAPE)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
@@ -336,12 +338,13 @@ def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
 
 def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:
     torchs, slow = [10.0] * 5, [20.0] * 5
-    assert decided({"sdpa": torchs, "blocks": [5.0] * 5}).kernel == "blocks"
-    assert decided({"sdpa": torchs, "blocks": [9.8] * 5}).kernel == "sdpa"
-    assert decided({"sdpa": torchs, "blocks": [5.0, 5.0, 12.0, 11.0, 5.0]}).kernel == "sdpa"
-    assert decided({"sdpa": torchs, "blocks": [5.0] * 5, "strips": [4.0] * 5}).kernel == "strips"
-    beaten = decided({"sdpa": torchs, "blocks": slow, "strips": [11.0] * 5})
-    assert (beaten.kernel, beaten.own) == ("sdpa", "strips")
+    by_quarter = partial(Times.of, share=0.25)
+    assert chosen(by_quarter({"sdpa": torchs, "blocks": [5.0] * 5})) == "blocks"
+    assert chosen(by_quarter({"sdpa": torchs, "blocks": [9.8] * 5})) == "sdpa"
+    assert chosen(by_quarter({"sdpa": torchs, "blocks": [5.0, 5.0, 12.0, 11.0, 5.0]})) == "sdpa"
+    assert chosen(by_quarter({"sdpa": torchs, "blocks": [5.0] * 5, "strips": [4.0] * 5})) == "strips"
+    beaten = by_quarter({"sdpa": torchs, "blocks": slow, "strips": [11.0] * 5})
+    assert (chosen(beaten), beaten.fastest) == ("sdpa", "strips")
 
 
 def test_without_a_compiler_two_kernels_are_measured_and_that_is_said(
@@ -354,8 +357,8 @@ def test_without_a_compiler_two_kernels_are_measured_and_that_is_said(
     report = use_fast_attention(model)
     assert "compiler" not in str(report)  # nothing has been called
     step(model, tiny_batch("llama"))
-    (choice,) = report.choices.values()
-    assert set(choice.milliseconds) == {"sdpa", "blocks"}
+    (times,) = report.times.values()
+    assert set(times.milliseconds) == {"sdpa", "blocks"}
     assert "isotype's compiled kernel is not among them: there is no C++ compiler (c++) on the path" in str(
         report
     )
@@ -371,7 +374,7 @@ def test_a_measurement_knows_nothing_of_its_caller() -> None:
         state = torch.get_rng_state()
         made = measure(SHAPE, torch.get_num_threads())
     assert not packed
-    assert made.kernel in choices.KERNELS
+    assert made.fastest in choices.KERNELS
     assert torch.equal(torch.get_rng_state(), state)
 
 

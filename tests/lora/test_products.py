@@ -18,7 +18,8 @@ import torch
 
 from isotype.lora.loops import products
 from isotype.lora.loops.loading import Loops
-from isotype.lora.loops.products import FEWEST, Sum, Timing, compiled_products, is_used, timing, write_sums
+from isotype.lora.loops.products import FEWEST, Sum, compiled_products, is_used, timing, write_sums
+from isotype.lora.measured import Times
 from tests.cpus import no_bfloat16_loops, no_compiler, pretend
 from tests.lora.watched import Watched
 from tests.pairwise import pairwise
@@ -220,6 +221,9 @@ def test_who_watches_operators_sees_those_of_torch(dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------------------- which way is taken
 
 
+FASTER, SLOWER = Times({"torch": 2.0, "loops": 1.0}, 2.0), Times({"torch": 1.0, "loops": 2.0}, 0.5)
+
+
 @pytest.fixture
 def cache(compiled_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
@@ -239,33 +243,38 @@ def test_the_faster_way_is_measured_once_and_kept(
     cache: Path, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = timing(compiled_dtype)
-    assert min(made.torch, made.loops) > 0
+    assert min(made.milliseconds.values()) > 0
     _as_another_process(monkeypatch)
     monkeypatch.setattr(products, "measure", lambda dtype, threads: pytest.fail("measured again"))
     assert timing(compiled_dtype) == made
     (file,) = cache.iterdir()
-    monkeypatch.setattr(products, "measure", lambda dtype, threads: Timing(1.0, 2.0, 0.5))
-    wrong = {"a": {"torch": 1.0}, "b": dict.fromkeys(("torch", "loops", "ratio"))}
-    contents = [json.dumps({"float32": each, "bfloat16": each}) for each in (*wrong.values(), 3)]
+    monkeypatch.setattr(products, "measure", lambda dtype, threads: SLOWER)
+    wrong = (
+        {"faster": 1.0},
+        {"milliseconds": None, "faster": 1.0},
+        {"milliseconds": {"torch": None}, "faster": 1.0},
+        3,
+    )
+    contents = [json.dumps({"float32": each, "bfloat16": each}) for each in wrong]
     for damaged in ("{", "[]", *contents):
         file.write_text(damaged)
         _as_another_process(monkeypatch)
-        assert timing(compiled_dtype) == Timing(1.0, 2.0, 0.5)
+        assert timing(compiled_dtype) == SLOWER
 
 
 def test_the_slower_way_is_not_taken(
     cache: Path, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.zeros(FEWEST, 8)
-    for taken in (Timing(2.0, 1.0, 2.0), Timing(1.0, 2.0, 0.5)):
+    for taken in (FASTER, SLOWER):
         _as_another_process(monkeypatch)
         monkeypatch.setattr(products, "measure", lambda dtype, threads, taken=taken: taken)
-        assert is_used(compiled_dtype, x) == (taken.ratio > 1)
+        assert is_used(compiled_dtype, x) == (taken is FASTER)
         shutil.rmtree(cache)
 
 
 def test_what_the_loops_cannot_take(compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "timing", lambda dtype: Timing(2.0, 1.0, 2.0))
+    monkeypatch.setattr(products, "timing", lambda dtype: FASTER)
     x = torch.zeros(FEWEST, 8)
     assert is_used(compiled_dtype, torch.nn.Parameter(x))
     assert not is_used(compiled_dtype, x[1:])

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from isotype.lora import kernels
-from isotype.lora.loss.head_choice import TIMES, HeadTimes, times_file
+from isotype.lora.loss.head_choice import TIMES, times_file
+from isotype.lora.measured import Times
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,
@@ -365,14 +366,14 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
         return kernels.Kernel("torch" if reasons else "aten", None, reasons)
 
     monkeypatch.setattr(kernels, "chosen", chosen)
-    times: dict[str, HeadTimes] = {}
+    times: dict[str, Times] = {}
     monkeypatch.setattr("isotype.report.doctor.card_of", lambda device: f"card {device.index}")
     monkeypatch.setattr(TIMES, "all", lambda file: times if file == times_file("card 0") else {})
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
     head = "language-model head"
     assert dict(kernel_rows(here))[head] == "isotype's or TRL's: training selects the faster one"
-    times["256 tokens"] = HeadTimes(1.5, 2)
+    times["256 tokens"] = Times({"TRL's": 2.0, "isotype's": 1.5}, 1.333)
     rows = dict(kernel_rows(here))
     assert rows[head] == "isotype's 1.5 ms, TRL's 2 ms (256 tokens)"
     assert rows["rms norm"] == "aten"

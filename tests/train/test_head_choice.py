@@ -20,13 +20,13 @@ from isotype.lora.loss.head_choice import (
     TIMES,
     HeadChoice,
     HeadShape,
-    HeadTimes,
     card_of,
     choose,
     times_file,
     token_class,
 )
 from isotype.lora.loss.trl_head import HEAD_CHOICE, own_is_better, use_own_head
+from isotype.lora.measured import Times
 from tests.train.test_trl_head import causal, given, holder
 
 SHAPE = HeadShape(50, 16, 256, torch.float32, torch.float32, ("entropy", "is_top1"))
@@ -73,7 +73,9 @@ def test_the_faster_one_is_taken_and_kept(
         f"{first}: isotype's {ours:.3g} ms, TRL's {theirs:.3g} ms (256 tokens, 50 words, width 16, float32, entropy, is_top1; "
         f"measured now on {CARD})"
     )
-    assert TIMES.all(times_file(CARD)) == {str(SHAPE): HeadTimes(ours, theirs)}
+    assert TIMES.all(times_file(CARD)) == {
+        str(SHAPE): Times({"TRL's": theirs, "isotype's": ours}, round(theirs / ours, 3))
+    }
     monkeypatch.setattr(TIMES, "known", {})  # another process
     again = choose(weight(), None, SHAPE, timer=never, card=CARD)
     assert again == HeadChoice(choice.isotype, choice.text.replace("measured now", "as measured before"))
@@ -117,7 +119,7 @@ def test_the_median_decides() -> None:
         return next(times)
 
     assert choose(weight(), None, SHAPE, timer=timed, card=CARD).isotype
-    assert TIMES.all(times_file(CARD))[str(SHAPE)] == HeadTimes(1.0, 2.0)
+    assert TIMES.all(times_file(CARD))[str(SHAPE)] == Times({"TRL's": 2.0, "isotype's": 1.0}, 2.0)
 
 
 def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -464,3 +464,58 @@ def without_cudnn_attention() -> Iterator[None]:
 def forget_parametrized(module: nn.Module, name: str) -> None:
     """Drop the cached value of a parametrized tensor (`torch.nn.utils.parametrize.cached`)."""
     parametrize._cache.pop((id(module), name), None)
+
+
+# ------------------------------------------------------------------------------------- loss scale, process group
+
+
+def loss_scale(scaler: Any) -> torch.Tensor | float | None:
+    """Return a GradScaler's loss scale without synchronizing, or None if `scaler` is None or disabled.
+
+    The scale is a float32 tensor of shape `[]` on the GradScaler's device; before the first backward, it is a number.
+    `GradScaler.get_scale()` would synchronize with the device.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: torch.Tensor | None = scaler._scale
+    return float(scaler.get_scale()) if scale is None else scale.reshape(())
+
+
+def stored_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """Return the tensor by which `scaler.scale` multiplies the loss; None before the first call, or if it is disabled."""
+    return getattr(scaler, "_scale", None)
+
+
+def sharded_scaler(device: str) -> torch.amp.GradScaler:
+    """Return torch's GradScaler for sharded models, except that its overflow flags have the shape `[]` instead of `[1]`.
+
+    Fused optimizers reject the shape `[1]`: https://github.com/pytorch/pytorch/issues/140514
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    class Scaler(ShardedGradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            super().unscale_(optimizer)
+            overflows = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            overflows.update({device: overflow.reshape(()) for device, overflow in overflows.items()})
+
+    return Scaler(device)
+
+
+@contextmanager
+def fake_process_group(size: int) -> Iterator[Any]:
+    """Yield a one-dimensional `DeviceMesh` of `size` processes, in which this process has rank 0.
+
+    Raises:
+        ValueError: this process has a process group already.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch replaces the hook by one that prints the rank before every line
+    torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (size,))
+    finally:
+        torch.distributed.destroy_process_group()
+        sys.excepthook = hook

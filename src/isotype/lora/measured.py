@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from functools import cache
+from operator import truediv
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,8 +22,30 @@ from isotype.core.cache import default_cache_dir
 from isotype.core.files import write_whole
 from isotype.precision.devices.cpu import this_cpu
 
-Name = TypeVar("Name")
-Result = TypeVar("Result")
+
+@dataclass(frozen=True)
+class Times:
+    """Times of one call by another library's kernel, which comes first, and by isotype's kernels.
+
+    Attributes:
+        milliseconds: each kernel's median.
+        faster: speed-up of isotype's fastest kernel over the other library's.
+    """
+
+    milliseconds: dict[str, float]
+    faster: float
+
+    @classmethod
+    def of(cls, turns: Mapping[str, Sequence[float]], share: float = 0.5) -> Times:
+        """Return the times from each kernel's milliseconds in each turn. A `share` of the turns has a lower speed-up."""
+        medians = {name: round(statistics.median(times), 4) for name, times in turns.items()}
+        ratios = sorted(map(truediv, next(iter(turns.values())), turns[cls(medians, 1).fastest]))
+        return cls(medians, round(ratios[int(share * len(ratios))], 3))
+
+    @property
+    def fastest(self) -> str:
+        """Name of isotype's fastest kernel."""
+        return min(list(self.milliseconds)[1:], key=self.milliseconds.__getitem__)
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
@@ -53,39 +77,38 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return entries if whole else {}
 
 
-class Kept(Generic[Result]):
-    """Stores the results of one kind of measurement in files. Each result is an instance of the frozen dataclass `kind`.
+class Kept:
+    """Stores the times of one kind of measurement in files.
 
     Attributes:
-        known: results that this process has measured or read, by (file, name).
+        known: times that this process has measured or read, by (file, name).
     """
 
-    def __init__(self, kind: Callable[..., Result]) -> None:
-        self.known: dict[tuple[Path, str], Result] = {}
-        self._kind = kind
+    def __init__(self) -> None:
+        self.known: dict[tuple[Path, str], Times] = {}
         self._lock = threading.Lock()
 
-    def get(self, file: Path, name: str) -> Result | None:
+    def get(self, file: Path, name: str) -> Times | None:
         if (file, name) not in self.known and (result := self.all(file).get(name)) is not None:
             self.known[file, name] = result
         return self.known.get((file, name))
 
-    def all(self, file: Path) -> dict[str, Result]:
+    def all(self, file: Path) -> dict[str, Times]:
         results = {}
         for name, entry in read(file).items():
-            with suppress(TypeError):
-                result: Any = self._kind(**entry)
-                numbers = [getattr(result, field.name) for field in fields(result) if field.type == "float"]
+            with suppress(TypeError, AttributeError):
+                result = Times(**entry)
+                numbers = (result.faster, *result.milliseconds.values())
                 if all(isinstance(number, (int, float)) for number in numbers):
                     results[name] = result
         return results
 
-    def of(self, file: Path, name: str, measure: Callable[[], Result]) -> tuple[Result, str | None]:
-        """Return (the stored or newly measured result, why a new result could not be stored or None)."""
+    def of(self, file: Path, name: str, measure: Callable[[], Times]) -> tuple[Times, str | None]:
+        """Return (the stored or newly measured times, why new times could not be stored or None)."""
         with self._lock:
             if (stored := self.get(file, name)) is not None:
                 return stored, None
-            result: Any = measure()
+            result = measure()
             self.known[file, name] = result
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,14 +119,14 @@ class Kept(Generic[Result]):
 
 
 def in_turns(
-    prepare: Callable[[], Mapping[Name, Callable[[], object]]], turns: int, threads: int
-) -> dict[Name, list[float]]:
+    prepare: Callable[[], Mapping[str, Callable[[], object]]], turns: int, threads: int
+) -> dict[str, list[float]]:
     """Time the calls that `prepare` returns, one after another in each turn. Return each call's milliseconds per turn.
 
     A first turn is not timed. The calls run in another thread, where the caller's autocast, saved-tensor hooks (gradient
     checkpointing) and dispatch modes do not apply.
     """
-    times: dict[Name, list[float]] = {}
+    times: dict[str, list[float]] = {}
 
     def run() -> None:
         torch.set_num_threads(threads)  # OpenMP's thread count is per thread

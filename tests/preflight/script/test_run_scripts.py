@@ -148,7 +148,7 @@ def test_a_cast_that_fsdp_makes_is_named(runs: Runs) -> None:
     script = """
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from isotype.compat.fake_processes import fake_process_group
+from isotype.compat.torch import fake_process_group
 
 with fake_process_group(1) as mesh:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
 from isotype.lora.attention import blocks, strips
 from isotype.lora.attention.plan import Spec, block_rows, plan_of, plan_of_mask, spec_of
+from isotype.lora.measured import Times
 from isotype.precision.devices.simulated import working_dtype
 
 REVISION = 5
@@ -29,7 +29,6 @@ _LONGEST = 1024
 _REPETITIONS = 5
 
 Kind = Literal["causal", "full", "masked"]
-Name = Literal["sdpa", "blocks", "strips"]
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Kind], torch.Tensor]
 OwnKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spec], torch.Tensor]
 
@@ -58,13 +57,13 @@ def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
 
 
-OWN: dict[Name, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
+OWN: dict[str, OwnKernel] = {"blocks": blocks.attention, "strips": strips.attention}
 """Maps a name to a kernel of isotype. None of these kernels rounds scores to 16 bits, because this would change results."""
 
-KERNELS: dict[Name, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
+KERNELS: dict[str, Kernel] = {"sdpa": _torch, **{name: _own(kernel) for name, kernel in OWN.items()}}
 
 
-def offered(dtype: torch.dtype) -> tuple[Name, ...]:
+def offered(dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of the kernels that this machine has for a dtype; the first call compiles kernels."""
     compiled = dtype != torch.float64 and strips.compiled_strips().reason is None
     return tuple(name for name in KERNELS if name != "strips" or compiled)
@@ -106,25 +105,6 @@ class Shape:
         )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The kernel for a class of shapes.
-
-    Attributes:
-        own: name of isotype's fastest kernel.
-        faster: torch's time divided by the time of `own` (lower quartile over the repetitions).
-    """
-
-    kernel: Name
-    own: Name
-    milliseconds: dict[Name, float]
-    faster: float
-
-    def __str__(self) -> str:
-        times = ", ".join(f"{name} {took:.2f} ms" for name, took in self.milliseconds.items())
-        return f"{self.kernel} ({times})"
-
-
 def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trained: bool) -> Shape:
     """Return the class of a call with q `[batch, query heads, queries, head]`, k and v `[batch, key heads, keys, …]`."""
     group, length = q.shape[1] // k.shape[1], 1 << (max(q.shape[2], k.shape[2]) - 1).bit_length()
@@ -136,29 +116,25 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind, trai
     return Shape(batch, key_heads, group, q.shape[3], v.shape[3], length, kind, q.dtype, trained)
 
 
-_CHOICES = measured.Kept(Choice)
+_CHOICES = measured.Kept()
 
 
-def choose(shape: Shape) -> tuple[Choice, str | None]:
-    """Return the choice for a class of shapes (measured once per machine), and why the choice could not be stored, or None."""
+def times_of(shape: Shape) -> tuple[Times, str | None]:
+    """Return the times for a class of shapes (measured once per machine), and why they could not be stored, or None."""
     threads = torch.get_num_threads()
     return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
 
 
-def measure(shape: Shape, threads: int) -> Choice:
-    return decided(measured.in_turns(lambda: _calls(shape), _REPETITIONS, threads))
+def measure(shape: Shape, threads: int) -> Times:
+    return Times.of(measured.in_turns(lambda: _calls(shape), _REPETITIONS, threads), share=0.25)
 
 
-def decided(times: dict[Name, list[float]]) -> Choice:
-    """Return the choice that follows from `times`: the milliseconds of each kernel in each repetition."""
-    medians = {name: round(statistics.median(turns), 4) for name, turns in times.items()}
-    fastest = min((name for name in times if name != "sdpa"), key=medians.__getitem__)
-    ratios = sorted(by_torch / by_own for by_torch, by_own in zip(times["sdpa"], times[fastest], strict=True))
-    faster = ratios[len(ratios) // 4]
-    return Choice(fastest if faster > MARGIN else "sdpa", fastest, medians, round(faster, 3))
+def chosen(times: Times) -> str:
+    """Return the name of the kernel to use for calls with these times."""
+    return times.fastest if times.faster > MARGIN else "sdpa"
 
 
-def _calls(shape: Shape) -> dict[Name, Callable[[], object]]:
+def _calls(shape: Shape) -> dict[str, Callable[[], object]]:
     generator = torch.Generator().manual_seed(0)
     length = min(shape.length, _LONGEST)
 

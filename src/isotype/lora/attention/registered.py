@@ -19,7 +19,7 @@ from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
 from isotype.lora.attention.blocks import float32_copies, recomputed
-from isotype.lora.attention.choice import OWN, Choice, Kind, Name, Shape, attention_dtype, choose, shape_of
+from isotype.lora.attention.choice import OWN, Kind, Shape, attention_dtype, chosen, shape_of, times_of
 from isotype.lora.attention.lengths import (
     CHANGES,
     by_lengths,
@@ -37,6 +37,7 @@ from isotype.lora.attention.plan import (
     spec_of,
 )
 from isotype.lora.attention.strips import compiled_strips
+from isotype.lora.measured import Times
 from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
@@ -65,9 +66,9 @@ class AttentionReport:
         reason: why the model keeps its own attention; None if `taken`.
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
         slow: why attention stores all scores in memory on this device; None if it does not store them.
-        choices: maps each class of shapes to the chosen kernel and the measured times.
+        times: measured times of each class of shapes.
         left: for each reason to use torch's kernel, the number of calls with this reason.
-        unkept: why the choices could not be stored on disk; None if they could.
+        unkept: why the times could not be stored on disk; None if they could.
         sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
         padded: why a batch keeps its padding on this GPU; None if padding may be removed.
         name: the name that isotype's function has in transformers; "" if no function is used.
@@ -77,7 +78,7 @@ class AttentionReport:
     reason: str | None = None
     repeated: str | None = None
     slow: str | None = None
-    choices: dict[Shape, Choice] = field(default_factory=dict)
+    times: dict[Shape, Times] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
     unkept: str | None = None
     sides: frozenset[str] = frozenset()
@@ -110,8 +111,10 @@ class AttentionReport:
             head = "attention: torch's kernels; variable-length kernels for concatenated rows"
             return "\n".join([head, *left])
         lines = ["attention: the faster kernel for each class of shapes, measured at the first call"]
-        lines += [f"  {shape}: {choice}" for shape, choice in self.choices.items()]
-        if self.choices and (reason := compiled_strips().reason):
+        for shape, times in self.times.items():
+            measured = ", ".join(f"{name} {took:.2f} ms" for name, took in times.milliseconds.items())
+            lines.append(f"  {shape}: {chosen(times)} ({measured})")
+        if self.times and (reason := compiled_strips().reason):
             lines.append(f"  isotype's compiled kernel is not among them: {reason}")
         lines += left
         if self.unkept:
@@ -417,17 +420,17 @@ def _why_not_call(
     return None
 
 
-def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, plan: Plan) -> Name:
+def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, plan: Plan) -> str:
     q, k, v = inputs
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     shape = shape_of(q, k, v, kind, trained)
     report = _reports.get(module)
-    choice = None if report is None else report.choices.get(shape)
-    if choice is None:
-        choice, unkept = choose(shape)
+    times = None if report is None else report.times.get(shape)
+    if times is None:
+        times, unkept = times_of(shape)
         if report is not None:
-            report.choices[shape] = choice
+            report.times[shape] = times
             report.unkept = report.unkept or unkept
     # With few scores (packed sequences) torch's kernel, which computes all scores, is not considered.
     sparse = q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
-    return choice.own if sparse else choice.kernel
+    return times.fastest if sparse else chosen(times)

@@ -6,11 +6,9 @@ torch's operators, each product reads and writes the whole sum.
 
 from __future__ import annotations
 
-import statistics
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_void_p
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
@@ -24,6 +22,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora import measured
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops.loading import loops_of
+from isotype.lora.measured import Times
 
 _FILES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "products.h", "vectors.h"))
 compiled_products = cache(partial(loops_of, *_FILES))
@@ -37,7 +36,10 @@ REVISION = 2
 """Version of the loops; measurements of other versions are ignored."""
 
 MARGIN = 0.95
-"""The loops are used from this share of torch's speed on, because the loops round less often, and times are noisy."""
+"""The loops are used from this share of torch's speed on, because the loops round less often, and times are noisy.
+
+Torch's operators are clearly faster on some CPUs with AMX.
+"""
 
 _ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 
@@ -67,7 +69,7 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
         and x.numel() >= FEWEST * x.shape[-1]
         and type(x) in PLAIN
         and compiled_products().has("sums_of_products", dtype)
-        and timing(dtype).faster
+        and timing(dtype).faster > MARGIN
     )
 
 
@@ -173,47 +175,34 @@ def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
     return kinds.issuperset(map(_memory_of, tensors)) and PLAIN.issuperset(map(type, tensors))
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of two LoRA layers by torch's operators and by the loops. `ratio` is the loops' median speed-up."""
-
-    torch: float
-    loops: float
-    ratio: float
-
-    @property
-    def faster(self) -> bool:
-        """True unless torch's operators are clearly faster than the loops, as on some CPUs with AMX."""
-        return self.ratio > MARGIN
+_TIMINGS = measured.Kept()
 
 
-_TIMINGS = measured.Kept(Timing)
+def timing(dtype: torch.dtype) -> Times:
+    """Return the times of two LoRA layers by torch's operators and by the loops.
 
-
-def timing(dtype: torch.dtype) -> Timing:
-    """Return the times of torch's operators and the loops, measured once per machine, dtype and number of threads."""
+    They are measured once per machine, dtype and number of threads.
+    """
     return _timing(dtype, torch.get_num_threads())
 
 
 @cache
-def _timing(dtype: torch.dtype, threads: int) -> Timing:
+def _timing(dtype: torch.dtype, threads: int) -> Times:
     file = measured.file_of("products", REVISION, threads)
     return _TIMINGS.of(file, dtype_name(dtype), lambda: measure(dtype, threads))[0]
 
 
-def measure(dtype: torch.dtype, threads: int) -> Timing:
-    def prepare() -> dict[bool, Callable[[], None]]:
+def measure(dtype: torch.dtype, threads: int) -> Times:
+    def prepare() -> dict[str, Callable[[], None]]:
         steps = _layers_of(dtype)
 
         def run(compiled: bool) -> None:
             for sums in steps:
                 write_sums(sums, compiled=compiled)
 
-        return {compiled: partial(run, compiled) for compiled in (False, True)}
+        return {"torch": partial(run, False), "loops": partial(run, True)}
 
-    times = measured.in_turns(prepare, _TURNS, threads)
-    ratios = [by_torch / by_loops for by_torch, by_loops in zip(times[False], times[True], strict=True)]
-    return Timing(*(round(statistics.median(values), 4) for values in (times[False], times[True], ratios)))
+    return Times.of(measured.in_turns(prepare, _TURNS, threads))
 
 
 def _layers_of(dtype: torch.dtype) -> list[list[Sum]]:

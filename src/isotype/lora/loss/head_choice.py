@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
@@ -18,6 +17,7 @@ from isotype.core.errors import first_line
 from isotype.lora import measured
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
+from isotype.lora.measured import Times
 from isotype.lora.weights import dense
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
@@ -58,21 +58,6 @@ class HeadShape:
         return ", ".join([size, *more])
 
 
-@dataclass(frozen=True)
-class HeadTimes:
-    """Median milliseconds of forward and backward with each head."""
-
-    isotype: float
-    trl: float
-
-    @property
-    def own_is_faster(self) -> bool:
-        return self.isotype < self.trl
-
-    def __str__(self) -> str:
-        return f"isotype's {self.isotype:.3g} ms, TRL's {self.trl:.3g} ms"
-
-
 def token_class(tokens: int) -> int:
     return int(min(_MOST, max(_FEWEST, 2 ** ceil(log2(max(tokens, 1))))))
 
@@ -81,12 +66,16 @@ def card_of(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-TIMES = measured.Kept(HeadTimes)
+TIMES = measured.Kept()
 """Stored times; the name of an entry is the text of a `HeadShape`."""
 
 
 def times_file(card: str) -> Path:
     return measured.file_of("heads", REVISION, card=card)
+
+
+def times_text(times: Times) -> str:
+    return ", ".join(f"{head} {took:.3g} ms" for head, took in reversed(times.milliseconds.items()))
 
 
 Timer = Callable[[Callable[[], object]], float]
@@ -149,15 +138,16 @@ def choose(
         return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
     if not_stored is not None:
         how += f", not kept: {not_stored}"
-    faster = "isotype's" if times.own_is_faster else "TRL's"
-    return HeadChoice(times.own_is_faster, f"{faster}: {times} ({shape}; {how} on {card})")
+    faster = times.faster > 1
+    name = "isotype's" if faster else "TRL's"
+    return HeadChoice(faster, f"{name}: {times_text(times)} ({shape}; {how} on {card})")
 
 
 class TheirsFailedError(Exception):
     """TRL's head raised an error; the message is the first line of that error."""
 
 
-def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, timer: Timer) -> HeadTimes:
+def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, timer: Timer) -> Times:
     """Return the times of a forward and backward with each head. The two heads run in turns.
 
     Raises:
@@ -197,7 +187,8 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
         except Exception as failure:  # compilers, drivers and launches may raise anything
             raise TheirsFailedError(f"{type(failure).__name__}: {first_line(failure)}") from failure
         turns = [(timer(ours), timer(theirs)) for _ in range(_TURNS)]
-    return HeadTimes(*(round(statistics.median(times), 4) for times in zip(*turns, strict=True)))
+    by_isotype, by_trl = zip(*turns, strict=True)
+    return Times.of({"TRL's": by_trl, "isotype's": by_isotype})
 
 
 def _theirs(

@@ -33,10 +33,10 @@ from isotype.compat.torch import (
     is_traced,
     original,
     put_under,
+    stored_scale,
     take_out,
     tree_leaves,
 )
-from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.fake_processes import fake_process_group
 from isotype.compat.peft import without_peft
-from isotype.compat.torch import TorchDispatchMode
+from isotype.compat.torch import TorchDispatchMode, fake_process_group
 from isotype.compat.transformers import unsplit_classes
 from isotype.model.loss import find_loss
 from isotype.model.walk import blocks_in
