@@ -338,6 +338,18 @@ def test_a_report_counts_the_layers_that_are_checkpointed(by_trainer: bool, tmp_
     assert "gradient checkpointing of 1 of 2 layers" in report.trace.setup.details
 
 
+@pytest.mark.parametrize(("tokens", "words"), [(8, ["24 of 32 columns are only padding"]), (30, [])])
+def test_columns_that_only_padding_to_a_maximum_fills(tokens: int, words: list[str], tmp_path: Path) -> None:
+    # deepspeedai/DeepSpeedExamples #849: a step computes 32 columns, and 8 have tokens
+    ids = torch.arange(32)
+    rows = [{"input_ids": ids, "labels": ids, "attention_mask": (ids < at).long()} for at in (tokens, 5)]
+    args = arguments(transformers.TrainingArguments, tmp_path)
+    report = isotype.check(
+        transformers.Trainer(tiny_model("llama"), args, train_dataset=rows), wiring=False, verify=False
+    )
+    assert [words for words in report.trace.setup.details if "padding" in words] == words
+
+
 def test_the_arguments_of_checkpointing() -> None:
     def given(on: bool, kwargs: Any = None) -> Any:
         return checkpointing(SimpleNamespace(gradient_checkpointing=on, gradient_checkpointing_kwargs=kwargs))

@@ -77,7 +77,11 @@ def setup_of(request: StepRequest) -> Setup:
             n: tuple(v.shape) for n, v in named_inputs(request.inputs).items() if isinstance(v, torch.Tensor)
         },
         towers=_towers(request.model),
-        details=(*adapter_words(request.model), _checkpointing_words(request)),
+        details=(
+            *adapter_words(request.model),
+            _checkpointing_words(request),
+            *_padding_words(request.inputs),
+        ),
         incompatible=incompatible_here() if profile.present else (),
         ranges=request.ranges,
         family_ranges=_family_ranges(config),
@@ -127,6 +131,15 @@ def _checkpointing_words(request: StepRequest) -> str:
         return f"gradient checkpointing of {sum(layers)} of {len(layers)} layers"
     on = settings or any(module.gradient_checkpointing is True for _, module in modules)
     return "gradient checkpointing" if on else "no gradient checkpointing"
+
+
+def _padding_words(inputs: Any) -> Iterator[str]:
+    """Yield the number of columns that are padding in every row, if these are more than a tenth of the batch."""
+    mask = named_inputs(inputs).get("attention_mask")
+    if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
+        empty = int((mask == 0).all(0).sum())
+        if 10 * empty > mask.shape[1]:
+            yield f"{empty:,} of {mask.shape[1]:,} columns are only padding"
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
