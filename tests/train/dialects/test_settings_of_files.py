@@ -270,6 +270,9 @@ def test_a_file_takes_the_place_of_the_model(folder: Path) -> None:
     for words in (["--config", "file.json"], ["--config=file.json"]):
         assert parse_options([*words, "--device", "t4"])[1].method == "reward"
     assert parse_command("sft", [f"--config={path}"])[0].file is not None
+    for text in ('{"model_type": "llama"}', "[1]", "{"):  # as before, the name of a model
+        (folder / "config.json").write_text(text)
+        assert parse_options(["config.json"])[1]["model_name_or_path"] == "config.json"
     assert "absent/dataset_info.json" in refused(
         UsageError, parse_command, "reward", ["--config", "file.json"]
     )

@@ -83,7 +83,7 @@ def parse_command(
     if lacks_model and add_arguments is None and stray and not stray[0].startswith("-"):
         # A path or hub id without a flag is most likely the model.
         problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
-    names = {token.lstrip("-").partition("=")[0]: None for token in stray if token.startswith("--")}
+    names = {token[2:].partition("=")[0]: "" for token in stray if token.startswith("--")}
     if dialect_of(names) == "llama_factory":
         expected = "isotype's arguments, or a file with LLaMA-Factory's"
         fix = f"write them as `name: value` into FILE.yaml: {parser.prog} FILE.yaml"
@@ -201,7 +201,11 @@ def named_as_config(argv: Sequence[str]) -> list[str]:
     name = argv[0] if argv else ""
     named = name.endswith((".yaml", ".yml")) and not name.startswith("-")
     if name.endswith(".json") and Path(name).is_file():  # a config.json describes a model
-        named = dialect_of(_mapping(name)[0]) is not None
+        try:
+            content = json.loads(Path(name).read_text(encoding="utf-8"))
+        except ValueError:
+            content = None
+        named = isinstance(content, dict) and dialect_of(content) is not None
     return ["--config", *argv] if named else list(argv)
 
 
