@@ -86,6 +86,7 @@ _ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{
 _MASK = "invalid dtype for bias - should match query's dtype"
 _SCALAR_TYPE = "expected scalar type {0:name} but found {1:name}"
 _SAME_DTYPE = "expected {} to have the same dtype, but got: {{0}} != {{1}}"
+_MATRICES = "mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}"
 _BATCHES = "batch1 and batch2 must have the same dtype"
 _NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
 
@@ -104,7 +105,7 @@ _CUDA_FACTORIZATIONS = {
 FAMILIES: tuple[Family, ...] = (
     # Each device's kernel checks mm with its own message. addmm is checked before any kernel, with one message.
     *(
-        Family(_ops("mm linear"), message=_SAME_DTYPE.format(operands), exact=True, devices=devices)
+        Family(_ops("mm linear"), _SAME_DTYPE.format(operands), exact=True, devices=devices)
         for operands, devices in (
             ("mat1 and mat2", GPUS - _XPU),
             ("self and mat2", _XPU),
@@ -112,33 +113,25 @@ FAMILIES: tuple[Family, ...] = (
         )
     ),
     # `mv` passes a result in the vector's dtype to `addmv`.
-    Family(_ops("mv"), message=_ADDMV.format(1, 0, 1), exact=True, in_order=True),
-    Family(_ops("addmv addmv_"), message=_ADDMV.format(0, 1, 2), exact=True, in_order=True),
+    Family(_ops("mv"), _ADDMV.format(1, 0, 1), exact=True, in_order=True),
+    Family(_ops("addmv addmv_"), _ADDMV.format(0, 1, 2), exact=True, in_order=True),
     Family(
         _ADDMM, "self and mat2 must have the same dtype, but got {0:name} and {1:name}", (0, 2), exact=True
     ),
-    Family(
-        _ADDMM, "mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}", (1, 2), exact=True
-    ),
-    Family(_ops("bmm baddbmm baddbmm_ addbmm addbmm_"), message=_SCALAR_TYPE, exact=True),
+    Family(_ADDMM, _MATRICES, (1, 2), exact=True),
+    Family(_ops("bmm baddbmm baddbmm_ addbmm addbmm_"), _SCALAR_TYPE, exact=True),
     Family(
         _ops("dot vdot"),
-        message="dot : expected both vectors to have same dtype, but found {0:name} and {1:name}",
+        "dot : expected both vectors to have same dtype, but found {0:name} and {1:name}",
         exact=True,
     ),
     # Overloads with a result dtype, which only GPUs have. The added tensor may have either dtype.
-    Family(_ops("mm.dtype"), message="input dtypes must be the same", exact=True, devices=GPUS),
-    Family(_ops("bmm.dtype"), message=_BATCHES, exact=True, devices=GPUS),
-    Family(_ops("baddbmm.dtype"), message=_BATCHES, alike=(1, 2), exact=True, devices=GPUS),
-    Family(
-        _ops("addmm.dtype"),
-        message="mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}",
-        alike=(1, 2),
-        exact=True,
-        devices=GPUS,
-    ),
+    Family(_ops("mm.dtype"), "input dtypes must be the same", exact=True, devices=GPUS),
+    Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
+    Family(_ops("baddbmm.dtype"), _BATCHES, alike=(1, 2), exact=True, devices=GPUS),
+    Family(_ops("addmm.dtype"), _MATRICES, alike=(1, 2), exact=True, devices=GPUS),
     # On fake tensors, which are dense, `torch.sparse.mm` passes the sparse matrix last.
-    Family(_ops("_sparse_addmm"), message=_SCALAR_TYPE, alike=(2, 1), exact=True),
+    Family(_ops("_sparse_addmm"), _SCALAR_TYPE, alike=(2, 1), exact=True),
     # The kernels take three dtypes since torch 2.10: only the fake kernel raises "Expected inputs of BF16 type".
     *(
         Family(
@@ -157,63 +150,59 @@ FAMILIES: tuple[Family, ...] = (
     *(
         Family(
             _ops("convolution _convolution cudnn_convolution"),
-            message=f"Input type ({{0}}) and {name} type ({{1}}) should be the same",
+            f"Input type ({{0}}) and {name} type ({{1}}) should be the same",
             alike=(0, at),
             exact=True,
         )
         for name, at in (("bias", 2), ("weight", 1))
     ),
-    Family(_ops("convolution_backward"), message=_SCALAR_TYPE, exact=True),
+    Family(_ops("convolution_backward"), _SCALAR_TYPE, exact=True),
     Family(
         _ops("index_put index_put_ _index_put_impl_ _unsafe_index_put"),
-        message="Index put requires the source and destination dtypes match, got {0:name} for the destination and "
+        "Index put requires the source and destination dtypes match, got {0:name} for the destination and "
         "{1:name} for the source.",
     ),
     Family(
         _ops("index_add index_add_"),
-        message="index_add_(): self ({0:name}) and source ({1:name}) must have the same scalar type",
+        "index_add_(): self ({0:name}) and source ({1:name}) must have the same scalar type",
     ),
     Family(
         _ops("index_copy index_copy_"),
-        message="index_copy_(): self and source expected to have the same dtype, but got (self) {0:name} and "
+        "index_copy_(): self and source expected to have the same dtype, but got (self) {0:name} and "
         "(source) {1:name}",
     ),
     Family(
         _ops("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_"),
-        message="scatter(): Expected self.dtype to be equal to src.dtype",
+        "scatter(): Expected self.dtype to be equal to src.dtype",
     ),
     Family(
         _ops("masked_scatter masked_scatter_"),
-        message="masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}",
+        "masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}",
     ),
     # Group norms are checked before any kernel: the messages name the CPU on every device. A CPU takes float32 weights
     # with 16-bit activations; the kernels of GPUs take one dtype. Mean and rstd of the backward (positions 2 and 3) have
     # the dtype of the accumulation.
     Family(
         _ops("native_group_norm"),
-        message="mixed dtype (CPU): expect parameter to have scalar type of Float",
+        "mixed dtype (CPU): expect parameter to have scalar type of Float",
         alike=(0, 1),
         devices=GPUS,
         matches="f|bh|hb",
     ),
     Family(
         _ops("native_group_norm"),
-        message="mixed dtype (CPU): all inputs must share same datatype.",
+        "mixed dtype (CPU): all inputs must share same datatype.",
         alike=(0, 1),
         devices=GPUS,
         matches="df",
     ),
-    Family(
-        _ops("native_group_norm_backward"),
-        message="Expected scalar types of X and dY are same.",
-        alike=(0, 1),
-    ),
-    Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), message=_SCALAR_TYPE, devices=GPUS),
+    Family(_ops("native_group_norm_backward"), "Expected scalar types of X and dY are same.", alike=(0, 1)),
+    Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), _SCALAR_TYPE, devices=GPUS),
     # A GPU's batch norm takes 16-bit activations with float32 weights; its running statistics may have any dtype.
     Family(_ops("native_batch_norm"), _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
     Family(
         _ops("native_batch_norm"),
-        message="expected scalar type Float but found {1:name}",
+        "expected scalar type Float but found {1:name}",
         alike=(0, 1, 2),
         devices=_CUDA,
         matches="bh|hb|[bh]d",
@@ -230,20 +219,20 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         _ops("native_layer_norm_backward native_group_norm_backward"), _SCALAR_TYPE, (0, 1, 4), devices=GPUS
     ),
-    Family(_ops("_fused_rms_norm_backward"), message=_SCALAR_TYPE, alike=(0, 1, 3), devices=_CUDA),
-    Family(_ops("_weight_norm_interface"), message=_SCALAR_TYPE),
+    Family(_ops("_fused_rms_norm_backward"), _SCALAR_TYPE, alike=(0, 1, 3), devices=_CUDA),
+    Family(_ops("_weight_norm_interface"), _SCALAR_TYPE),
     # A mask of another dtype. On fake tensors, `scaled_dot_product_attention` calls the CPU's kernel, which converts the
     # mask. On a GPU, it calls the memory-efficient kernel, which raises. On capabilities 9 and 10, cuDNN's kernel comes
     # first and accepts the mask; below 8.0, bfloat16 has no fused kernel; ROCm uses the math kernel.
     Family(
         _ops("_scaled_dot_product_flash_attention_for_cpu"),
-        message=_MASK,
+        _MASK,
         devices=_NVIDIA,
         majors=frozenset({8, 11, 12}),
     ),
     Family(
         _ops("_scaled_dot_product_flash_attention_for_cpu"),
-        message=_MASK,
+        _MASK,
         devices=_NVIDIA,
         majors=frozenset({5, 6, 7}),
         matches="[fh]",
@@ -263,7 +252,7 @@ FAMILIES: tuple[Family, ...] = (
         devices=_NVIDIA,
         majors=frozenset({5, 6, 7}),
     ),
-    Family(_ops("_scaled_dot_product_efficient_attention"), message=_MASK, devices=_CUDA),
+    Family(_ops("_scaled_dot_product_efficient_attention"), _MASK, devices=_CUDA),
     # cuDNN's kernel is chosen only for 16-bit dtypes; this error is raised if no other kernel is allowed. The mask may
     # have another dtype.
     Family(
@@ -287,7 +276,7 @@ FAMILIES: tuple[Family, ...] = (
     # All lists except the step counts must have one dtype; found_inf and grad_scale are float32.
     Family(
         _ops("_fused_adamw_ _fused_adam_"),
-        message="params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
+        "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
         alike=(0, 1, 2, 3),
         devices=_CUDA,
     ),
@@ -330,7 +319,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
     Family(
         _ops("_embedding_bag"),
-        message="Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
+        "Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
         "'per_sample_weights'; but type {0:name} does not equal {1:name}",
     ),
     # bitsandbytes' kernels (and their `.out` forms) take pointers: they read absmax and code as float32 without a check.
