@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import tree_map, version_of, without_dispatch
+from isotype.core.threads import one_thread
 from isotype.precision.policy import DEFAULT_LOSS_SCALE
 from isotype.precision.ranges import FLOAT16_FLUSHED
 
@@ -61,7 +62,7 @@ def pass_on(source: torch.Tensor, copy: torch.Tensor) -> None:
 def _measured(tensor: torch.Tensor) -> Magnitude:
     if not tensor.numel():
         return Magnitude(0.0)
-    with _few_threads(tensor):
+    with one_thread(_is_small(tensor)):
         low, high = map(float, torch.aminmax(tensor.detach()))
     largest = max(-low, high) if low == low and high == high else math.nan
     if largest < FILL or math.isnan(largest):
@@ -73,23 +74,13 @@ def _measured(tensor: torch.Tensor) -> Magnitude:
 
 def largest_rows(tensor: torch.Tensor) -> list[float]:
     """Return the largest magnitude in each row of a float tensor; rows are the first dimension."""
-    with _few_threads(tensor):
+    with one_thread(_is_small(tensor)):
         low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
     return [float(largest) for largest in torch.maximum(-low, high)]
 
 
-@contextmanager
-def _few_threads(tensor: torch.Tensor) -> Iterator[None]:
-    """Use one thread in the `with` block if `tensor` is small, because on busy cores threads wait long for each other."""
-    before = torch.get_num_threads()
-    few = before > 1 and tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
-    if few:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if few:
-            torch.set_num_threads(before)
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:

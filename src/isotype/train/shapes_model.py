@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from isotype.compat.transformers import without_bars
+from isotype.core.threads import one_thread
 from isotype.data.drawn import CELL, COLOURS, CONTENTS, FORMS, HELD_BACK, NUMBERS, SIDE, Content, draw
 
 STEPS = 300
@@ -60,12 +61,8 @@ def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: 
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
     say(f"training a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn pictures")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # such small products take longer on several threads
-    try:
+    with one_thread():
         _teach(model, tokenizer)
-    finally:
-        torch.set_num_threads(threads)
     part = folder.with_name(f"{folder.name}.part")  # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
     _processor(tokenizer).save_pretrained(part)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import isotype
 from isotype.records.reach import Reach
+from isotype.trace.reach import measure
 from isotype.trace.reach.measure import measure_reach
 from tests.adapters import takes_add_adapter
 from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packed, without_labels
@@ -58,15 +59,26 @@ def _real(fault: WiringFault, made: tuple[nn.Module, dict[str, torch.Tensor]]) -
         return False  # it refuses the faulty batch by itself
 
 
-def test_a_forward_that_a_library_has_replaced_is_that_of_the_copy() -> None:
+@pytest.mark.parametrize(("most", "used"), [(1 << 27, 1), (1, 3)])
+def test_a_forward_that_a_library_has_replaced_is_that_of_the_copy(
+    most: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small products take longer on several threads: a copy of the size `most` at most runs on one."""
     model, batch = built("llama")
-    first = model.forward
+    first, threads, before = model.forward, set(), torch.get_num_threads()
 
     def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        threads.add(torch.get_num_threads())
         return first(*args, **kwargs)
 
     model.forward = MethodType(replaced, model)  # as TRL's `add_fused_lm_head` does
-    reach = measure_reach(model, batch)
+    monkeypatch.setattr(measure, "_SHARED_OUT", most)
+    torch.set_num_threads(3)
+    try:
+        reach = measure_reach(model, batch)
+        assert (threads, torch.get_num_threads()) == ({used}, 3)
+    finally:
+        torch.set_num_threads(before)
     assert reach is not None
     assert (reach.unused, reach.undecided) == ((), ())
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.core.errors import first_line
 from isotype.core.random_states import random_states_kept
+from isotype.core.threads import one_thread
 from isotype.records.reach import Labels, Matrix, Reach
 from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
 from isotype.trace.reach.leaks import leaks
@@ -22,6 +23,8 @@ from isotype.trace.reach.small import NoCopyError, small_copy
 from isotype.trace.reach.unused import unused_count, unused_inputs, unused_weights
 
 _MATRIX_ROWS = 24
+_SHARED_OUT = 1 << 27
+"""A copy with more weights, times tokens of the batch, runs on all threads: one thread takes 0.02 s for a forward."""
 
 Sharing = Literal["", "ddp", "fsdp"]
 
@@ -62,7 +65,8 @@ def measure_reach(
         return Reach("", rows, tokens, undecided=(why,))
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
     more = [renumbered(other, copy.tokens) for other in more]
-    with random_states_kept():
+    weights = sum(parameter.numel() for parameter in copy.model.parameters())
+    with random_states_kept(), one_thread(weights * batch.ids.numel() <= _SHARED_OUT):
         for dtype in (dtype for dtype in LEAST_CHANGE if dtype.itemsize <= copy.dtype.itemsize):
             try:
                 reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))

@@ -1,0 +1,19 @@
+"""The number of torch's threads on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def one_thread(small: bool = True) -> Iterator[None]:
+    """Use one thread in the `with` block if the work is `small`: on busy cores, threads wait long for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
