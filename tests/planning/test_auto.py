@@ -179,3 +179,13 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
     assert with_nearest(findings, step, command) is findings  # a finding already has a verified fix
     other = (Finding("IST201", "warning", "a cast"),)
     assert with_nearest(other, step, command) is other
+
+
+def test_where_other_storage_fits_no_longer_rows_are_traced(
+    config: Path, room: None, formula: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(3 * 2**20, "3 MiB"))
+    options, command = parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
+    fix = with_nearest((FINDING,), plan_of(options, command), command)[0].fixes[0]
+    assert fix.text.startswith("this fits, with quantization int8 instead of None")
+    assert set(formula) == {(1, 256)}

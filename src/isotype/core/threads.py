@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+SMALL = 1 << 22
+"""Number of elements up to which a tensor is read on one thread."""
+
 
 @contextmanager
 def one_thread(small: bool = True) -> Iterator[None]:

@@ -30,10 +30,11 @@ def nearest(request: PlanRequest) -> Row | None:
         plan = plan_of_request(replace(request, step=tried, quantize=False, longest=False))
         if any(row.fits for row in plan.rows):
             return plan.chosen
-    others = plan_of_request(replace(request, step=again, quantize=True))
-    fits = picked([row for row in others.rows if row.fits], "balanced")
-    if fits is not None:
-        return fits
+    for longest in (False, True):  # the search for the longest row takes most of the time
+        others = plan_of_request(replace(request, step=again, quantize=True, longest=longest))
+        fits = picked([row for row in others.rows if row.fits], "balanced")
+        if fits is not None:
+            return fits
     shorter = plan_of_request(replace(request, step=again, quantize=False))
     return shorter.chosen or others.chosen
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import tree_map, version_of, without_dispatch
-from isotype.core.threads import one_thread
+from isotype.core.threads import SMALL, one_thread
 from isotype.precision.policy import DEFAULT_LOSS_SCALE
 from isotype.precision.ranges import FLOAT16_FLUSHED
 
@@ -21,8 +21,6 @@ FILL = 1e38
 """A larger value that no operator has computed is a fill value: infinity, or the largest float32 or bfloat16 number."""
 _SAMPLE = 1 << 15
 """Number of sampled values: shares of them are accurate to a fraction of a percent, and torch needs only one thread."""
-_SHARED_OUT = 1 << 22
-"""Number of elements up to which a tensor is reduced on one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def largest_rows(tensor: torch.Tensor) -> list[float]:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= _SHARED_OUT and tensor.device.type == "cpu"
+    return tensor.numel() <= SMALL and tensor.device.type == "cpu"
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import pinned, pinned_strictly
 from isotype.core.names import unparametrized
+from isotype.core.threads import SMALL, one_thread
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
@@ -188,13 +189,14 @@ def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
         return (None if all_finite([tensor]) else math.nan), None
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return None, None
-    least, most = map(float, torch.aminmax(tensor.detach()))  # one pass without allocations
-    largest = math.nan if math.isnan(least) or math.isnan(most) else max(abs(least), abs(most))
-    if not tensor.requires_grad or tensor.numel() > _MOST_ELEMENTS:
-        return largest, None
-    values = tensor.detach().abs()
-    nonzero = values[values > 0]
-    return largest, float(nonzero.float().median()) if nonzero.numel() else None
+    with one_thread(tensor.numel() <= SMALL):
+        least, most = map(float, torch.aminmax(tensor.detach()))  # one pass without allocations
+        largest = math.nan if math.isnan(least) or math.isnan(most) else max(abs(least), abs(most))
+        if not tensor.requires_grad or tensor.numel() > _MOST_ELEMENTS:
+            return largest, None
+        values = tensor.detach().abs()
+        nonzero = values[values > 0]
+        return largest, float(nonzero.float().median()) if nonzero.numel() else None
 
 
 def _exact_in(tensor: torch.Tensor) -> torch.dtype | None:

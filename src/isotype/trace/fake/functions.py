@@ -75,7 +75,7 @@ class Functions(TorchFunctionMode):
         self._stand_in.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs or {})
+        args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs) if kwargs else {}
         if getattr(func, "__self__", None) is DTYPE:
             self._recorder.reads.note(self._recorder.origin(args[0]))
             return func(*args)
@@ -120,9 +120,8 @@ class Functions(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function as the device would; if it raises for the operands' dtypes, convert them and repeat the call."""
-        recorder, device = self._recorder, self.attention
-        as_on_device = device and device.as_on_device(func, args, kwargs, recorder.autocast)
-        with as_on_device or contextlib.nullcontext():
+        recorder, device = self._recorder, self.attention if func is scaled_dot_product_attention else None
+        with device.as_on_device(args, kwargs, recorder.autocast) if device else contextlib.nullcontext():
             try:
                 return func(*args, **kwargs)
             except (RuntimeError, ValueError, TypeError) as error:
@@ -184,10 +183,10 @@ class Attention:
 
     @contextmanager
     def as_on_device(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
     ) -> Iterator[None]:
-        """Run attention in this block with the kernel that the device would use; other functions are unchanged."""
-        call = None if func is not scaled_dot_product_attention else _call_of(args, kwargs, autocast)
+        """Run attention with these arguments in this block with the kernel that the device would use."""
+        call = _call_of(args, kwargs, autocast)
         if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
             yield
             return
