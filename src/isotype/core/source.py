@@ -6,9 +6,9 @@ import linecache
 import os
 from collections.abc import Iterator
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -51,12 +51,9 @@ def asking_frame() -> FrameType | None:
 
 def is_called_by(package: str) -> bool:
     """Return whether a library, between the operator and `asking_frame`, is `package`."""
-    frame: FrameType | None = frame_above(2)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        if frame.f_globals.get("__name__", "").startswith(package):
-            return True
-        frame = frame.f_back
-    return False
+    frames = (frame for frame, _ in walk_stack(frame_above(2)))
+    libraries = takewhile(lambda frame: is_library(frame.f_code.co_filename), frames)
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in libraries)
 
 
 def asking_line() -> tuple[str, int] | None:

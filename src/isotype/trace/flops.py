@@ -15,18 +15,17 @@ from isotype.compat.torch import VARLEN_ATTENTION, FakeTensor, operator_packet
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of one call, two for each multiply-add; 0 for operators that multiply no matrices."""
-    ours, packet = _known(func)
+    ours, formula = _known(func)
     if ours is not None:
         return ours(args, result)
-    formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 @functools.cache
 def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
-    """Return isotype's formula for an operator (None if there is none), and the operator's key in torch's formulas."""
+    """Return isotype's formula and torch's formula for an operator, each None if there is none."""
     packet = operator_packet(func)
-    return _OURS.get(str(func).removesuffix(".default")), _IN_PLACE.get(packet, packet)
+    return _OURS.get(str(func).removesuffix(".default")), flop_registry.get(_IN_PLACE.get(packet, packet))
 
 
 def _grouped_mm(args: Any, result: Any) -> int:

@@ -394,7 +394,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             return Origin("state", dtype, layer, module, source)
         alike = [operand for operand in operands if operand.dtype == dtype]
         # 0-dim tensors do not count in dtype promotion, unless all operands are 0-dim.
-        winner = min([operand for operand in alike if operand.shape] or alike, key=_rank, default=None)
+        alike = [operand for operand in alike if operand.shape] or alike
+        winner = min(alike, key=_rank, default=None) if len(alike) != 1 else alike[0]  # a rank takes long
         if winner is None:
             before = operands[0].origin if operands else None
             return Origin("operator" if operands else "constant", dtype, function, module, source, before)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +43,8 @@ _ALIASES = {
     "__rpow__": "pow",
     "__matmul__": "matmul",
 }
+_READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
+"""Attributes that are read often, and whose reads run no operator and depend on no device."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 
@@ -76,7 +77,10 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs) if kwargs else {}
-        if getattr(func, "__self__", None) is DTYPE:
+        read = getattr(func, "__self__", None)
+        if read in _READS:
+            return func(*args)
+        if read is DTYPE:
             self._recorder.reads.note(self._recorder.origin(args[0]))
             return func(*args)
         if func is torch.Tensor.numpy:
@@ -181,20 +185,17 @@ class Attention:
         self._profile, self._cudnn = profile, cudnn_is_on()
         self._scores: dict[tuple[torch.dtype, bool], int] = {}
 
-    @contextmanager
     def as_on_device(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
-    ) -> Iterator[None]:
-        """Run attention with these arguments in this block with the kernel that the device would use."""
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which attention with these arguments runs with the kernel that the device would use."""
         call = _call_of(args, kwargs, autocast)
         if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
-            yield
-            return
+            return contextlib.nullcontext()
         described, scores = call
         key = described.dtype, described.heads != described.key_heads
         self._scores[key] = max(self._scores.get(key, 0), scores)
-        with attention.sdpa_kernel(SDPBackend.MATH):
-            yield
+        return attention.sdpa_kernel(SDPBackend.MATH)
 
     def notes(self, peak: int) -> Iterator[str]:
         """Yield a note for each kind of attention that has no fused kernel; `peak` is the memory peak in bytes."""

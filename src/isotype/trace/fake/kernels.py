@@ -83,13 +83,7 @@ class Kernels:
         if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
-        if not self._describe(args, parts, tensors):
-            return None
-        for name, value in kwargs.items():
-            parts.append(name)
-            if not self._describe((value,), parts, tensors):
-                return None
-        return tuple(parts)
+        return tuple(parts) if self._describe((*args, *kwargs.items()), parts, tensors) else None
 
     def _describe(self, values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
         for value in values:

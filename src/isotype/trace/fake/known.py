@@ -71,10 +71,8 @@ class Known:
             undefined = self._undefined(packet, args)
         if undefined:
             setattr(result if isinstance(result, torch.Tensor) else result[0], _NAN, len(calls))
-        return {
-            **({"outside": outside} if outside else {}),
-            **({"undefined": undefined} if undefined else {}),
-        }
+        fields = {"outside": outside, "undefined": undefined}
+        return {name: value for name, value in fields.items() if value}
 
     def _cleared(self, packet: Any, args: Any, calls: list[Call]) -> None:
         if packet in _CLEARS:
@@ -121,9 +119,7 @@ class Known:
         else:
             return None
         known = [part for part in parts if part is not None]
-        if not known:
-            return None
-        return (known[0] if len(known) == 1 else known[0] | known[1]).expand(output.shape)
+        return (known[0] | known[-1]).expand(output.shape) if known else None
 
     def _masked(self, value: Any) -> torch.Tensor | None:
         """Return where a tensor or a number is known to be minus infinity; None if no such position is known."""
@@ -216,11 +212,11 @@ _INDICES: dict[Any, _Read] = {
 
 _DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
 """Operators to examine whatever their operands are: they read a table, compute a softmax, or replace NaN."""
-_NOTES = (VALUE, _INTEGERS, _MASKED, _NAN)
+_NOTES = frozenset({VALUE, _INTEGERS, _MASKED, _NAN})
 
 
 def _is_noted(value: Any) -> bool:
     """Return whether an operand is a real tensor, a fake tensor with a note of this module, or minus infinity."""
     if not isinstance(value, torch.Tensor):
         return bool(value == -math.inf)
-    return not isinstance(value, FakeTensor) or any(name in value.__dict__ for name in _NOTES)
+    return not isinstance(value, FakeTensor) or not _NOTES.isdisjoint(value.__dict__)

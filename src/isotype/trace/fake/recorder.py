@@ -74,7 +74,7 @@ _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
 # Operators that `Module.to` calls, and whose results replace the parameters.
 _MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
-_NOT_REAL = (FakeTensor, int, float, str, type(None), torch.dtype, torch.device)
+_NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class TimeSpentError(RuntimeError):
@@ -174,7 +174,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def swapped(self, values: Any) -> Any:
         """Return `values` with every real tensor replaced by its fake, so that the step writes into the fake."""
         flat = values.values() if isinstance(values, dict) else values
-        if isinstance(values, (tuple, list, dict)) and all(isinstance(value, _NOT_REAL) for value in flat):
+        if isinstance(values, (tuple, list, dict)) and _NOT_REAL.issuperset(map(type, flat)):
             return values  # most calls, ten times faster
         return map_leaves(lambda leaf: self.stand_for(leaf) if _is_real(leaf) else leaf, values)
 
@@ -238,16 +238,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             tensors = [("result", result)]
         decided = self.known.decide(func, args, result, self.calls)
         self._write(func, args, kwargs, tensors, result, place, breach)
-        if decided:
-            self.calls[-1] = replace(self.calls[-1], **decided)
         if self.phase == "forward":
             self.gradients.used(func, tensors, result, self.names, place)
             self.reach.follow(func, tensors, result)
-        if func in _CIRCULAR and value is not None:
-            off, rounded = self.values.rounding(tensors[0][1])
-            self.calls[-1] = replace(self.calls[-1], off=off, rounded_at=rounded)
-        if func is torch.ops.aten._to_copy.default and value is not None:
-            self.calls[-1] = replace(self.calls[-1], emptied=self.values.emptied(tensors[0][1], value))
+        if value is not None and func in _CIRCULAR:
+            decided["off"], decided["rounded_at"] = self.values.rounding(tensors[0][1])
+        if value is not None and func is aten._to_copy.default:
+            decided["emptied"] = self.values.emptied(tensors[0][1], value)
+        if decided:
+            self.calls[-1] = replace(self.calls[-1], **decided)
         if func in _MAKE_PARAMETERS:
             forget_fakes(self.fake)
         return result
@@ -267,19 +266,19 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if too_large is not None:
             args, kwargs = without_numbers(func, args, kwargs, numbers)
             return self._run(func, args, kwargs, tensors, edited)[0], too_large
-        verdict = self.contracts.judge(name, tuple(tensor.dtype for _, tensor in tensors))
+        dtypes = tuple(tensor.dtype for _, tensor in tensors)
+        verdict = self.contracts.judge(name, dtypes)
         if verdict is None or (not verdict.accepted and is_exempt(name, args)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
             if name in BFLOAT16_WITHOUT_MEMORY:
-                dtype = next(tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS)
+                dtype = next(filter(FLOATS.__contains__, dtypes))
                 result = self._run_converted(func, args, kwargs, torch.bfloat16)
                 return aten._to_copy.default(result, dtype=dtype), None
             result, breach = self._run(func, args, kwargs, tensors, edited)
             # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
-            mixed = len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) > 1
+            mixed = len(FLOATS.intersection(dtypes)) > 1
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
-        dtypes = [tensor.dtype for _, tensor in tensors]
         if named_integer(verdict.message, dtypes) is not None:
             return self._without_integers(func, args, kwargs, tensors), Breach(
                 verdict.message, verdict.assumed, None
@@ -320,7 +319,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         else:
             self.values.succeed(func, result)
             written = schema_of(func).written
-            for role, tensor in tensors:
+            for role, tensor in tensors if written else ():
                 if role.partition("[")[0] in written:
                     self.values.forget(tensor)
 

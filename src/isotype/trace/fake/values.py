@@ -123,7 +123,8 @@ class Values:
                 never = torch.zeros((), dtype=torch.bool).expand(tensors[0][1].shape)
                 setattr(never, _LARGE, None)
                 return never
-        values = [self._read(tensor, packet) for _, tensor in tensors]
+        counted = packet in _COUNTED
+        values = [self._read(tensor, counted) for _, tensor in tensors]
         if not shape_only and any(value is None for value in values):
             return _guess(tensors) if packet in _COMPARISONS else None
         guessed = not shape_only and any(hasattr(value, _GUESSED) for value in values)
@@ -132,12 +133,12 @@ class Values:
             def real(leaf: Any) -> Any:
                 if not isinstance(leaf, torch.Tensor):
                     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-                value = self._read(leaf, packet)
+                value = self._read(leaf, counted)
                 return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
 
             if shape_only and (not tensors or tensors[0][1].numel() > LIMIT):
                 return None
-            if not tensors and not _small_factory(args, kwargs):
+            if not tensors and not _small_factory(args):
                 return None
             try:
                 result = func(*map_leaves(real, args), **map_leaves(real, kwargs))
@@ -147,12 +148,12 @@ class Values:
                 return None
             if guessed and packet is aten.all:
                 result = torch.ones_like(result)
-            if packet in _COUNTED and tensors and hasattr(tensors[0][1], _LARGE):
+            if counted and tensors and hasattr(tensors[0][1], _LARGE):
                 setattr(result, _LARGE, None)
             return map_leaves(_as_guessed, result) if guessed else result
 
-    def _read(self, tensor: torch.Tensor, packet: Any) -> torch.Tensor | None:
-        large: torch.Tensor | None = getattr(tensor, _LARGE, None) if packet in _COUNTED else None
+    def _read(self, tensor: torch.Tensor, counted: bool) -> torch.Tensor | None:
+        large: torch.Tensor | None = getattr(tensor, _LARGE, None) if counted else None
         if large is None or storage_of(large) in self._unknown:
             return self.of(tensor)
         return large
@@ -180,9 +181,8 @@ class Values:
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
-        if not isinstance(value, torch.Tensor) or not (rounded or cast) or not value.is_floating_point():
-            return
-        if value.numel() > LIMIT:
+        small = isinstance(value, torch.Tensor) and value.numel() <= LIMIT
+        if not small or not (rounded or cast) or not value.is_floating_point():
             return
 
         def exact_of(leaf: Any) -> Any:
@@ -337,12 +337,9 @@ def _as_guessed(value: Any) -> Any:
     return value
 
 
-def _small_factory(args: Any, kwargs: Any) -> bool:
-    size = 1
-    for number in leaves(args):
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            size *= max(1, int(abs(number))) if abs(number) < 1e12 else 1
-    return size <= LIMIT * 64
+def _small_factory(args: Any) -> bool:
+    numbers = (abs(number) for number in leaves(args) if type(number) in (int, float))
+    return math.prod(max(1, int(number)) for number in numbers if number < 1e12) <= LIMIT * 64
 
 
 def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
