@@ -316,7 +316,11 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
         notes.append(f"the time for communication between {request.count} devices is not included")
     if step.data_rows is None:
         data = f"trains on {EXAMPLE_DATA}" if step.method == "sft" else "names no data: add --dataset_name"
-        notes.append(f"no --data: all rows are counted with one length, and the command {data}")
+        named = {"dataset_name", "datasets"} & request.command.values.keys()
+        counted = "all rows are counted with one length"
+        notes.append(
+            f"the data is not here: {counted}" if named else f"no --data: {counted}, and the command {data}"
+        )
     return tuple(notes)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
+from isotype.planning.from_request import _left_out as left_out
 from isotype.planning.request import parse_request
 from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings, parse_settings
@@ -329,3 +330,10 @@ def test_arguments_of_llama_factory_are_named_at_once() -> None:
     text = refused(UsageError, parse_options, argv)
     assert "LLaMA-Factory's arguments: --stage, --finetuning_type, --cutoff_len" in text
     assert "isotype check FILE.yaml" in text
+
+
+def test_a_plan_of_a_file_does_not_name_other_data(folder: Path) -> None:
+    request, _ = parse_request(
+        [written({**AXOLOTL, "datasets": [{"path": "a/b", "type": "alpaca"}]}), "--device", "t4"]
+    )
+    assert "the data is not here: all rows are counted with one length" in left_out(request)
