@@ -72,6 +72,25 @@ def test_a_length_that_leaves_no_row_is_refused_as_in_the_training(method, least
     assert plan(*words, "--max_length", str(least)).lengths is not None
 
 
+@pytest.mark.parametrize(
+    ("argv", "refused"),
+    [
+        ("--attn_implementation flash_attention_2 --device t4", "flash_attention_2 on NVIDIA T4"),
+        ("--attn_implementation flash_attention_3 --device cpu", "flash_attention_3 on "),
+        ("--attn_implementation flash_attention_2 --device a100 --dtype float32", "with --dtype float32"),
+        ("--attn_implementation flash_attention_2 --device a100 --dtype bfloat16", None),
+        ("--attn_implementation sdpa --device t4", None),
+    ],
+)
+def test_flash_attention_where_it_does_not_run_is_refused(argv, refused):
+    if refused is None:
+        plan("sft", "--model_name_or_path", "m", *argv.split())
+        return
+    with pytest.raises(UsageError, match=refused) as caught:
+        plan("sft", "--model_name_or_path", "m", *argv.split())
+    assert caught.value.problems[0].fix == "--attn_implementation sdpa"
+
+
 def test_a_training_command_with_check_before_it(tmp_path):
     options, command = parse_options(
             [
@@ -156,7 +175,7 @@ def test_dropout_is_off_where_trl_switches_it_off(method: str, drops: bool):
 
 
 def test_what_is_not_traced_as_asked_is_said():
-    found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True")
+    found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True", "--device", "a100")
     assert found.attention is None
     assert found.notes == (
         "flash_attention_2 is traced as scaled_dot_product_attention, which accepts more dtypes",

@@ -161,8 +161,8 @@ def test_each_problem(argv, problem):
     "argv",
     [
         ["--report_to", "wandb"],
-        ["--attn_implementation", "flash_attention_2"],
-        ["--model_init_kwargs", '{"attn_implementation": "flash_attention_2"}'],
+        ["--attn_implementation", "flash_attention_2", "--device", "a100"],
+        ["--model_init_kwargs", '{"attn_implementation": "flash_attention_2"}', "--device", "a100"],
         ["--optim", "galore_adamw_8bit"],
     ],
 )

@@ -37,6 +37,7 @@ from isotype.data.tokens import token_faults
 from isotype.model.parts import ALL, PARTS, read_parts
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
+from isotype.records.trace import HALVES
 from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.settings import Settings
 from isotype.train.compilation import compiler_problems
@@ -68,6 +69,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_schedule(settings),
         *_padding_free(settings),
         *_trainer(settings),
+        *_flash(settings),
         *bias_problems(settings),
         *_model_arguments(settings),
         *_task(settings),
@@ -136,6 +138,21 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
         expected = "layers below the head: the loss takes the head's weight without an adapter"
         fix = "leave lm_head out, or train it: --lora_modules_to_save lm_head"
         yield Problem("--lora_target_modules with lm_head", expected, fix)
+
+
+def _flash(settings: Settings) -> Iterator[Problem]:
+    """Yield a problem if FlashAttention does not run on the device, or not in the requested dtype."""
+    init = settings.model_init_kwargs or {}
+    name = str(settings.attn_implementation or init.get("attn_implementation"))
+    if not name.startswith("flash_attention"):
+        return
+    profile = device_profile(settings.device)
+    fix = "--attn_implementation sdpa"
+    if profile.kind not in ("cuda", "rocm") or profile.flash_attention.isdisjoint(HALVES):
+        expected = "an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
+        yield Problem(f"--attn_implementation {name} on {profile.title}", expected, fix)
+    elif settings.precision.dtype == "float32":
+        yield Problem(f"--attn_implementation {name} with --dtype float32", "bfloat16 or float16", fix)
 
 
 _CHECKPOINT = sorted(
