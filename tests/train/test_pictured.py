@@ -342,4 +342,4 @@ def test_a_run_on_pictures_that_ends_with_nan_names_a_command_with_one(tmp_path,
     data = ("--model_name_or_path", "model", "--dataset_name", "t.jsonl", "--output_dir", "out")
     assert main(["sft", *data, *more.split()]) == 1
     error = " ".join(capsys.readouterr().err.split())
-    assert "was saved before and is complete: isotype chat out/checkpoint-1 --image FILE" in error
+    assert "is a complete checkpoint; to use it: isotype chat out/checkpoint-1 --image FILE" in error

@@ -308,7 +308,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_its_update(
     )
     assert "  - mul gives NaN, which the code writes\n" in err
     assert "aten.mul.Tensor   forward   train/test_training.py:" in err
-    assert f"  = {out / 'checkpoint-1'} was saved before and is complete" in err
+    assert f"  = {out / 'checkpoint-1'} is a complete checkpoint" in err
     assert not (out / "checkpoint-2").exists()
     assert not (out / "adapter_model.safetensors").exists()
     report = json.loads((out / "run_report.json").read_text())

@@ -324,7 +324,7 @@ def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
     if result.returncode or not output.is_file():
         lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
         failure = f"{shlex.join(command)}: exit status {result.returncode}; {' / '.join(lines[-3:])}"
-        fix = "correct what its message names, or write a file in float32 with --gguf f32"
+        fix = "correct the cause that the program printed, or write float32 with --gguf f32"
         raise SaveError.of(f"{PROGRAM} has failed", failure, "exit status 0", fix)
     counts = Counter(tensor.dtype_name.lower() for tensor in read_headers(output).tensors)
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())

@@ -279,7 +279,8 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
     """Return a line about the unused keys of a data set, or None if all keys are used.
 
-    `keys` maps (place, unused key) to a count; a place is "row", "message" or "part". `sample`: counted rows (None: all).
+    `keys` maps (place, unused key) to a count; a place is "row", "message" or "part". `sample` is the number of rows that
+    were counted, or None if all were.
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):

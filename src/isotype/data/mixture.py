@@ -259,7 +259,7 @@ def _shares(args: Any, built: list[Any]) -> list[Any]:
     if args.streaming:
         raise ValueError("Using a dataset `fraction` is not supported with streaming datasets.")
     if not all(fraction >= 0 for fraction in fractions) or not sum(fractions):
-        raise ValueError("`fraction` must be 0 or more, and more than 0 for one data set.")
+        raise ValueError("No `fraction` may be negative, and at least one must be above 0.")
     weights = [fraction / sum(fractions) for fraction in fractions]
     total = min(len(rows) / weight for rows, weight in zip(built, weights, strict=True) if weight > 0)
     return [rows.select(range(round(weight * total))) for rows, weight in zip(built, weights, strict=True)]

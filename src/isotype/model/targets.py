@@ -373,7 +373,7 @@ _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Find linear layers whose weight a method of a parent module reads. Return layer name -> class of the parent."""
+    """Return the class of the parent by layer name, for linear layers whose weight is read by a method of a parent module."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)

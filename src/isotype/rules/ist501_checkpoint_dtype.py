@@ -23,7 +23,7 @@ config is not the dtype of the weights in the file.
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
-- a float32 checkpoint that is loaded in 16 bits, because this cast happens only on request.
+- float32 checkpoints that are loaded in 16 bits: a user has to request this cast.
 
 **How safe is the fix?** The fix is safe if the checkpoint's dtype represents every value of the loaded weights; otherwise it
 is unsafe. If the cast has rounded the weights, only loading the checkpoint again restores them.

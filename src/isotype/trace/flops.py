@@ -67,9 +67,9 @@ def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes `[batch, heads, length, width]` of query, key and value, all with the query's heads.
 
-    The kernels repeat the key heads. torch's formulas before 2.12 raise for fewer key heads than query heads; this
-    function and `_ATTENTIONS` can be removed once the oldest supported torch counts such calls
-    (`tests/trace/test_flops.py`).
+    torch's formulas before 2.12 raise an error if there are fewer key heads than query heads. The kernels repeat the key
+    heads, so the shapes do, too. Once the oldest supported torch counts such calls (`tests/trace/test_flops.py`), this
+    function and `_ATTENTIONS` can be removed.
     """
     heads = operands[0].shape[1]
     return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)

@@ -119,14 +119,14 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
 
 def _trainer(settings: Settings) -> Iterator[Problem]:
     """Yield the arguments that the method's trainer does not take together; it refuses them when the model is loaded."""
-    name, losses = settings.method.name, settings.loss_type or ""
-    if name == "kto" and losses == "kto":
+    method, losses = settings.method, settings.loss_type or ""
+    if method.loss == "unpaired" and losses != "apo_zero_unpaired":
         if settings.per_device_train_batch_size == 1:
             expected = "at least 2 rows, because the loss compares each prompt with the answer of another row"
             fix = "--per_device_train_batch_size 2, or --loss_type apo_zero_unpaired"
-            yield Problem("--per_device_train_batch_size 1 with kto", expected, fix)
+            yield Problem(f"--per_device_train_batch_size 1 with {method.name}", expected, fix)
         if (order := str(settings.train_sampling_strategy)) != "sequential":
-            what = f"--train_sampling_strategy {order} with kto"
+            what = f"--train_sampling_strategy {order} with {method.name}"
             fix = "leave it out, or --loss_type apo_zero_unpaired"
             yield Problem(what, "sequential, because the loss pairs neighbouring rows", fix)
     if "exo_pair" in losses and not settings.label_smoothing:
@@ -134,7 +134,7 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
     if settings.sync_ref_model and settings.use_peft:
         expected = "a training of every weight: the reference model of adapters is their base"
         yield Problem("--sync_ref_model True with adapters", expected, "leave one of the two out")
-    if settings.use_peft and name != "reward" and "lm_head" in (settings.lora_target_modules or ()):
+    if settings.use_peft and method.loss != "reward" and "lm_head" in (settings.lora_target_modules or ()):
         expected = "layers below the head: the loss takes the head's weight without an adapter"
         fix = "leave lm_head out, or train it: --lora_modules_to_save lm_head"
         yield Problem("--lora_target_modules with lm_head", expected, fix)

@@ -61,8 +61,8 @@ class Match:
 
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
-        initialised: name of a tensor that transformers initialises because the checkpoint lacks it -> why it may do so.
-        tied: name of a tensor that shares the values of another tensor -> the other tensor's name in the checkpoint.
+        initialised: tensors that the checkpoint lacks and transformers initialises, with the reason by name.
+        tied: tensors that share another tensor's values, with the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
         unused: the tensors of `surplus` that no other class for the model's config uses either.
         unread: tensors whose values cannot be computed, each with the reason.

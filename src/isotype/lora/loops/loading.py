@@ -14,7 +14,7 @@ from isotype.core.compiled import NotCompiledError, load_compiled
 from isotype.precision.devices.cpu import compiler_options
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Maps a dtype to the end of its loops' names, as in `forward_float32`."""
+"""Suffix of a loop's name by dtype, as in `forward_float32`."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _inputs(beginning: Beginning) -> Mapping[str, Any]:
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the optimizer to ask for in a `StepRequest`: the name of its type, or one of its type without its parameters."""
+    """Return a `StepRequest`'s optimizer: its name if it is of bitsandbytes, else a new one with the same settings."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
     parameters = signature(type(optimizer).__init__).parameters

@@ -85,7 +85,7 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return the rows in order of execution, then a row for each layer with findings that belong to none of its parts."""
+    """Return a row for each part of a layer in order of execution, then rows for findings of a whole layer."""
     parts = _gather(trace)
     for call in trace.calls:
         _add_call(parts, call)

@@ -199,9 +199,9 @@ def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
         flag = "save_steps=N" if script else "--save_steps N"
         return f"no checkpoint has been saved yet; {flag} saves one every N steps"
     if script:
-        return f"{checkpoint} was saved before: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
+        return f"{checkpoint} is a complete checkpoint; to go on from it: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
     command = shlex.join(chat_command(checkpoint, pictures=pictures))
-    return f"{checkpoint} was saved before and is complete: {command}"
+    return f"{checkpoint} is a complete checkpoint; to use it: {command}"
 
 
 def _tries(arguments: Any, step: int, script: bool) -> list[str]:
