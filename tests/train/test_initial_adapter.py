@@ -14,16 +14,20 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import isotype
+from isotype.checkpoint.adapter import quiet_peft
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
+from isotype.records.request import DEFAULT_PHASES
 from isotype.train import training
 from isotype.train.command.settings import parse_settings
-from isotype.train.models import weightless_model
+from isotype.train.initial_adapter import is_its_own_reference, start_of
+from isotype.train.models import _peft_config, weightless_model
+from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.validate import argument_problems
-from tests.adapters import save_adapter
+from tests.adapters import save_adapter, save_trained
 from tests.pairwise import few
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -74,13 +78,91 @@ def test_what_takes_a_part_of_the_base_resumes_and_merges_to_the_trained_model(
         torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-5)
 
 
-@few("name", ["gaussian", "orthogonal"], "orthogonal")
+@few("name", ["gaussian", "orthogonal", "true"], "orthogonal")
 def test_what_is_drawn_leaves_the_model_as_it_is_at_first(path: Path, tmp_path: Path, name: str) -> None:
     base = ("--quantization", "nf4") if name == "gaussian" else ()
     outcome = train(path, tmp_path / "out", "--init_lora_weights", name, *base, "--max_steps", 1)
     plain = train(path, tmp_path / "plain", *base, "--max_steps", 1)
     assert losses(outcome) == pytest.approx(losses(plain), rel=1e-5)
-    assert peft.PeftConfig.from_pretrained(tmp_path / "out").init_lora_weights == name
+    saved = peft.PeftConfig.from_pretrained(tmp_path / "out").init_lora_weights
+    assert saved == (True if name == "true" else name)
+
+
+@pytest.mark.parametrize(("written", "read"), [("True", True), ("false", False), ("PISSA", "pissa")])
+def test_initialisations_as_peft_reads_them(path: Path, written: str, read: object) -> None:
+    settings = parse_settings(
+        METHODS["sft"], ["--model_name_or_path", str(path), "--init_lora_weights", written]
+    )
+    assert argument_problems(settings) == []
+    policy = isotype.resolve_precision(path, "float32", device="cpu")
+    model = weightless_model(transformers.AutoConfig.from_pretrained(path), policy)
+    assert _peft_config(settings, model).init_lora_weights == read
+    assert is_its_own_reference(settings) == (read is True)
+
+
+def save_kind(path: Path, directory: Path, config: peft.PeftConfig) -> Path:
+    with quiet_peft():
+        model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(path), config)
+    return save_trained(model, directory, scale=0.02)
+
+
+_Q: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+_KINDS: dict[str, Any] = {
+    "alora": peft.LoraConfig(
+        r=4, alora_invocation_tokens=[2, 5], **_Q
+    ),  # "<s> assistant", before each answer
+    "adalora": peft.AdaLoraConfig(init_r=4, total_step=9, **_Q),
+    "boft": peft.BOFTConfig(boft_block_size=8, **_Q),
+    "vblora": peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=16, **_Q),
+    "tokens": peft.TrainableTokensConfig(
+        token_indices=[4, 5], target_modules=["embed_tokens"], task_type="CAUSAL_LM"
+    ),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(Failed to load the CUDA extension|Setting boft_n_butterfly):UserWarning"
+)  # of BOFT
+@few("config", _KINDS, "alora", "adalora", "boft")
+def test_kinds_of_adapters_are_checked_and_trained_further(
+    path: Path, tmp_path: Path, config: peft.PeftConfig
+) -> None:
+    adapter = save_kind(path, tmp_path / "adapter", config)
+    options, rest = parse_options(
+        ["sft", "--model_name_or_path", str(adapter), "--device", "cpu-avx2", "--length", "24"]
+    )
+    report = check_plan(plan_of(options, rest), DEFAULT_PHASES)
+    assert report.findings == ()
+    assert report.trace.failure is None
+    data = save_rows(tmp_path / "sft.jsonl", rows("sft"))
+    argv = f"""--model_name_or_path {adapter} --dataset_name {data} --output_dir {tmp_path / "out"} --max_steps 1
+        --per_device_train_batch_size 2 --device cpu --report_to none""".split()
+    settings = parse_settings(METHODS["sft"], argv)
+    outcome = training.run(settings, Console(file=io.StringIO(), width=200))
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, outcome.adapter))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "which adds virtual tokens"),
+        (peft.PolyConfig(r=4, **_Q), "task_ids"),
+        (
+            peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+            "log-probabilities",
+        ),
+    ],
+)
+def test_kinds_that_no_trainer_of_trl_can_train_are_refused(
+    path: Path, tmp_path: Path, config: peft.PeftConfig, words: str
+) -> None:
+    adapter = save_kind(path, tmp_path / "adapter", config)
+    with pytest.raises(UsageError, match=rf"(?s){words}.*--model_name_or_path {path}"):
+        start_of(parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter)]))
 
 
 def test_what_begins_from_the_quantization_error_goes_on_as_any_adapter(path: Path, tmp_path: Path) -> None:
@@ -203,8 +285,6 @@ def test_what_begins_from_errors_of_4_bits_wants_4_bits(
 
 
 def test_an_adapter_on_int8_is_trained_further_on_int8(path: Path, tmp_path: Path) -> None:
-    from isotype.train.initial_adapter import start_of
-
     adapter = save_adapter(path, tmp_path / "adapter", "float32", "int8")
     settings = start_of(parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter)]))
     assert settings.start is not None

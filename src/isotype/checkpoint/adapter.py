@@ -299,11 +299,17 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     prefix = getattr(peft_model.base_model, "prefix", None)
     problems = [
         Problem(f"tensor {base_name(name)}", "a module of that name in the base model", _FIX)
-        for name in result.unexpected_keys
+        for name in (() if adapter.config.is_prompt_learning else result.unexpected_keys)
         # PEFT saves the embeddings of a resized vocabulary twice, the second time under a name that it does not read.
         if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
     ]
-    missing = [base_name(name) for name in result.missing_keys if prefix and prefix in name]
+    named = dict(peft_model.named_parameters(remove_duplicate=False))
+    read = {id(value) for name, value in named.items() if name not in result.missing_keys}
+    missing = [
+        base_name(name)
+        for name in result.missing_keys
+        if prefix and prefix in name and id(named.get(name)) not in read  # PEFT saves shared values once
+    ]
     problems += [Problem(f"no tensor {name}", "the trained values of this tensor", _FIX) for name in missing]
     if problems:
         raise _incompatible(adapter, base, problems)
@@ -320,9 +326,9 @@ def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> Chec
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Hide PEFT's warnings about cases that isotype handles: tied embeddings, merged layers and Conv1D layers."""
+    """Hide PEFT's warnings about cases that isotype handles: tied embeddings, merged layers, Conv1D layers and norms."""
     with warnings.catch_warnings():
-        handled = ".*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
+        handled = "Unsupported layer type|.*tied|.*tie_word_embeddings|fan_in_fan_out is set to|All adapters are already merged"
         warnings.filterwarnings("ignore", message=handled, module="peft")
         yield
 
@@ -355,7 +361,7 @@ _EXPRESSIONS = (
     "layers_pattern",
     "modules_to_save",
 )
-_COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|position_ids")
+_COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|size|position_ids")
 
 
 def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
@@ -400,8 +406,14 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
 
 def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[Problem]:
     hints = get_type_hints(kind)
-    values = {field.name: content[field.name] for field in dataclasses.fields(kind) if field.name in content}
-    yield from entry_problems(values, _ENTRIES, path, _AGAIN, hints)
+    fields = dataclasses.fields(kind)
+    values = {field.name: content[field.name] for field in fields if field.name in content}
+    checked = {
+        field.name: values[field.name]
+        for field in fields
+        if values.get(field.name, field.default) != field.default
+    }
+    yield from entry_problems(checked, _ENTRIES, path, _AGAIN, hints)
     for name in ("base_model_name_or_path", "revision"):
         value = values.get(name) or ""
         if isinstance(value, str) and not (

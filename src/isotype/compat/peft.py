@@ -24,6 +24,34 @@ def all_linear(config: Any, model: Any) -> set[str]:
     return set(_maybe_include_all_linear_layers(config, model).target_modules)
 
 
+def kind_of_adapter(config: Any) -> str:
+    """Return PEFT's name of a config's kind, such as `LORA`."""
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+_ACTIVATING = ("alora_invocation_tokens", "token_indices")
+
+
+def activating(config: Any) -> dict[str, list[int]]:
+    """Return the fields of a config with token ids without which the adapter has no effect (aLoRA, trainable tokens)."""
+    return {name: list(ids) for name in _ACTIVATING if (ids := getattr(config, name, None))}
+
+
+_BY_ROW = ("POLY", "SHADOW", "XLORA")
+
+
+def why_whole_rows(model: Any) -> str:
+    """Return why an adapter needs each sequence in a row of its own; "" if it does not.
+
+    aLoRA counts tokens from the end of a row; the other kinds compute a value of their own for each row.
+    """
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind_of_adapter(config)
+        if kind in ("aLoRA", *_BY_ROW):
+            return f"{kind} adapters read whole rows"
+    return ""
+
+
 def takes_outputs_first(wrapper: Any) -> bool:
     """Return whether a `ParamWrapper` reads its weight as `[experts, outputs, inputs]`."""
     return bool(wrapper._did_swap_in_out_features)

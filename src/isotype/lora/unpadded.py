@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.peft import why_whole_rows
 from isotype.compat.torch import FakeTensor, forward_hooks
 from isotype.core.errors import first_line
 from isotype.model.modes import in_evaluation
@@ -254,6 +255,8 @@ def tried(model: Any) -> Trial:
     backbone = getattr(model, "base_model", None)
     if not isinstance(model, PreTrainedModel) or not isinstance(backbone, nn.Module):
         return Trial(reason="the model is no transformers model with a backbone")
+    if why := why_whole_rows(model):
+        return Trial(reason=why)
     if getattr(model.config, "is_encoder_decoder", False):
         return Trial(reason="the model has an encoder and a decoder")
     try:
@@ -267,6 +270,8 @@ def tried(model: Any) -> Trial:
 
 def mixes_documents(model: Any) -> str:
     """Return why a document's results would change with an earlier document in its row; "" if they would not."""
+    if why := why_whole_rows(model):
+        return why
     try:
         with in_evaluation(model):
             mixes = _mixes(model.base_model)

@@ -181,7 +181,7 @@ def adapter_words(model: Any) -> tuple[str, ...]:
         kind = str(getattr(config.peft_type, "value", config.peft_type)).replace("LORA", "LoRA")
         kind = "DoRA" if getattr(config, "use_dora", False) else kind
         rank = f" r {config.r}" if hasattr(config, "r") else ""
-        scale = f" alpha {config.lora_alpha:g}" if hasattr(config, "lora_alpha") else ""
+        scale = f" alpha {config.lora_alpha:g}" if getattr(config, "lora_alpha", None) else ""
         targets = getattr(config, "target_modules", None) or ()
         named = targets
         if not isinstance(targets, str):

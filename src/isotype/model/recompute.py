@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from isotype.compat.peft import why_whole_rows
+
 CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 """The arguments of `gradient_checkpointing_enable` that a trainer uses by default."""
 
@@ -22,9 +24,9 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
     return {**({"gradient_checkpointing_kwargs": options} if options else CHECKPOINTING), **layers}
 
 
-def needs_input_gradients(arguments: Mapping[str, Any] | None) -> bool:
-    """Return whether checkpointing with these arguments is reentrant, and so needs gradients of the embeddings' output."""
-    return bool((arguments or {}).get("use_reentrant"))
+def needs_input_gradients(arguments: Mapping[str, Any] | None, model: Any) -> bool:
+    """Return whether checkpointing needs gradients of the embeddings' output: if reentrant, or for PEFT's hooks of aLoRA."""
+    return bool((arguments or {}).get("use_reentrant") or why_whole_rows(model))
 
 
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
@@ -40,7 +42,7 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments, **others)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **others)
-    if adapters and not needs_input_gradients(arguments):
+    if adapters and not needs_input_gradients(arguments, model):
         model.disable_input_require_grads()  # as the trainer does
 
 

@@ -40,7 +40,7 @@ class Place:
 LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
 
 _TUNER = "BaseTunerLayer"  # PEFT's base class of layers that wrap another one
-_COPIES = ".modules_to_save."  # PEFT's trained copies of whole modules
+_COPIES = re.compile(r"\.(modules_to_save|ln_tuning_layers)\.")  # PEFT's trained copies of whole modules
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 # Layers of bitsandbytes, and transformers' Conv1D: by name, to import neither library.
 _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Conv1D": "linear"}
@@ -126,10 +126,11 @@ def places(model: nn.Module) -> Iterator[Place]:
     for name, module in model.named_modules():
         while tuners and not name.startswith(f"{tuners[-1]}."):
             tuners.pop()
-        tuner = bool(tuners) and not f"{name}.".startswith(f"{tuners[-1]}.base_layer.")
+        copied = _COPIES.search(f".{name}") is not None
+        tuner = bool(tuners) and not copied and not f"{name}.".startswith(f"{tuners[-1]}.base_layer.")
         if is_tuner_layer(module):
             tuners.append(name)
-        yield Place(name, module, kind_of(module), tuner, tuner or _COPIES in f".{name}.")
+        yield Place(name, module, kind_of(module), tuner, tuner or copied)
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
+from isotype.compat.peft import kind_of_adapter
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
@@ -83,18 +84,32 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         expected = f"an adapter for {wanted}, which isotype {settings.method.name} trains"
         fix = f"merge it first ({merged}) and start from the merged model"
         yield Problem(f"an adapter for {task}", expected, fix)
-    if getattr(adapter.config, "is_prompt_learning", False):
-        kind = getattr(adapter.config.peft_type, "value", adapter.config.peft_type)
-        expected = "an adapter that changes weights, such as LoRA"
-        yield Problem(f"a {kind} adapter, which adds virtual tokens", expected, "train it with PEFT")
+    kind = kind_of_adapter(adapter.config)
+    why = "which adds virtual tokens" if adapter.config.is_prompt_learning else _UNABLE.get(kind)
+    if why is not None:
+        expected = "an adapter that changes weights, such as LoRA: PEFT or TRL cannot train this kind further"
+        fix = f"train a new LoRA adapter: --model_name_or_path {adapter.base}"
+        yield Problem(f"a {kind} adapter, {why}", expected, fix)
     if settings.precision.trainable == "full":
         fix = "leave it out, or merge the adapter first"
         yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)
     for name, key in FIELDS_OF_CONFIG.items():
         asked = settings.value(name)
+        asked = BOOLEANS.get(asked, asked) if name == "init_lora_weights" else asked
         has = sorted_names(getattr(adapter.config, key, None))
         if name in settings.command and sorted_names(asked) != has:
             yield Problem(f"--{name} {asked}", f"the adapter's value: {has}", f"leave --{name} out")
+
+
+_UNABLE = {
+    "ADAPTION_PROMPT": "whose forward does not return the log-probabilities that TRL's trainers need",
+    "POLY": "which needs the number of each row's task (task_ids)",
+    "XLORA": "which needs a base without `use_cache`",
+}
+"""Kinds of adapters that a TRL trainer cannot train, each with the reason."""
+
+BOOLEANS = {"true": True, "false": False}
+"""The texts of `--init_lora_weights` for PEFT's booleans. With False, B is random, too: for tests."""
 
 
 def sorted_names(value: Any) -> Any:
@@ -105,7 +120,7 @@ def sorted_names(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ --init_lora_weights
 
 
-DRAWN = ("gaussian", "orthogonal")
+DRAWN = ("true", "gaussian", "orthogonal")
 """Initialisations in which the product of A and B is zero: the adapted model computes the same as the base model."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
@@ -135,7 +150,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     name = settings.init_lora_weights
     if name is None:
         return
-    flag, choices = f"--init_lora_weights {name}", (*DRAWN, *PART_OF_BASE, LOFTQ)
+    flag, choices = f"--init_lora_weights {name}", (*DRAWN, "false", *PART_OF_BASE, LOFTQ)
     expected = f"one of {', '.join(choices)}"
     if name.startswith("pissa_niter_"):
         fix = "--init_lora_weights pissa: pissa_niter starts from random values, so every load would change the base differently"

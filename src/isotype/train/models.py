@@ -23,7 +23,7 @@ from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modules, store
-from isotype.compat.peft import without_peft
+from isotype.compat.peft import kind_of_adapter, without_peft
 from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.errors import Problem, UsageError, one_line
@@ -37,7 +37,7 @@ from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
-from isotype.train.initial_adapter import LOFTQ, brings_tokens, is_its_own_reference
+from isotype.train.initial_adapter import BOOLEANS, LOFTQ, brings_tokens, is_its_own_reference
 from isotype.train.launched import Sharding
 from isotype.train.policy import moments_of_run
 
@@ -98,7 +98,7 @@ def _peft_config(settings: Settings, model: Any) -> Any:
     config = get_peft_config(settings.model)
     config.bias = settings.lora_bias
     start = settings.init_lora_weights
-    config.init_lora_weights = True if start in (None, LOFTQ) else start
+    config.init_lora_weights = True if start in (None, LOFTQ) else BOOLEANS.get(start, start)
     check_module_names(model, config)
     return config
 
@@ -205,8 +205,8 @@ def check_module_names(model: Any, config: Any) -> None:
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     problems = []
     for flag, wanted, existing, kind, shown in (
-        ("lora_target_modules", converted.target_modules, modules, "module", last),
-        ("lora_modules_to_save", converted.modules_to_save, modules, "module", last),
+        ("lora_target_modules", getattr(converted, "target_modules", None), modules, "module", last),
+        ("lora_modules_to_save", getattr(converted, "modules_to_save", None), modules, "module", last),
         (
             "lora_target_parameters",
             getattr(converted, "target_parameters", None),
@@ -228,7 +228,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 def _check_rank(model: Any, config: Any) -> None:
     """Raise UsageError if the rank exceeds the smaller side of every adapted layer. Add a note if only some are smaller."""
-    rank, targets = getattr(config, "r", None), config.target_modules
+    rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
         width
@@ -293,6 +293,8 @@ def processing_class(source: Path | str, revision: str | None = None) -> Any:
 # ------------------------------------------------------------------------------------------------------ without weights
 
 
+_OF_VALUES = ("FROD", "SHIRA")
+
 _NUMBER = re.compile(r"(^|\.)\d+(\\?\.|$)|\\d|\[\d|\(\d")
 
 
@@ -334,7 +336,13 @@ def weightless_model(
     model = store(model, policy)
     if lora is not None:
         check_module_names(model, lora)
-        with _adapter_arguments(), torch.device("meta"), NoDraws():
+        kind = kind_of_adapter(lora)
+        if kind in _OF_VALUES:
+            what, expected = f"a {kind} adapter", "a kind that PEFT creates without the base's values"
+            fix = "start the training, which checks its first batch"
+            raise UsageError.of("a check without weights cannot create the adapter", what, expected, fix)
+        plain = kind == "LORA"  # other kinds compute with the values that they draw
+        with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
             model = _noted(model, policy, lora, adapt)
     return fold_layers(model) if fold and not early else model
 

@@ -50,8 +50,8 @@ class PolicyTrainer(WholeCheckpoints):
         TRL sets `requires_grad` when the trainer is built, and transformers (5.23) sets it when the training begins.
         With `requires_grad` set, autograd would also run the backward of frozen layers below the first adapter.
         """
-        args = self.args
-        if args.gradient_checkpointing and not needs_input_gradients(args.gradient_checkpointing_kwargs):
+        args, needed = self.args, needs_input_gradients
+        if args.gradient_checkpointing and not needed(args.gradient_checkpointing_kwargs, self.model):
             self.model.disable_input_require_grads()
 
     def train(

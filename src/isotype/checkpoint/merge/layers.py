@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -170,12 +171,14 @@ class Merging:
         """
         yield self._outside
         self._outside = {}
+        uses = Counter(id(p) for block in self._blocks for p in set(block.module.parameters()))
         for block in self._blocks:
             self._deferred.read(block)
             yield self._merged(block)
             self._deferred.drop(block)
             for parameter in block.module.parameters():
-                parameter.data = parameter.data.new_empty(0)
+                if uses[id(parameter)] == 1:  # the blocks of a VB-LoRA share its vectors
+                    parameter.data = parameter.data.new_empty(0)
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
@@ -302,7 +305,8 @@ def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def merge_in_float32(name: str, layer: Any) -> None:
     """Merge one PEFT layer in place; raise UsageError if PEFT cannot merge this kind of adapter."""
-    layer.get_base_layer().to(torch.float32)
+    for parameter in layer.get_base_layer().to(torch.float32).parameters():
+        parameter.data = parameter.data.clone()  # HiRA writes into the weight
     try:
         layer.merge(safe_merge=True)
     except (NotImplementedError, ValueError) as error:
@@ -311,10 +315,10 @@ def merge_in_float32(name: str, layer: Any) -> None:
 
 
 def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
-    base = layer.get_base_layer()
-    before = {f"{name}.{leaf}": parameter.data for leaf, parameter in base.named_parameters()}
-    merge_in_float32(name, layer)
-    after = {f"{name}.{leaf}": parameter for leaf, parameter in base.named_parameters()}
+    named = ((f"{name}.{leaf}", parameter) for leaf, parameter in layer.get_base_layer().named_parameters())
+    before = {full: parameter.data for full, parameter in named}
+    merge_in_float32(name, layer)  # LN tuning replaces the base layer
+    after = {f"{name}.{leaf}": parameter for leaf, parameter in layer.get_base_layer().named_parameters()}
     rounded = rounding.rounded({full: parameter.data for full, parameter in after.items()}, after)
     losses = [rounding.loss(full, before[full], after[full].data, rounded[full]) for full in after]
     for full, parameter in after.items():

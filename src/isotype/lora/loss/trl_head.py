@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from functools import wraps
 from typing import Any, cast
 
@@ -40,6 +40,11 @@ HEAD_CHOICE = "_isotype_head_choice"
 """Attribute of a trainer with one line about the choice of the head; missing if nothing was measured."""
 
 
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_NAMES = ("loss", *_PER_TOKEN, "label_mask", "aux_loss")
+_Output = make_dataclass("_Output", [(name, Any, None) for name in _NAMES], bases=(ModelOutput,))
+
+
 @dataclass(frozen=True)
 class _HeadRequest:
     """The arguments of `add_fused_lm_head`, and how the trainer uses the results.
@@ -60,7 +65,7 @@ class _HeadRequest:
     gradients: tuple[str, ...] = ("log_probs",)
     smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    result: Callable[..., Any] = ModelOutput
+    result: Callable[..., Any] = _Output
     faster: bool = False
 
 
@@ -295,9 +300,6 @@ def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
             outputs[name] = torch.where(mask, rows, torch.zeros_like(rows))
     outputs["label_mask"] = mask
     return outputs
-
-
-_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def _fused(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.peft import without_peft
+from isotype.compat.peft import activating, without_peft
 from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
 from isotype.compat.transformers import fresh_model, use_plain_experts
 from isotype.core.errors import first_line
@@ -238,7 +238,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
                     raise NoCopyError(f"a copy of few layers still has {size:,} weights")
                 small = fresh_model(type(base), config, torch.float64)
                 if hasattr(model, "peft_config"):
-                    small = _adapted(small, model)
+                    small = _adapted(small, model, tokens)
         except NoCopyError as problem:
             problems.append(str(problem))
         except Exception as error:  # noqa: BLE001 - any class may fail with small sizes
@@ -280,7 +280,7 @@ def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], t
     return tokens, (*sorted(plain), *range(len(known), len(known) + _SPARE))
 
 
-def _adapted(small: nn.Module, model: Any) -> nn.Module:
+def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> nn.Module:
     import peft
 
     adapted: Any = None
@@ -292,6 +292,10 @@ def _adapted(small: nn.Module, model: Any) -> nn.Module:
         for attribute, value in neutral.items():
             if hasattr(again, attribute):
                 setattr(again, attribute, value)
+        for attribute, ids in activating(again).items():
+            if not tokens.keys() >= set(ids):
+                raise NoCopyError(f"its adapter needs the tokens {ids}, which the batch does not have")
+            setattr(again, attribute, [tokens[token] for token in ids])
         if adapted is None:
             small.requires_grad_(False)
             adapted = peft.get_peft_model(small, again, adapter_name=name)

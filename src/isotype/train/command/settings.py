@@ -134,6 +134,8 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("device") == "cpu":
         values["use_cpu"] = True
     values |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
+    if (start := values.get("init_lora_weights")) is not None:  # a config file may have a boolean
+        values["init_lora_weights"] = str(start).lower()
     profile = device_profile(values.get("device", "auto")) if values.get("tf32") else None
     if profile is not None and not profile.present:
         values["tf32"] = None  # transformers would check the GPU of this machine

@@ -13,7 +13,7 @@ import transformers
 
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.opened import config_of, open_model, require_complete_gguf
-from isotype.compat.peft import without_peft
+from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.transformers import has_states, lines_separating_documents
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError
@@ -107,11 +107,11 @@ class PlannedStep:
             return False
         model, _ = self.model(None)
         if _by_lengths(plan, model):
-            return False
+            return bool(why_whole_rows(model))
         inputs = _inputs(replace(plan, rows=1), _TRIAL, model)
         step = StepRequest(model, inputs, self.policy, plan.device, phases=("forward",))
         separated = {call.source for call in trace_of(step).calls} & lines_separating_documents()
-        return not separated or has_states(model)
+        return not separated or has_states(model) or bool(why_whole_rows(model))
 
     def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
         """Return the plan of a batch and the length of its rows. If `mixed` is True, each document has a separate row."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.peft import without_peft
+from isotype.compat.peft import activating, without_peft
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS, Loss
 from isotype.data.tokens import IGNORED
@@ -26,7 +26,8 @@ def synthetic_batch(
     """Return a batch for a transformers model, in the form that TRL's collators make.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one picture by default if the config gives its number of tokens. Picture tokens have no loss.
+    `pictures`, or one picture by default if the config gives its number of tokens. Picture tokens have no loss. The
+    second token begins the tokens without which an adapter has no effect.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
@@ -47,6 +48,9 @@ def synthetic_batch(
             raise UsageError.of(headline, f"rows of {length} tokens", expected, fix)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
+    for config in (getattr(model, "peft_config", None) or {}).values() if pictures is None else ():
+        tokens = [token for ids_of in activating(config).values() for token in ids_of][: length - 1]
+        ids[:, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     if classifier and getattr(base.config, "is_encoder_decoder", False):
         ids[:, -1] = (

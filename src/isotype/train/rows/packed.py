@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from isotype.compat.peft import without_peft
+from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.transformers import attention_of
 from isotype.lora.loss.trl_head import goes_by_lengths, take_packed_rows
 from isotype.lora.unpadded import hooks_see_one_row, mixes_documents
@@ -57,12 +57,12 @@ def keep_rows(trainer: Any) -> str | None:
     if not getattr(collator, "padding_free", False):
         return None
     model = without_peft(trainer.model)
-    if goes_by_lengths(model):
+    if goes_by_lengths(model) and not why_whole_rows(model):
         return None
+    mixed = mixes_documents(model)
     if not trainer.args.packing:
         trainer.data_collator = Rows(replace(collator, padding_free=False), packed=False)
-        return f"padding_free: rows are not joined into one: {_no_lengths(model)}"
-    mixed = mixes_documents(model)
+        return f"padding_free: rows are not joined into one: {mixed or _no_lengths(model)}"
     packed = not mixed and take_packed_rows(trainer)
     trainer.data_collator = Rows(replace(collator, padding_free=False), packed)
     if packed:
