@@ -294,6 +294,12 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
     [
         ("", _PLAIN_STEP, "", ""),
         (
+            "from torch.optim.optimizer import register_optimizer_step_post_hook as after; after(lambda *_: None)",
+            _PLAIN_STEP,
+            "",
+            "",
+        ),
+        (
             "",
             "loss = mse_loss(model(x), y); loss.backward(); optimizer.zero_grad(); optimizer.step()",
             "IST307]: the optimizer finds no gradient of 4 of 4 trainable parameters",

@@ -33,6 +33,7 @@ from isotype.compat.torch import (
     is_traced,
     original,
     put_under,
+    share_steps,
     stored_scale,
     take_out,
     tree_leaves,
@@ -129,6 +130,7 @@ class Watch:
         self.unheld: tuple[str, ...] = ()
         self.orphans, self.scaled = 0, False
         self.skipped, self.skipping = 0, False
+        self._stepping = False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -163,15 +165,20 @@ class Watch:
             (optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
             (optimizers.register_optimizer_step_post_hook, self._optimizer_ends),
         ):
-            self._hooks.enter_context(register(partial(self._guard, act)))
+            self._hooks.enter_context(register(partial(self._around_step, act)))
         self._hook_modules()
 
     def detach(self) -> None:
         """Remove all hooks and modes; recorded data stays until `forget`."""
         self.state = "over"
         self._leave_modes()
-        for hooks in (self._module_hooks, self._hooks, self._recording):
+        for hooks in (self._module_hooks, self._recording, *(() if self._stepping else (self._hooks,))):
             hooks.close()
+        if (
+            self._stepping
+        ):  # torch is about to run the script's own hooks after these: the next forward removes these
+            handle = modules.register_module_forward_pre_hook(lambda *_: self._hooks.close())
+            self._hooks.callback(handle.remove)
         if self.recorder is not None and self.recorder.fault:
             self._note(f"the recording stopped early: {self.recorder.fault}")
             self.recorder.fault = ""
@@ -206,6 +213,11 @@ class Watch:
     def _leave_modes(self) -> None:
         take_out(*self._modes)
         self._modes = ()
+
+    def _around_step(self, act: Callable[..., None], *args: Any) -> None:
+        self._stepping = share_steps()
+        self._guard(act, *args)
+        self._stepping = False
 
     def _guard(self, act: Callable[..., None], *args: Any) -> None:
         try:
