@@ -130,20 +130,28 @@ def test_kinds_of_adapters_are_checked_and_trained_further(
     path: Path, tmp_path: Path, config: peft.PeftConfig
 ) -> None:
     adapter = save_kind(path, tmp_path / "adapter", config)
-    options, rest = parse_options(
-        ["sft", "--model_name_or_path", str(adapter), "--device", "cpu-avx2", "--length", "24"]
-    )
-    report = check_plan(plan_of(options, rest), DEFAULT_PHASES)
-    assert report.findings == ()
-    assert report.trace.failure is None
     data = save_rows(tmp_path / "sft.jsonl", rows("sft"))
     argv = f"""--model_name_or_path {adapter} --dataset_name {data} --output_dir {tmp_path / "out"} --max_steps 1
-        --per_device_train_batch_size 2 --device cpu --report_to none""".split()
+        --per_device_train_batch_size 2 --gradient_checkpointing True --device cpu --report_to none""".split()
+    report = check_plan(plan_of(*parse_options(["sft", *argv])), DEFAULT_PHASES)
+    assert report.findings == ()
+    assert report.trace.failure is None
     settings = parse_settings(METHODS["sft"], argv)
     outcome = training.run(settings, Console(file=io.StringIO(), width=200))
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, outcome.adapter))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_quantized_base_is_checked_without_its_values(path: Path, tmp_path: Path) -> None:
+    plans = {}
+    for name in ("olora", "pissa"):
+        adapter = save_kind(path, tmp_path / name, peft.LoraConfig(r=4, init_lora_weights=name, **_Q))
+        flags = f"sft --model_name_or_path {adapter} --quantization nf4 --dtype float32 --length 8".split()
+        plans[name] = plan_of(*parse_options(flags))
+    assert check_plan(plans["olora"], ("forward",)).ok  # PEFT quantizes the rest of the weights again
+    with pytest.raises(CheckpointError, match="a base in nf4, and an adapter that pissa initialised"):
+        check_plan(plans["pissa"], ("forward",))
 
 
 @pytest.mark.parametrize(

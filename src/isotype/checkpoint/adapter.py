@@ -253,12 +253,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
         expected = "every weight of the model: a missing weight gets new random values in every load"
         raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
-    method = getattr(config, "init_lora_weights", None)
-    if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
-        conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
-        expected = "a base in float32, bfloat16 or float16: PEFT subtracts the adapter's initial values from the base's weights"
-        fix = "--quantization none, or merge the adapter first"
-        raise _incompatible(adapter, model, [Problem(conflict, expected, fix)])
+    require_whole_weights(config, policy)
     config.base_model_name_or_path = None  # else PEFT warns if the base was moved
     try:
         with quiet_peft(), KeepsValues():  # deferred weights are on the meta device
@@ -266,6 +261,16 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     except BUILD_ERRORS as error:
         problem = Problem(one_line(error), "modules that the adapter was trained on", _FIX)
         raise _incompatible(adapter, model, [problem]) from error
+
+
+def require_whole_weights(config: Any, policy: PrecisionPolicy) -> None:
+    """Raise CheckpointError if the base is quantized, and PEFT decomposes its weights when it adds the adapter."""
+    method = getattr(config, "init_lora_weights", None)
+    if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
+        conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
+        expected = "a base in float32, bfloat16 or float16: PEFT subtracts the adapter's initial values from the base's weights"
+        fix = "--quantization none, or merge the adapter first"
+        raise CheckpointError.of("the adapter needs whole weights", conflict, expected, fix)
 
 
 # Initialisations for which PEFT decomposes the base's weights (`pissa_init`, `mica_init`): these must not be quantized.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from isotype.checkpoint.adapter import attach
+from isotype.checkpoint.adapter import attach, require_whole_weights
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
@@ -336,6 +336,10 @@ def weightless_model(
     model = store(model, policy)
     if lora is not None:
         check_module_names(model, lora)
+        require_whole_weights(lora, policy)
+        if policy.quantized and getattr(lora, "init_lora_weights", None) == "olora":
+            lora = copy.copy(lora)
+            lora.init_lora_weights = True  # olora would quantize the weights again, which have no values here
         kind = kind_of_adapter(lora)
         if kind in _OF_VALUES:
             what, expected = f"a {kind} adapter", "a kind that PEFT creates without the base's values"

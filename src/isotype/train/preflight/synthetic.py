@@ -27,7 +27,7 @@ def synthetic_batch(
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
     `pictures`, or one picture by default if the config gives its number of tokens. Picture tokens have no loss. The
-    second token begins the tokens without which an adapter has no effect.
+    tokens without which an adapter has no effect are at the begin of each row, behind its pictures.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
@@ -48,9 +48,10 @@ def synthetic_batch(
             raise UsageError.of(headline, f"rows of {length} tokens", expected, fix)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
-    for config in (getattr(model, "peft_config", None) or {}).values() if pictures is None else ():
-        tokens = [token for ids_of in activating(config).values() for token in ids_of][: length - 1]
-        ids[:, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
+    begin = 1 + (0 if pictures is None else pictures.tokens)
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        tokens = [token for ids_of in activating(config).values() for token in ids_of][: length - begin]
+        ids[:, begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     if classifier and getattr(base.config, "is_encoder_decoder", False):
         ids[:, -1] = (
