@@ -43,7 +43,8 @@ def test_nothing_is_compiled_that_another_machine_would_not_compile() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda: measure_all("cpu"), lambda: real_step(torch.nn.Linear(2, 2), {"input": torch.ones(2)})]
+    "ask",
+    [lambda: measure_all("cpu", 1.0), lambda: real_step(torch.nn.Linear(2, 2), {"input": torch.ones(2)})],
 )
 def test_a_test_that_asks_the_machine_without_the_mark_fails(ask: Callable[[], object], any_cpu: str) -> None:
     with pytest.raises(pytest.fail.Exception, match="mark it real_cpu"):

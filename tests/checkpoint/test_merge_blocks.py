@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +234,12 @@ def test_every_architecture_runs_block_by_block(name: str, tmp_path: Path) -> No
 
 
 def written(directory: Path, tensors: dict[str, torch.Tensor], most: int) -> None:
-    files = Shards(directory, header_room(tensors), most)
-    for name, values in tensors.items():
-        files.add(name, values)
-    files.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "_MOST", most)
+        files = Shards(directory, header_room(tensors))
+        for name, values in tensors.items():
+            files.add(name, values)
+        files.close()
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -281,8 +282,7 @@ def test_a_merged_model_in_several_files(tmp_path: Path, monkeypatch: pytest.Mon
     base = save_base(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", None, **PROJECTIONS)
     whole = merged(adapter, tmp_path / "whole")
-    short: Callable[..., Shards] = lambda directory, room: Shards(directory, room, 40_000)  # noqa: E731
-    monkeypatch.setattr("isotype.checkpoint.merge.write.Shards", short)
+    monkeypatch.setattr(shards, "_MOST", 40_000)
     merge_adapter(adapter, tmp_path / "parts")
     assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 2
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "parts")

@@ -22,6 +22,7 @@ from isotype.lora.linear import lora_linear
 from isotype.lora.spec import Adapter, Layer, Spec
 from isotype.lora.weights import DenseWeights
 from tests.cpus import no_bfloat16_loops, pretend
+from tests.lora.watched import held
 from tests.pairwise import pairwise
 
 # Relative error of a tensor's norm. One rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16, 25
@@ -394,7 +395,7 @@ def test_without_gradient_nothing_is_kept() -> None:
     with torch.no_grad():
         (output,) = lora_linear(replace(spec, keep=False), (torch.randn(3, 8),), tensors)
     assert output.grad_fn is None
-    assert spec.weights.workspace.held == 0
+    assert held(spec.weights.workspace) == 0
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*itertools.product(("nf4", "int8", "dense"), TOLERANCES)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isotype.lora.weights import Workspace
+from tests.lora.watched import held
 
 CPU = torch.device("cpu")
 
@@ -21,7 +22,7 @@ def test_a_buffer_serves_one_product_after_another() -> None:
     with workspace.borrow((2, 3), torch.float32, CPU) as small:
         assert small.shape == (2, 3)
         assert small.data_ptr() == address
-    assert workspace.held == 4 * 6 * 4
+    assert held(workspace) == 4 * 6 * 4
 
 
 def test_a_larger_buffer_takes_the_place_of_one_that_is_too_small() -> None:
@@ -29,7 +30,7 @@ def test_a_larger_buffer_takes_the_place_of_one_that_is_too_small() -> None:
     for rows in (1, 5, 3):
         with workspace.borrow((rows, 8), torch.bfloat16, CPU):
             pass
-    assert workspace.held == 5 * 8 * 2
+    assert held(workspace) == 5 * 8 * 2
 
 
 def test_what_is_borrowed_is_lent_to_nobody_else() -> None:
@@ -65,7 +66,7 @@ def test_threads_do_not_share() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert workspace.held == 2 * 64 * 4
+    assert held(workspace) == 2 * 64 * 4
 
 
 def test_released_after_the_backward() -> None:
@@ -80,14 +81,14 @@ def test_released_after_the_backward() -> None:
         @staticmethod
         def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
             workspace.release_after_backward()
-            assert workspace.held == 16
+            assert held(workspace) == 16
             with workspace.borrow((4,), grads[0].dtype, grads[0].device):
                 return grads[0] * 2
 
     x = torch.ones(4, requires_grad=True)
     for _ in range(2):
         Product.apply(Product.apply(x)).sum().backward()  # type: ignore[no-untyped-call]
-        assert workspace.held == 0
+        assert held(workspace) == 0
 
 
 def test_a_backward_that_fails_does_not_keep_buffers_of_the_next_ones() -> None:
@@ -112,14 +113,14 @@ def test_a_backward_that_fails_does_not_keep_buffers_of_the_next_ones() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward()
     Product.apply(x).sum().backward()  # type: ignore[no-untyped-call]
-    assert workspace.held == 0
+    assert held(workspace) == 0
 
 
 def test_nothing_is_kept_for_a_forward_that_no_backward_follows() -> None:
     workspace = Workspace()
     with workspace.borrow((4,), torch.float32, CPU, keep=False):
         pass
-    assert workspace.held == 0
+    assert held(workspace) == 0
 
 
 def test_a_copy_begins_empty() -> None:
@@ -127,4 +128,4 @@ def test_a_copy_begins_empty() -> None:
     with workspace.borrow((4,), torch.float32, CPU):
         pass
     for made in (copy.deepcopy(workspace), pickle.loads(pickle.dumps(workspace))):
-        assert made.held == 0
+        assert held(made) == 0

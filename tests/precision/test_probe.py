@@ -15,10 +15,11 @@ from isotype.precision.devices.probe import MatmulRate, measure_all, next_side
 from tests.refusals import refused
 
 
-def measure_matmul(
-    dtype: torch.dtype, device: str = "cpu", seconds: float = 0.05, size: int = 256
-) -> MatmulRate:
-    return measure_all(device, seconds, (dtype,), size)[dtype]
+def measure_matmul(dtype: torch.dtype, device: str = "cpu", seconds: float = 0.05) -> MatmulRate:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "COMPUTE_DTYPES", (dtype,))
+        patch.setattr(probe, "_CPU_SIZE", 256)
+        return measure_all(device, seconds)[dtype]
 
 
 @pytest.mark.real_cpu

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
+from isotype.checkpoint.formats.headers import CheckpointHeaders, dtypes_named, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load_plan import LoadPlan, PlannedTensor, load_plan
@@ -123,7 +123,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     totals = [
         Total(f, len(some), sum(t.values for t in some), sum(t.bytes for t in some)) for f, some in by_form
     ]
-    named = _named_dtype(config)
+    named = next(iter(dtypes_named(config)), None)
     notes = []
     if named is not None and main is not None and named != main:
         notes.append(f"config.json names {named}, but most unquantized weights are {main}")
@@ -154,15 +154,6 @@ def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
 def _config(source: Path) -> Mapping[str, Any]:
     path = (source if source.is_dir() else source.parent) / "config.json"
     return read_json(path) if path.is_file() and source.suffix != ".gguf" else {}
-
-
-def _named_dtype(config: Mapping[str, Any]) -> str | None:
-    text = config.get("text_config")
-    for holder in (config, text if isinstance(text, dict) else {}):
-        value = holder.get("dtype") or holder.get("torch_dtype")
-        if isinstance(value, str) and value != "auto":
-            return value.removeprefix("torch.")
-    return None
 
 
 def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> str:

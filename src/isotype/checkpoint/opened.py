@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import json
 import re
@@ -31,6 +30,7 @@ from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot,
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import stored_tensors
+from isotype.core.arguments import did_you_mean
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveError
 from isotype.precision.facts import ModelFacts, unreadable
 
@@ -352,8 +352,8 @@ def _missing(text: str) -> Problem:
         return Problem(link, expected, "correct the link")
     if parent is None or not parent.is_dir():
         fix = f"{Path(text).parent} is not an existing directory either: check the path"
-    elif near := difflib.get_close_matches(Path(text).name, {path.name for path in parent.iterdir()}, n=3):
-        fix = f"did you mean {' or '.join(str(parent / name) for name in near)}?"
     else:
-        fix = f"nothing in {parent} has a similar name: check the path"
+        nothing = f"nothing in {parent} has a similar name: check the path"
+        names = {path.name for path in parent.iterdir()}
+        fix = did_you_mean(Path(text).name, names, nothing, shown=lambda name: str(parent / name))
     return Problem(f"model {text}", expected, fix)

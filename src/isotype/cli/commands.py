@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
-from isotype.core.arguments import Parser
+from isotype.core.arguments import Parser, did_you_mean
 from isotype.core.errors import UsageError
 from isotype.core.files import unused
 from isotype.core.formats import ASKED, MIXED, QUANTIZATIONS
@@ -215,8 +214,7 @@ def find_rule(code: str) -> Rule:
     wanted = f"IST{wanted}" if wanted.isdigit() else wanted
     if wanted in rules:
         return rules[wanted]
-    near = difflib.get_close_matches(wanted, rules, n=3, cutoff=0.5)
-    fix = f"did you mean {' or '.join(near)}?" if near else "isotype explain lists them"
+    fix = did_you_mean(wanted, rules, "isotype explain lists them", cutoff=0.5)
     raise UsageError.of("unknown code", code, "the code of a rule", fix)
 
 

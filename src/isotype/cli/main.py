@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import gc
 import os
 import signal
@@ -27,6 +26,7 @@ from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signal
 from isotype.compat.torchvision import importable
 from isotype.compat.triton import leave_garbage
 from isotype.core import VERSION
+from isotype.core.arguments import did_you_mean
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import TerminalConsole, libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, UsageError
@@ -156,8 +156,8 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         return demo
     if command not in COMMANDS:
         known = (*METHODS, "demo", *COMMANDS)
-        close = () if command in _OF_TRL else difflib.get_close_matches(command, known, n=1)
-        fix = f"did you mean isotype {close[0]}?" if close else "isotype --help describes them"
+        similar, shown = () if command in _OF_TRL else known, "isotype {}".format
+        fix = did_you_mean(command, similar, "isotype --help describes them", n=1, shown=shown)
         expected = "one of " + ", ".join(known)
         raise UsageError.of("unknown command", f"isotype {command}", expected, fix)
     with_module = command in ("check", "run")

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -101,24 +101,16 @@ class Parser(ValueParser):
         flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
-        problems = [self._unknown_name(*name_and_value(tokens, token)) for token in flags]
+        known = self.known_names()
+        problems = [
+            unknown_name(*name_and_value(tokens, token), known, f"{self.prog} --help") for token in flags
+        ]
         fix = "leave the value out, or write the name of its argument before it"
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
-
-    def dests(self) -> list[str]:
-        return [action.dest for action in actions_of(self)]
 
     def known_names(self) -> list[str]:
         named = [action.option_strings for action in actions_of(self) if action.option_strings]
         return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
-
-    def _unknown_name(self, name: str, value: str) -> Problem:
-        if (former := renamed(name, self.dests(), value)) is not None:
-            return former
-        meant = closest(name, self.known_names())
-        listed = f"a known name: {', '.join(meant)}" if meant else "a known name"
-        fix = f"did you mean {meant[0]}?" if meant else f"see {self.prog} --help"
-        return Problem(name, listed, fix)
 
     # argparse calls these hooks to check one value. Its own hooks raise, so that one error would hide the others.
 
@@ -148,6 +140,30 @@ def _wrong_value(action: argparse.Action, value: Any) -> Problem:
         return wrong_choice(argument, str(value), map(str, action.choices))
     expected, example = _KINDS.get(getattr(action.type, "__name__", ""), ("another value", "VALUE"))
     return Problem(argument, expected, f"{name} {example}")
+
+
+def did_you_mean(
+    wanted: str,
+    known: Iterable[str],
+    otherwise: str,
+    n: int = 3,
+    cutoff: float = 0.6,
+    shown: Callable[[str], str] = str,
+) -> str:
+    """Return "did you mean …?" with up to `n` known names that are similar to `wanted`, or `otherwise` if none is."""
+    near = difflib.get_close_matches(wanted, list(known), n, cutoff)
+    return f"did you mean {' or '.join(map(shown, near))}?" if near else otherwise
+
+
+def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> Problem:
+    """Return the `Problem` for a name that is not among the `known` names, which the command `listing` prints."""
+    names = [known_name.lstrip("-").replace("-", "_") for known_name in known]
+    former = renamed(name, names, str(value) if isinstance(value, (str, int, float)) else "")
+    if former is not None:
+        return former
+    meant = closest(name, known)
+    expected = f"a known name: {', '.join(meant)}" if meant else "a known name"
+    return Problem(name, expected, f"did you mean {meant[0]}?" if meant else f"see {listing}")
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -113,4 +114,6 @@ def decoded(value: Any, kind: Any) -> Any:
     if get_origin(kind) is tuple:
         kinds = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
         return tuple(decoded(item, item_kind) for item, item_kind in zip(value, kinds, strict=True))
+    if getattr(kind, "__module__", "") == "torch":  # a dtype, as in `encoded`
+        return getattr(sys.modules["torch"], value)
     return _NUMBERS.get(value, value) if kind is float else value

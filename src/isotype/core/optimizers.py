@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem
 
 
@@ -112,8 +112,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
     """Yield a problem if `asked` is an unknown optimizer name; yield nothing for callables and known names."""
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
-        near = difflib.get_close_matches(asked, OPTIMIZERS, n=2)
-        fix = f"did you mean {' or '.join(near)}?" if near else "give one of these, or a callable"
+        fix = did_you_mean(asked, OPTIMIZERS, "give one of these, or a callable", n=2)
         yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+from isotype.core.arguments import did_you_mean
 from isotype.core.errors import DataError, Problem
 from isotype.core.names import grouped, listed, plural
 from isotype.data import drawn
@@ -135,9 +136,8 @@ def _missing(path: Path) -> Problem:
     fix = f"'{path.parent}' does not exist either: check where the path starts"
     if path.parent.is_dir():
         names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
-        fix = f"'{path.parent}' holds {quoted(names)}"
-        if close := difflib.get_close_matches(path.name, names, n=3):
-            fix = f"did you mean {' or '.join(repr(str(path.with_name(n))) for n in close)}?"
+        holds = f"'{path.parent}' holds {quoted(names)}"
+        fix = did_you_mean(path.name, names, holds, shown=lambda name: repr(str(path.with_name(name))))
     return Problem(missing, expected, fix)
 
 

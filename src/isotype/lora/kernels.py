@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from isotype.compat.torch import PLAIN, FakeTensor, has_kernel
 from isotype.core.dtypes import dtype_name
-from isotype.lora.gpu import elementwise, products
+from isotype.lora.gpu import elementwise
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
 """`rms_norm_promoted`: the weight's dtype is not the input's, or the weight is stored minus one."""
@@ -36,12 +36,64 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
 DEVICES = ("cuda", "xpu")
 """Device types that have candidate kernels; ROCm devices have the type cuda."""
 
-# Name of a candidate -> (module, required torch operator, description of the operator).
+
+@dataclass(frozen=True)
+class Products:
+    """Products of 16-bit matrices, added to a float32 tensor by torch's GPU operators.
+
+    cuBLAS multiplies bfloat16 from compute capability 8.0 on (see `_mm_dtype_out_cuda` in
+    aten/src/ATen/native/cuda/Blas.cpp).
+
+    Attributes:
+        scales: True to use `addmm`, False to use `mm`: in some torch releases `addmm` cannot add to a float32 sum.
+    """
+
+    scales: bool
+
+    def write(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
+        """Write factor · left @ right, a product of 16-bit matrices, into the float32 `out`."""
+        if self.scales and factor != 1:
+            torch.addmm(out, left, right, out_dtype=out.dtype, beta=0, alpha=factor, out=out)
+            return
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+        if factor != 1:
+            out.mul_(factor)
+
+    def add(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
+        """Add factor · left @ right to the float32 `out`."""
+        if self.scales:
+            torch.addmm(out, left, right, out_dtype=out.dtype, alpha=factor, out=out)
+        else:
+            out.add_(torch.mm(left, right, out_dtype=out.dtype), alpha=factor)
+
+
+class Aten:
+    """torch's GPU operators for RMSNorm. The weight must have the input's dtype, and no offset."""
+
+    @staticmethod
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Any:
+        """Return what `isotype.lora.gpu.elementwise.rms_norm` returns.
+
+        The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
+        later).
+        """
+        return torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
+
+    @staticmethod
+    def rms_norm_backward(
+        grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
+    ) -> Any:
+        return torch.ops.aten._fused_rms_norm_backward(
+            grad, x, list(weight.shape), inverse, weight, [True, False]
+        )[0]
+
+
+# Name of a candidate -> (object with its functions, required torch operator, description of the operator).
 _CANDIDATES: Mapping[str, tuple[Any, str, str]] = {
-    "aten": (products, "aten::_fused_rms_norm", "fused RMSNorm"),
+    "aten": (Aten, "aten::_fused_rms_norm", "fused RMSNorm"),
     "triton": (elementwise, "", ""),
-    "addmm": (products.ADDMM, "aten::addmm.dtype_out", "product with a float32 result"),
-    "mm": (products.MM, "aten::mm.dtype_out", "product with a float32 result"),
+    "addmm": (Products(scales=True), "aten::addmm.dtype_out", "product with a float32 result"),
+    "mm": (Products(scales=False), "aten::mm.dtype_out", "product with a float32 result"),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Errors relative to the norm: the arithmetic is float32, and a rounding to b bits has an error of at most 2^-b.

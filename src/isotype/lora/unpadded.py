@@ -6,12 +6,12 @@ positions to separate sequences, as transformers does for packed sequences. `tri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from isotype.compat.peft import why_whole_rows
 from isotype.compat.torch import FakeTensor, forward_hooks
 from isotype.core.errors import first_line
 from isotype.model.modes import in_evaluation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -259,12 +261,9 @@ def tried(model: Any) -> Trial:
         return Trial(reason=why)
     if getattr(model.config, "is_encoder_decoder", False):
         return Trial(reason="the model has an encoder and a decoder")
-    try:
-        with in_evaluation(model):
-            sides = _sound_sides(backbone)
-    except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
-        failure = f"{type(error).__name__}: {first_line(error)[:200]}"
-        return Trial(reason=f"a trial without padding failed ({failure})")
+    sides = _of_trial(model, _sound_sides, "without padding")
+    if isinstance(sides, str):
+        return Trial(reason=sides)
     return Trial(sides, "" if sides else "the model's results change if rows are concatenated")
 
 
@@ -272,12 +271,19 @@ def mixes_documents(model: Any) -> str:
     """Return why a document's results would change with an earlier document in its row; "" if they would not."""
     if why := why_whole_rows(model):
         return why
+    mixes = _of_trial(model, _mixes, "of documents in one row")
+    if isinstance(mixes, str):
+        return mixes
+    return f"in {type(model).__name__} documents in one row would attend to each other" if mixes else ""
+
+
+def _of_trial(model: Any, trial: Callable[[nn.Module], T], what: str) -> T | str:
+    """Return the result of a trial of the model's backbone, or why the trial failed."""
     try:
         with in_evaluation(model):
-            mixes = _mixes(model.base_model)
+            return trial(model.base_model)
     except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
-        return f"a trial of documents in one row failed ({type(error).__name__}: {first_line(error)[:200]})"
-    return f"in {type(model).__name__} documents in one row would attend to each other" if mixes else ""
+        return f"a trial {what} failed ({type(error).__name__}: {first_line(error)[:200]})"
 
 
 def _mixes(backbone: Any) -> bool:

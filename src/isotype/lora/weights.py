@@ -82,12 +82,6 @@ class Workspace:
             self._ending = number
             after_backward(self.release)
 
-    @property
-    def held(self) -> int:
-        """Bytes of the buffers that are not borrowed."""
-        with self._lock:
-            return sum(buffer.nbytes for free in self._free.values() for buffer in free)
-
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
         return Workspace, ()  # a copy of the model gets a new workspace
 

@@ -6,7 +6,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
 from isotype.core.formats import FORMATS, MIXED, QUANTIZATIONS
-from isotype.core.json_records import FormatVersionError, require_version
+from isotype.core.json_records import FormatVersionError, decoded, encoded, require_version
 from isotype.core.names import plural, starred
 
 POLICY_FILE = "precision_policy.json"
@@ -251,14 +251,7 @@ class PrecisionPolicy:
 
     def summary(self) -> dict[str, Any]:
         """Return JSON values of the fields for display. Moments are left out: they have a character per input channel."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
-        return {
-            **plain,
-            "reasons": dict(self.reasons),
-            "layers": self.layer_formats,
-            "exceptions": [asdict(exception) for exception in self.exceptions],
-        }
+        return {**encoded(replace(self, layers=()), {}), "layers": self.layer_formats}
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values of all fields; `from_dict` is the inverse."""
@@ -273,19 +266,13 @@ class PrecisionPolicy:
             FormatVersionError: the values have another format version. A file that isotype 0.1.0 wrote counts as version 1.
         """
         require_version(values.get("format_version", 1), FORMAT_VERSION)
-        dtypes = {k: getattr(torch, values[k]) for k in ("compute", "master", "reduce", "quant_storage")}
-        moments = values.get("moments", {})
-        layers = values.get("layers", {}).items()
-        rest = {
-            **{name: value for name, value in values.items() if name not in ("moments", "format_version")},
-            **dtypes,
-            "pinned": tuple(values["pinned"]),
-            "warnings": tuple(values["warnings"]),
-            "layers": tuple(LayerStorage(name, form, moments.get(name, "")) for name, form in layers),
-            "dense": tuple(values.get("dense", ())),
-            "exceptions": tuple(ModuleException(**exception) for exception in values.get("exceptions", ())),
-        }
-        return cls(**rest)
+        moments, layers = values.get("moments", {}), values.get("layers", {}).items()
+        content = {name: value for name, value in values.items() if name not in ("moments", "format_version")}
+        content["layers"] = [
+            {"module": name, "storage": form, "moments": moments.get(name, "")} for name, form in layers
+        ]
+        policy: PrecisionPolicy = decoded(content, cls)
+        return policy
 
     def save(self, directory: str | Path) -> Path:
         """Write the policy as JSON to a temporary file in `directory`, then rename the file."""

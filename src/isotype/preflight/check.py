@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import linecache
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from isotype.core import PACKAGE
+from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, UsageError
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
@@ -166,14 +166,8 @@ def arguments_of_check() -> tuple[str, ...]:
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in options.keys() - {field.name for field in fields(StepRequest)}:
-        hint = _meant(name)
+        hint = did_you_mean(name, arguments_of_check(), "", n=1, shown=repr)
         raise TypeError(f"check() got an unexpected keyword argument {name!r}{hint and f': {hint}'}")
-
-
-def _meant(name: object) -> str:
-    """Return "did you mean …?" with the argument of `check` that has a similar name; "" if there is none."""
-    near = difflib.get_close_matches(str(name), arguments_of_check(), n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of isotype.check"
@@ -187,8 +181,7 @@ def function_arguments(text: str) -> dict[str, Any]:
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)
     if not callable(function):
-        near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else "check its name"
+        fix = did_you_mean(attribute, [n for n, v in vars(module).items() if callable(v)], "check its name")
         what = f"{text}: no function {attribute} in {module.__file__}"
         raise UsageError.of("no such function", what, "a function", fix)
     try:
@@ -260,7 +253,11 @@ def _arguments(text: str, result: Any) -> dict[str, Any]:
         raise UsageError.of("the function returns something else", what, _RETURNS, "return one of these")
     known = arguments_of_check()
     unknown = [
-        Problem(repr(name), f"one of {', '.join(known)}", _meant(name) or "leave it out")
+        Problem(
+            repr(name),
+            f"one of {', '.join(known)}",
+            did_you_mean(str(name), known, "leave it out", n=1, shown=repr),
+        )
         for name in result
         if name not in known
     ]

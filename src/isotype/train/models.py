@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +25,7 @@ from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modu
 from isotype.compat.peft import kind_of_adapter, without_peft
 from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
+from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, UsageError, one_line
 from isotype.data.methods import Method
 from isotype.model.adapters import add_lora, remember_base
@@ -218,8 +218,7 @@ def check_module_names(model: Any, config: Any) -> None:
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
             if any(f".{path}".endswith(f".{name}") for path in existing):
                 continue
-            close = difflib.get_close_matches(name, shown, n=3, cutoff=0.4)
-            fix = f"did you mean {' or '.join(close)}?" if close else "give one of these"
+            fix = did_you_mean(name, shown, "give one of these", cutoff=0.4)
             problems.append(Problem(f"--{flag} {name}", f"the name of a {kind}: {', '.join(shown)}", fix))
     if problems:
         raise UsageError("no such modules or parameters in the model", problems)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from isotype.compat.hub import asking, offline_if_unreachable
-from isotype.core.arguments import wrong_choice
+from isotype.core.arguments import did_you_mean, wrong_choice
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import (
     CheckpointError,
@@ -165,8 +164,7 @@ _CHECKPOINT = sorted(
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
     arguments = settings.gradient_checkpointing_kwargs or {}
     for name in sorted(arguments.keys() - _CHECKPOINT):
-        near = difflib.get_close_matches(name, _CHECKPOINT)
-        fix = f"did you mean {near[0]!r}?" if near else "leave it out"
+        fix = did_you_mean(name, _CHECKPOINT, "leave it out", n=1, shown=repr)
         yield Problem(f"--gradient_checkpointing_kwargs: {name!r}", f"one of {', '.join(_CHECKPOINT)}", fix)
     every = arguments.get("every_n_layers", 1)
     if not isinstance(every, int) or every < 1:

@@ -96,8 +96,14 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
     options = read_json(file).get("quantization") if file.is_file() else None
     if isinstance(options, dict):
         return {"quant_method": "modelopt", **options}
-    dtypes = [str(holder.get("dtype") or holder.get("torch_dtype")) for holder in holders]
-    return {"quant_method": "cast"} if any("float8" in dtype for dtype in dtypes) else {}
+    return {"quant_method": "cast"} if any("float8" in dtype for dtype in dtypes_named(config)) else {}
+
+
+def dtypes_named(config: Mapping[str, Any]) -> list[str]:
+    """Return the dtype names in config.json, of the model and of its text config, without `auto`."""
+    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
+    names = [holder.get("dtype") or holder.get("torch_dtype") for holder in holders]
+    return [name.removeprefix("torch.") for name in names if isinstance(name, str) and name != "auto"]
 
 
 def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:

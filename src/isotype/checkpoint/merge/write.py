@@ -236,7 +236,7 @@ def _no_room(place: Path, what: str, expected: str) -> SaveError:
 
 
 _MOST = 50_000_000_000
-"""Maximum bytes of a file, as in transformers' `save_pretrained`."""
+"""Maximum bytes of data in a file, as in transformers' `save_pretrained`."""
 _ENTRY = 192
 """Maximum bytes of a tensor's entry in the header, without its name."""
 _ALIGNED = 8
@@ -250,11 +250,10 @@ class Shards:
     Args:
         directory: an existing directory.
         room: bytes to reserve for a header; at least `header_room` of all tensor names.
-        most: maximum bytes of data in a file.
     """
 
-    def __init__(self, directory: Path, room: int, most: int = _MOST) -> None:
-        self._directory, self._room, self._most = directory, -(-room // _ALIGNED) * _ALIGNED, most
+    def __init__(self, directory: Path, room: int) -> None:
+        self._directory, self._room = directory, -(-room // _ALIGNED) * _ALIGNED
         self._file: BinaryIO | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._files: list[dict[str, dict[str, Any]]] = []
@@ -265,7 +264,7 @@ class Shards:
         if tensor.nbytes % _ALIGNED:  # written last, so that all other tensors are aligned
             self._unaligned[name] = tensor.detach().clone()
             return
-        if self._entries and self._at + tensor.nbytes > self._most:
+        if self._entries and self._at + tensor.nbytes > _MOST:
             self._end()
         self._write(name, tensor)
 

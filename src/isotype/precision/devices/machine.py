@@ -102,7 +102,7 @@ class DoctorReport:
         return self.torch_failure is None and not errors
 
 
-def gather_doctor_report(device: str | torch.device, probe_seconds: float = 3.0) -> DoctorReport:
+def gather_doctor_report(device: str | torch.device) -> DoctorReport:
     """Return the state of this machine: the device's measured rates, the installed versions, bitsandbytes and the compiler.
 
     Args:
@@ -115,7 +115,7 @@ def gather_doctor_report(device: str | torch.device, probe_seconds: float = 3.0)
     toolkits = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     return DoctorReport(
         profile=profile,
-        rates=measure_all(profile.name, probe_seconds) if profile.present else {},
+        rates=measure_all(profile.name, 3.0) if profile.present else {},
         versions=versions,
         toolkits={name: version for name, version in toolkits.items() if version},
         python=f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",

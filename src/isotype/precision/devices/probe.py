@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -168,26 +168,19 @@ class _Probe:
         return took
 
 
-def measure_all(
-    device: str | torch.device = "cpu",
-    seconds_total: float = 1.0,
-    dtypes: Sequence[torch.dtype] = COMPUTE_DTYPES,
-    size: int | None = None,
-) -> dict[torch.dtype, MatmulRate]:
-    """Return dtype -> measured rate of square matmuls on a device of this machine.
+def measure_all(device: str | torch.device, seconds_total: float) -> dict[torch.dtype, MatmulRate]:
+    """Return compute dtype -> measured rate of square matmuls on a device of this machine.
 
     Args:
         seconds_total: time budget for all dtypes together. Each dtype gets an equal share; a slow dtype may exceed its
-            share by a few calls.
-        size: largest side of the matrices; None: 1024 on a CPU, 4096 on an accelerator. A slow dtype gets smaller
-            matrices.
+            share by a few calls, and gets smaller matrices.
 
     Raises:
         PrecisionError: the device is not in this machine.
     """
     target = real_device(device)
-    largest = size or (_CPU_SIZE if target.type == "cpu" else _ACCELERATOR_SIZE)
-    probes = [_Probe(dtype, target, seconds_total / len(dtypes)) for dtype in dtypes]
+    largest = _CPU_SIZE if target.type == "cpu" else _ACCELERATOR_SIZE
+    probes = [_Probe(dtype, target, seconds_total / len(COMPUTE_DTYPES)) for dtype in COMPUTE_DTYPES]
     with torch.no_grad():
         for probe in probes:
             probe.grow(largest)

@@ -6,7 +6,6 @@ or properties that its driver returns, so tests can simulate any machine.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from isotype.core.arguments import did_you_mean
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError
 from isotype.precision.devices.cpu import (
@@ -403,8 +403,7 @@ def _named_profile(name: str) -> DeviceProfile:
             "the name of one card",
             f"give one of {', '.join(cards)}",
         )
-    close = difflib.get_close_matches(name, _names(), n=3, cutoff=0.5)
-    fix = f"did you mean {' or '.join(close)}?" if close else "give one of these names"
+    fix = did_you_mean(name, _names(), "give one of these names", cutoff=0.5)
     expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"
     raise PrecisionError.of("unknown device", f"device {name!r}", expected, fix)
 

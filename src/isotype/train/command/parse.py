@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.compat.standard import actions_of
-from isotype.core.arguments import Parser, closest, renamed
+from isotype.core.arguments import Parser, did_you_mean, unknown_name
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
 from isotype.data.methods import METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
@@ -68,8 +67,8 @@ def parse_command(
     values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
         if "model_name_or_path" in typed:
-            near = difflib.get_close_matches(model.lower(), METHODS, n=1)
-            fix = f"did you mean isotype check {near[0]}?" if near else "leave one of the two out"
+            out, shown = "leave one of the two out", "isotype check {}".format
+            fix = did_you_mean(model.lower(), METHODS, out, n=1, shown=shown)
             problems.append(Problem(f"{model} and --model_name_or_path", "one model", fix))
         values.pop("model_name_or_path", None)  # `model` wins over the file, as a flag does
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
@@ -126,7 +125,7 @@ def _add(
 ) -> list[Problem]:
     arguments = specs(method)
     if name not in arguments:
-        return [unknown_name(name, list(arguments), raw)]
+        return [unknown_name(name, raw, list(arguments), f"isotype {method} --help-all")]
     value, problem = arguments[name].read(raw)
     if problem is None and name in _JSON:
         value, problem = _object(_JSON[name], value)
@@ -158,7 +157,7 @@ def _parser(
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)
-    mine = frozenset(parser.dests())
+    mine = frozenset(action.dest for action in actions_of(parser))
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", **hidden)
     for spec in specs(method).values():
@@ -225,7 +224,9 @@ def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
     known = specs(method)
     headline = f"{path} requests features that isotype lacks" if problems else f"invalid values in {path}"
     unknown = [
-        unknown_name(str(key), sorted(known), value) for key, value in content.items() if key not in known
+        unknown_name(str(key), value, sorted(known), f"isotype {method} --help-all")
+        for key, value in content.items()
+        if key not in known
     ]
     if unknown and not problems:
         headline = f"unknown names in {path}"
@@ -268,12 +269,3 @@ def _mapping(path: str) -> tuple[dict[str, Any], dict[str, int]]:
         what, fix = f"--config {path} holds {content}", "write learning_rate: 1e-4"
         raise UsageError.of("config file is not a mapping", what, "`name: value` lines", fix)
     return values, {key.value: key.start_mark.line + 1 for key, _ in getattr(node, "value", ())}
-
-
-def unknown_name(name: str, known: Sequence[str], value: Any = "") -> Problem:
-    former = renamed(name, known, str(value) if isinstance(value, (str, int, float)) else "")
-    if former is not None:
-        return former
-    meant = closest(name, known)
-    fix = f"did you mean {meant[0]}?" if meant else "isotype sft --help-all lists all names"
-    return Problem(name, f"a known name: {', '.join(meant)}" if meant else "a known name", fix)
