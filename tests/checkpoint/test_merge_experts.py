@@ -76,6 +76,21 @@ def test_plain_libraries_compute_the_same(
     assert (logits(with_adapter, name) - expected).abs().max() < 1e-5
 
 
+def test_experts_trained_in_float16_are_compared_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetMoE multiplies by each expert's weight on its own, which torch refuses for two dtypes."""
+    sizes = {"kv_channels": 8, "num_local_experts": 4, "vocab_size": 384}
+    monkeypatch.setitem(CONFIGS, "jetmoe", lambda: tiny_config("JetMoeConfig", **sizes))
+    base = save_tiny("jetmoe", tmp_path / "base")
+    byte_level().save_pretrained(base)
+    policy = isotype.resolve_precision(base, "float16", "nf4", device="cpu")
+    save_trained(isotype.add_lora(isotype.load(base, policy), policy, r=4), tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    assert report.logits is not None
+    assert report.logits.max_abs < 1e-5
+
+
 def test_plain_peft_reads_the_file_on_a_base_that_transformers_quantizes(
     saved: Saved, tmp_path: Path
 ) -> None:

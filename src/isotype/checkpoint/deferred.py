@@ -141,6 +141,8 @@ class DeferredBlocks:
 
     def read(self, block: Block) -> None:
         """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
+        # Codes of stacked experts take the place of the dense weights that they are dequantized to.
+        dtypes = [weight.dtype for weight in block.dense]
         if block.sources:
             assert self._placement is not None
             block._blank = {name: _held(block, name) for name in block.sources}
@@ -148,8 +150,8 @@ class DeferredBlocks:
             refuse(self._source, broken)
         for name, (blank, former) in block._blank.items():
             _as_before(name, block.owners[name], _held(block, name)[0], blank, former)
-        for weight in block.dense:
-            weight.read()
+        for weight, dtype in zip(block.dense, dtypes, strict=True):
+            weight.read(dtype)
         # The codes of layers that dense layers replace are freed.
         replaced = {weight.layer for weight in block.dense}
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in replaced])

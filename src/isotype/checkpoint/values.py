@@ -197,17 +197,24 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 class DenseWeight:
     """A dense weight that replaces a quantized weight: its `name` in the model and the `module` that holds it.
 
-    `values` dequantizes the quantized weight. `layer` is the bitsandbytes layer that `module` replaces; None for
-    stacked experts.
+    `values` dequantizes the quantized weight to a dtype. `layer` is the bitsandbytes layer that `module` replaces; None
+    for stacked experts.
     """
 
     name: str
     module: Any
-    values: Callable[[], torch.Tensor]
+    values: Callable[[torch.dtype], torch.Tensor]
     layer: Any = None
 
-    def read(self) -> None:
-        self.put(self.values())
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameter at this place. It may change between the dequantization of a model and `read`."""
+        parameter = own_parameters(self.module)[self.name.rpartition(".")[2]]
+        assert parameter is not None
+        return parameter.dtype
+
+    def read(self, dtype: torch.dtype) -> None:
+        self.put(self.values(dtype))
 
     def put(self, weight: torch.Tensor) -> None:
         own_parameters(self.module)[self.name.rpartition(".")[2]] = nn.Parameter(weight, requires_grad=False)
@@ -241,11 +248,11 @@ def dequantize(
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
         codes, stack = take_stack(module, name)
-        values = functools.partial(_of_stack, module, name, codes, stack, dtype)
+        values = functools.partial(_of_stack, module, name, codes, stack)
         dense = DenseWeight(f"{path}.{name}", module, values)
         dense.put(torch.empty(stack.shape, dtype=dtype, device="meta"))
         if not later(dense):
-            dense.read()
+            dense.read(dtype)
     if quantized:
         set_conversions(model, None)  # saving converts stacks of codes otherwise than dense stacks
     for place in list(places(model)):
@@ -255,11 +262,9 @@ def dequantize(
         linear: Any = dense_layer(layer, dtype)
         if layer.bias is not None:
             linear.bias = nn.Parameter(layer.bias.data.to("cpu"), requires_grad=False)
-        # The dtype may change after the dequantization of a model whose weights are read later.
-        values = functools.partial(lambda old, new: held_weight(old, new.weight.dtype), layer, linear)
-        dense = DenseWeight(f"{place.name}.weight", linear, values, layer)
+        dense = DenseWeight(f"{place.name}.weight", linear, functools.partial(held_weight, layer), layer)
         if not later(dense):
-            dense.read()
+            dense.read(dtype)
         model.set_submodule(place.name, linear)
     _forget_bnb(model)
 

@@ -6,7 +6,7 @@ These modules import all of `torch._dynamo` although they compile nothing (torch
 - torch/_compile.py: `torch._disable_dynamo` calls `disable` for each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
 - torch/__init__.py: `compile` imports `torch._inductor` first (torch 2.15), which imports parts of
-  `torch._dynamo` before the package
+  `torch._dynamo` before the package itself
 - torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which has an effect in compiled code only
 - transformers/masking_utils.py imports a class from `torch._dynamo._trace_wrapped_higher_order_op`;
   integrations/deepgemm.py and flex_attention.py mark functions for the compiler,

@@ -55,7 +55,7 @@ _INTEGERS = {
     torch.int32: r"(?<!long )\b[Ii]nt\b",
     torch.bool: r"\b[Bb]ool\b",
 }
-"""Patterns of the names that torch's errors give to the dtypes of labels, indices and masks."""
+"""Patterns of dtype names in torch's errors about labels, indices and masks."""
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:

@@ -143,5 +143,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the weight dtype that most computing modules have. If two dtypes tie, the one with more elements counts."""
+    """Return the weight dtype that most computing modules have. If two dtypes tie, the one with more elements is returned."""
     return whole(tallies(unread_weights(model))) or torch.float32

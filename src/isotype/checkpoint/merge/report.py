@@ -168,7 +168,7 @@ class MergeReport:
 
     @property
     def again(self) -> bool:
-        """True if base and result have the same format, and the codes of nearly all changed entries are the base's."""
+        """True if base and result have one format and nearly all changed entries have equal codes in both."""
         return self.stored == self.storage and self.vanished_share > VANISHED_LIMIT
 
     @property

@@ -188,7 +188,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 REFERENCE = "isotype_reference.safetensors"
-"""File in a checkpoint with the reference model. The reference model is saved only with `--sync_ref_model`."""
+"""Name of the reference model's file in a checkpoint. The reference model is saved only with `--sync_ref_model`."""
 
 logger = logging.getLogger("isotype")
 
