@@ -167,8 +167,8 @@ def test_a_sparse_matrix_meets_another_dtype() -> None:
             super().__init__()
             self.proj, self.edges = nn.Linear(4, 4), torch.eye(5).to_sparse()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.sparse.mm(self.edges, self.proj(x))
+        def forward(self, x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.sparse.mm(self.edges if edges is None else edges, self.proj(x))
 
     model, x = Graph().to(BF16), torch.ones(5, 4, dtype=BF16)
     with pytest.raises(RuntimeError) as raised:
@@ -179,6 +179,8 @@ def test_a_sparse_matrix_meets_another_dtype() -> None:
     assert finding.fixes[-1].verified
     model.edges = model.edges.to(BF16)
     assert verified(model, {"x": x}, "IST101") == []
+    (finding,) = verified(Graph(), {"x": x.float(), "edges": model.edges}, "IST101")
+    assert finding.cause == "the input edges is bfloat16"
 
 
 class Scheduled(nn.Module):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from isotype.compat.torch import node_number
+
 
 def loss_of(output: Any) -> torch.Tensor:
     """Return the loss in a model's output, or else the mean of its first float tensor. Without one, raise TypeError."""
@@ -42,7 +44,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
     scalars = [leaf for leaf in trained if not leaf.ndim]
     if not scalars:
         return None
-    behind = {id(leaf): _leaves_behind(leaf) for leaf in trained}
+    behind = {id(leaf): {*ends_behind(leaf, set())} for leaf in trained}
     everything = set().union(*behind.values())
     for scalar in scalars:
         if behind[id(scalar)] == everything:
@@ -51,16 +53,19 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return sum(scalars[1:], scalars[0]) if isinstance(output, Mapping) and together == everything else None
 
 
-def _leaves_behind(tensor: torch.Tensor) -> set[Any]:
-    """Return the autograd nodes in which the graph of `tensor` ends: those that accumulate parameters' gradients."""
-    visited: set[Any] = set()
+def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
+    """Yield the autograd nodes in which the graph of `tensor` ends: those that accumulate parameters' gradients.
+
+    `visited` has the numbers of nodes to leave out; the numbers of inner nodes are added to it.
+    """
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
+        if node is not None and not node.next_functions:
+            yield node
+        elif node is not None and node_number(node) not in visited:
+            visited.add(node_number(node))
             waiting += [following for following, _ in node.next_functions]
-    return {node for node in visited if not node.next_functions}
 
 
 def _floats(output: Any) -> Iterator[torch.Tensor]:

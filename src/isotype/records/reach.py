@@ -150,9 +150,9 @@ class Unreached:
 
     weight: str
     module: str
-    source: str
-    function: str
-    behind: tuple[str, ...]
+    source: str = ""
+    function: str = ""
+    behind: tuple[str, ...] = ()
     ignored: bool = False
     cut: str = ""
     cleared: bool = False

@@ -191,6 +191,11 @@ class Call:
         return {operand.dtype for operand in self.operands} | {dtype for dtype, _ in self.results}
 
     @property
+    def of_gradient(self) -> bool:
+        """True if the first operand is a gradient."""
+        return bool(self.operands) and self.operands[0].origin.kind == "gradient"
+
+    @property
     def is_cast(self) -> bool:
         """True if the call converts a float tensor to another float dtype."""
         before = {operand.dtype for operand in self.operands[-1:]} & FLOATS

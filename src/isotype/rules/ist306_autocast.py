@@ -1,8 +1,8 @@
 """
 **What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
-`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or the step runs without autocast,
-although accelerate's `mixed_precision` or earlier steps used it (`isotype run --steps N`): accelerate wraps only the
-prepared model's `forward`, and `unwrap_model(model, keep_fp32_wrapper=False)` removes this wrapper.
+`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or a step runs without
+autocast, although accelerate's `mixed_precision` is set or earlier steps of the same parameters used it (`isotype run
+--steps N`): `unwrap_model(model, keep_fp32_wrapper=False)` removes the wrapper in which accelerate opens autocast.
 
 **Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, but bfloat16 does not.
 bfloat16 is slow on devices that emulate it in software. A step that has lost its autocast runs in float32: it is slow,

@@ -25,15 +25,15 @@ only some parameters have a gradient, there is no error, but the parameters with
     model.enable_input_require_grads()                         # or use_reentrant=False
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
-**What is not reported.** Parameters that the step does not use, such as experts that get no tokens, and parameters of the
-base model that do not affect the loss, unless a line of your code detaches their results. Adapters that do not affect the loss get a note; an example is an adapter in the
-pooling head of a vision tower.
+**What is not reported.** Parameters that the step does not use, such as experts that get no tokens. Parameters of the
+base model that do not affect the loss, unless a line of your code detaches their results. Gradients that are removed
+from a part of the parameters. Adapters that do not affect the loss get a note, as in the pooling head of a vision tower.
 
 **How safe is the fix?** The fix is safe, because hidden states that require gradients have the same values.
 
-**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826 (adapters that are off while gradient
-checkpointing computes a layer again); lm-sys/FastChat #581; microsoft/LoRA #120; cloneofsimo/lora #26; dropbox/hqq #41;
-locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14; cloneofsimo/lora #263.
+**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; lm-sys/FastChat #581; microsoft/LoRA #120;
+cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23;
+LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from isotype.rules.kit.words import advice, and_others, device_error, fix
 
 TITLE = "Trainable parameters that get no gradient"
 
+_READS = ("aten._local_scalar_dense.default", "aten.argmax.default")
 CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=False),)
 
 
@@ -63,7 +64,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         weights = [trace.owners[part.weight] for part in parts]
         why = _in_function if function else _without_gradients
         yield _finding(trace, refused, weights, *why(trace, parts[0], _named(weights)))
-    lost = [part for part in trace.unreached if part.cleared or part.cut]
+    # A line that reads a value may only print it: it is the cause only if nothing else is trained.
+    reads = {call.source for call in trace.calls if trace.reached and call.op in _READS}
+    lost = [part for part in trace.unreached if part.cleared or (part.cut and part.cut not in reads)]
     for cut, parts in grouped(lost, lambda part: "" if part.cleared else part.cut).items():
         yield _lost(trace, refused, [trace.owners[part.weight] for part in parts], cut)
     ignored = [trace.owners[part.weight] for part in trace.unreached if part.ignored and part not in lost]
@@ -78,12 +81,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"the loss does not depend on what is computed with {_named(unused)}"
         finding = _finding(trace, None, unused, cause, (advice("exclude_modules", how),))
         yield replace(finding, severity="note")
-    if (
-        not by_function
-        and not lost
-        and not trace.unheld
-        and (refused is not None or (trace.reached == 0 and trained(trace)))
-    ):
+    none = refused is not None or (trace.reached == 0 and trained(trace))
+    if none and not (by_function or lost or trace.unheld):
         yield _none_reached(trace, refused)
 
 

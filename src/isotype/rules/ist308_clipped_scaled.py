@@ -35,7 +35,7 @@ from collections.abc import Iterator
 
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
 TITLE = "Gradients that are clipped before they are unscaled"
@@ -57,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             fixes=(advice("optimizer.step()", how),),
         )
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
-    backward = [call for call in trace.calls[:unscaled] if call.by_script and _of_gradients(call)]
+    backward = [call for call in trace.calls[:unscaled] if call.by_script and call.of_gradient]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))
     clips = [
         call
@@ -76,7 +76,3 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause=f"{where} runs before the gradients are unscaled",
         fixes=(advice(clips[0].source, f"call scaler.unscale_(optimizer) before {where}"),),
     )
-
-
-def _of_gradients(call: Call) -> bool:
-    return bool(call.operands) and call.operands[0].origin.kind == "gradient"

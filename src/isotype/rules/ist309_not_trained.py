@@ -20,8 +20,8 @@ gradients of parameters without an optimizer cost memory and time, too.
     model.encoder.requires_grad_(False)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
-**What is not reported.** Parameters whose master copies an optimizer holds. `isotype check` has no optimizers of a
-script, so only `isotype run` reports the first case. Names that match at least one module are not reported, even if they match fewer modules than expected.
+**What is not reported.** Parameters whose master copies an optimizer holds. Names that match at least one module. Only
+`isotype run` reports the first case, because `isotype check` has no optimizers of a script.
 
 **How safe is the fix?** The fix changes what is trained, as the line intended.
 

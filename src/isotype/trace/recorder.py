@@ -28,6 +28,7 @@ from isotype.compat.torch import (
 from isotype.core.operators import leaves, numbers_in, operator_name
 from isotype.core.source import asking_line, is_called_by, shown
 from isotype.model.fold import repeats_of
+from isotype.model.loss import ends_behind
 from isotype.model.walk import listening, plain_tensors
 from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase
@@ -350,16 +351,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def _cut(self, tensor: torch.Tensor, source: str) -> None:
         """Record that the line `source` reads a value, or makes a copy of it, without its graph."""
-        waiting: list[Any] = (
-            [tensor.grad_fn] if self.phase == "forward" and source and not in_library(source) else []
-        )
-        while waiting:
-            node = waiting.pop()
-            if type(node).__name__ == "AccumulateGrad":
-                self.cuts.setdefault(id(node.variable), source)
-            elif node is not None and node_number(node) not in self._cut_nodes:
-                self._cut_nodes.add(node_number(node))
-                waiting += [earlier for earlier, _ in node.next_functions]
+        if self.phase == "forward" and source and not in_library(source):
+            for end in ends_behind(tensor, self._cut_nodes):
+                self.cuts.setdefault(id(getattr(end, "variable", None)), source)
 
     def _origin_of(
         self,

@@ -109,7 +109,7 @@ class Diagnosis:
         self._live: tuple[Finding, ...] = ()
         self._late: tuple[Finding, ...] = ()
         self._setup_seen: Setup | None = None
-        self._autocast: torch.dtype | None = None
+        self._autocasts: dict[str, torch.dtype] = {}
         self._loss_traced = True
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
@@ -192,8 +192,8 @@ class Diagnosis:
         if setup is not None and (self.report is None or not self.report.complete):
             self._live = judge(self._trace(setup))
         elif setup is not None and self._speaks:
-            modules = {unreached.module for unreached in self.watch.unreached}
             trace = self._trace(setup)
+            modules = {unreached.module for unreached in trace.unreached}
             if not self._loss_traced or setup.scaler or trace.unheld or trace.scaled or trace.no_autocast:
                 modules.add("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
@@ -209,11 +209,14 @@ class Diagnosis:
 
     def _trace(self, setup: Setup) -> Trace:
         """Return the trace of the step that has just run, with a reason if it should have run under autocast."""
-        asked, before, self._autocast = mixed_precision(), self._autocast, setup.autocast
-        why = f"accelerate's mixed precision is {asked}" if asked in ("fp16", "bf16") else ""
-        if before is not None:
-            why = f"earlier steps ran under autocast to {dtype_name(before)}"
-        return self.watch.trace(setup, no_autocast=why if self.watch.without_autocast else "")
+        asked, products, why = mixed_precision(), self.watch.products(), ""
+        autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
+        if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
+            before = [self._autocasts[name] for name in products if name in self._autocasts]
+            why = f"accelerate's mixed precision is {asked}" if asked in ("fp16", "bf16") else ""
+            why = f"earlier steps ran under autocast to {dtype_name(before[0])}" if before else why
+        self._autocasts |= autocasts
+        return self.watch.trace(setup, no_autocast=why)
 
     def _averaged(self, call: Call) -> None:
         """Report an addition to a 16-bit copy of the weights."""

@@ -37,13 +37,13 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """The loss in the output of a model. `partial` is the result of `is_partial` for the last output."""
+    """The loss in the output of a model. `partial` is whether `is_partial` is true for an output."""
 
     partial = False
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         output = model(**inputs)
-        self.partial = is_partial(output)
+        self.partial |= is_partial(output)
         return loss_of(output)
 
 

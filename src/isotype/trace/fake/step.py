@@ -44,7 +44,6 @@ from isotype.records.trace import (
     Weight,
 )
 from isotype.trace.fake.code import (
-    LossOfOutput,
     StepCode,
     loss_function,
     named_tensors,
@@ -134,7 +133,11 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         model=type(model).__name__,
         input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
-        unreached=tuple(step.recorder.gradients.unreached({} if step.partial else step.recorder.cuts)),
+        unreached=tuple(
+            step.recorder.gradients.unreached(
+                {} if getattr(step.loss_of, "partial", False) else step.recorder.cuts
+            )
+        ),
         without_effect=step.without_effect,
         unmatched=unmatched(model),
         by_ranges={
@@ -180,8 +183,6 @@ class _Step:
         self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
-        # Whether the traced loss may depend on fewer parameters than the loss of the training.
-        self.partial = False
         self.without_effect: tuple[str, ...] = ()
         self.stepped: Any = None
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
@@ -277,7 +278,6 @@ class _Step:
     def _forward(self) -> None:
         with self._autocast():
             self.loss = self.loss_of(self.twin, self.inputs)
-            self.partial = isinstance(self.loss_of, LossOfOutput) and self.loss_of.partial
         if self.loss is not None:
             # Padding behind a row reaches no causal prediction: such a mask has no effect in a working step either.
             names = self.recorder.reach.without_effect(self.loss)
@@ -422,6 +422,7 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for name, value in _named(inputs)
         if not value.is_meta
         and not isinstance(value, FakeTensor)
+        and value.layout is torch.strided
         and (value.numel() <= LIMIT or value.dim() >= _OF_TILES or not value.is_floating_point())
     }
 

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,18 +34,16 @@ from isotype.compat.torch import (
     original,
     put_under,
     share_steps,
-    stored_scale,
     take_out,
     tree_leaves,
 )
 from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
-from isotype.records.reach import Unreached
 from isotype.records.trace import Call, Failure, Setup, Trace
-from isotype.trace.live.forward import enumerate_inputs, living, named_inputs, trains
+from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
+from isotype.trace.live.gradients import gradients_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
-from isotype.trace.recorder import ORIGIN
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
@@ -105,9 +103,7 @@ class Watch:
         optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: learning rate of the optimizer's first group of parameters.
         scaler: True if a GradScaler has unscaled gradients.
-        reached: how many of the optimizer's parameters have a gradient; None before its first step.
-        unreached: the optimizer's parameters that have no gradient although the forward used them.
-        unheld, orphans, scaled: see `isotype.records.trace.Trace`.
+        gradients: the result of `gradients_of` at the start of the last optimizer step; empty before it.
         skipped: number of steps that the GradScaler has skipped.
         skipping: whether `after` is called for a skipped step.
     """
@@ -125,10 +121,7 @@ class Watch:
         self.recorder: LiveRecorder | None = None
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
-        self.reached: int | None = None
-        self.unreached: tuple[Unreached, ...] = ()
-        self.unheld: tuple[str, ...] = ()
-        self.orphans, self.scaled = 0, False
+        self.gradients: dict[str, Any] = {}
         self.skipped, self.skipping = 0, False
         self._stepping = False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
@@ -375,60 +368,9 @@ class Watch:
             self.recorder.of_gradients = False
             self.optimizer = type(optimizer).__name__
             self.learning_rate = learning_rate_of(optimizer)
-            self._weigh_gradients(optimizer)
+            self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
             self._weigh_optimizer(optimizer)
             self.recorder.turn_to("optimizer")
-
-    def _weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set `reached` and `unreached`: which of the optimizer's parameters have a gradient."""
-        assert self.recorder is not None
-        used = {
-            operand.origin.name: call.module
-            for call in self.recorder.calls
-            if call.phase == "forward"
-            for operand in call.operands
-            if operand.origin.kind == "parameter"
-        }
-        weights = [*parameters_of(optimizer)]
-        trained = [weight for weight in weights if weight.requires_grad]
-        self.reached = sum(weight.grad is not None for weight in trained)
-        origins = [(w, self.recorder.names.get(id(w))) for w in trained if w.grad is None]
-        self.unreached = tuple(
-            Unreached(
-                origin.name,
-                used[origin.name],
-                "",
-                "",
-                (),
-                ignored=True,
-                cut=self.recorder.cuts.get(id(weight), ""),
-                cleared=id(weight) in self.recorder.graded,
-            )
-            for weight, origin in origins
-            if origin is not None and origin.name in used
-        )
-        self.orphans = len(trained) - self.reached - sum(origin is not None for _, origin in origins)
-        if any(w.grad is not None and id(w) not in self.recorder.names for w in weights):
-            self.reached, self.unheld = None, ()  # these are master copies of the model's parameters
-        else:
-            self.unheld = tuple(self._without_optimizer(weights))
-        unscaled = self.scaler or getattr(optimizer, "grad_scale", None) is not None
-        done = any(c.phase == "unscale" or (c.by_script and _is_of_gradients(c)) for c in self.recorder.calls)
-        # The recorder has marked the scale if this step has multiplied a loss by it.
-        scales = map(stored_scale, living(torch.amp.GradScaler))
-        self.scaled = not unscaled and not done and any(hasattr(scale, ORIGIN) for scale in scales)
-
-    def _without_optimizer(self, weights: Sequence[torch.Tensor]) -> Iterator[str]:
-        """Yield the trainable parameters with a gradient that no optimizer holds; `weights` are those of the stepping one."""
-        assert self.recorder is not None
-        names, held = self.recorder.names, {*map(id, weights)}
-        called = {id(weight): weight for root in self._roots for weight in root.parameters()}
-        left = {
-            key: w for key, w in called.items() if w.requires_grad and w.grad is not None and key not in held
-        }
-        for optimizer in living(torch.optim.Optimizer) if left else ():
-            held.update(map(id, parameters_of(optimizer)))
-        yield from (names[key].name for key in left if key not in held and key in names)
 
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count what the optimizer has held since before the step: states, and master weights outside of the model."""
@@ -485,28 +427,23 @@ class Watch:
             notes=tuple(self.notes),
             model=type(self._roots[0]).__name__ if self._roots else "",
             input_dtypes=dict(recorder.inputs),
-            reached=self.reached,
-            unreached=self.unreached,
-            unheld=self.unheld,
-            orphans=self.orphans,
-            scaled=self.scaled,
             unmatched=tuple(name for root in self._roots for name in unmatched(root)),
             no_autocast=no_autocast,
+            **self.gradients,
         )
 
-    @property
-    def without_autocast(self) -> bool:
-        """True if no product with a trainable parameter ran under autocast, and at least one ran in float32."""
+    def products(self) -> dict[str, Call]:
+        """Return a product of the forward with each trainable parameter, by the parameter's name."""
         assert self.recorder is not None
         trained = {weight.name for weight in self.recorder.weights if weight.trainable}
-        products = [
-            call
+        return {
+            step.name: call
             for call in self.recorder.calls
             if call.phase == "forward" and call.flops
-            if any(trained.intersection(step.name for step in o.origin.path()) for o in call.operands)
-        ]
-        float32 = any(call.results[0][0] == torch.float32 for call in products)
-        return float32 and not any(call.autocast for call in products)
+            for operand in call.operands
+            for step in operand.origin.path()
+            if step.name in trained
+        }
 
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
@@ -514,10 +451,6 @@ class Watch:
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
         return counts.most_common(1)[0][0] if counts else None
-
-
-def _is_of_gradients(call: Call) -> bool:
-    return bool(call.operands) and call.operands[0].origin.kind == "gradient"
 
 
 def _remove_filter(entry: Any) -> None:

@@ -1,0 +1,67 @@
+"""Reads with which gradients an optimizer is about to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotype.compat.torch import stored_scale
+from isotype.core.optimizers import parameters_of
+from isotype.records.reach import Unreached
+from isotype.trace.live.forward import living
+from isotype.trace.live.recorder import LiveRecorder
+from isotype.trace.recorder import ORIGIN
+
+
+def gradients_of(
+    optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module], unscaled: bool
+) -> dict[str, Any]:
+    """Return the fields of a `Trace` about the gradients that `optimizer` steps with; `unscaled` is true if a GradScaler
+    has unscaled gradients of this script."""
+    used = {
+        operand.origin.name: call.module
+        for call in recorder.calls
+        if call.phase == "forward"
+        for operand in call.operands
+        if operand.origin.kind == "parameter"
+    }
+    weights = [*parameters_of(optimizer)]
+    trained = [weight for weight in weights if weight.requires_grad]
+    reached = sum(weight.grad is not None for weight in trained)
+    lost = [(id(w), recorder.names.get(id(w))) for w in trained if w.grad is None]
+    held = {id(weight) for weight in weights}
+    optimizers = living(torch.optim.Optimizer)
+    elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
+    # Without a name, these are master copies of the model's parameters.
+    own = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
+    left = (weight for root in roots for weight in root.parameters() if own and weight.requires_grad)
+    left = (w for w in left if w.grad is not None and id(w) not in held and id(w) not in elsewhere)
+    # One of several optimizers may step with the gradients of a loss that is not scaled.
+    alone = all(weight.grad is None for key, weight in elsewhere.items() if key in recorder.names)
+    unscaled = unscaled or getattr(optimizer, "grad_scale", None) is not None
+    unscaled = unscaled or any(
+        c.phase == "unscale" or (c.by_script and c.of_gradient) for c in recorder.calls
+    )
+    # The recorder has marked the scale if this step has multiplied a loss by it.
+    scales = map(stored_scale, living(torch.amp.GradScaler) if alone and not unscaled else ())
+    return {
+        "reached": reached if own else None,
+        "unreached": tuple(
+            Unreached(
+                origin.name,
+                used[origin.name],
+                ignored=True,
+                cut=recorder.cuts.get(key, ""),
+                # A script that keeps other gradients has removed these on purpose.
+                cleared=not reached and key in recorder.graded,
+            )
+            for key, origin in lost
+            if origin is not None and origin.name in used
+        ),
+        "orphans": sum(origin is None for _, origin in lost),
+        "unheld": tuple(dict.fromkeys(recorder.names[id(w)].name for w in left if id(w) in recorder.names)),
+        "scaled": any(hasattr(scale, ORIGIN) for scale in scales),
+    }
