@@ -143,6 +143,15 @@ def test_kinds_of_adapters_are_checked_and_trained_further(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_tokens_that_begin_an_alora_are_not_exchanged_by_a_check(path: Path, tmp_path: Path) -> None:
+    # One of the tokens fills the check's rows. A changed row with the tokens at another place would begin elsewhere.
+    adapter = save_kind(
+        path, tmp_path / "adapter", peft.LoraConfig(r=4, alora_invocation_tokens=[5, 6], **_Q)
+    )
+    argv = f"sft --model_name_or_path {adapter} --device cpu-avx2 --gradient_checkpointing False --length 24".split()
+    assert check_plan(plan_of(*parse_options(argv)), DEFAULT_PHASES).findings == ()
+
+
 def test_a_quantized_base_is_checked_without_its_values(path: Path, tmp_path: Path) -> None:
     plans = {}
     for name in ("olora", "pissa"):

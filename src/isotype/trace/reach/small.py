@@ -238,7 +238,10 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
                     raise NoCopyError(f"a copy of few layers still has {size:,} weights")
                 small = fresh_model(type(base), config, torch.float64)
                 if hasattr(model, "peft_config"):
-                    small = _adapted(small, model, tokens)
+                    small = adapted = _adapted(small, model, tokens)
+                    named = [activating(config) for config in adapted.peft_config.values()]
+                    meant = {token for fields in named for ids in fields.values() for token in ids}
+                    plain = tuple(token for token in plain if token not in meant)
         except NoCopyError as problem:
             problems.append(str(problem))
         except Exception as error:  # noqa: BLE001 - any class may fail with small sizes
@@ -280,7 +283,7 @@ def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], t
     return tokens, (*sorted(plain), *range(len(known), len(known) + _SPARE))
 
 
-def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> nn.Module:
+def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> Any:
     import peft
 
     adapted: Any = None
@@ -303,7 +306,7 @@ def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> nn.Modu
             adapted.add_adapter(name, again)
     active = getattr(model, "active_adapters", None)  # a method of transformers, a property of PEFT
     adapted.base_model.set_adapter(list(model.peft_config) if active is None or callable(active) else active)
-    return adapted  # type: ignore[no-any-return]
+    return adapted
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
