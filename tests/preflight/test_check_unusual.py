@@ -227,3 +227,11 @@ def test_a_training_goes_on_where_its_check_fails(
     assert model(X["x"]).shape == (2, 2)
     (record,) = caplog.records
     assert record.getMessage().startswith("the step was not checked, because LookupError: in the check (")
+
+
+def test_layers_with_an_attribute_of_the_name_of_checkpointing() -> None:
+    class Layer(nn.Linear):
+        gradient_checkpointing = None
+
+    report = check(nn.Sequential(Layer(4, 4)), lambda model: model(torch.ones(2, 4)).sum(), device="cpu")
+    assert "no gradient checkpointing" in report.trace.setup.details

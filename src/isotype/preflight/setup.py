@@ -120,7 +120,7 @@ def _checkpointing_words(request: StepRequest) -> str:
     settings = request.gradient_checkpointing
     modules = [item for item in request.model.named_modules() if hasattr(item[1], "gradient_checkpointing")]
     layers = [
-        module.gradient_checkpointing
+        module.gradient_checkpointing is True
         for name, module in modules
         if name.rpartition(".")[2].isdigit()
         for _ in range(getattr(module, STANDS_FOR, 1))

@@ -32,8 +32,9 @@ udacity/deep-learning-v2-pytorch #12; huggingface/trl #6773, #6775; bghira/Simpl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from isotype.core.names import grouped, plural
+from isotype.core.names import agree, grouped, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, names, trained
@@ -43,13 +44,12 @@ TITLE = "Choices of what is trained that have no effect"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
+    warning = partial(Finding, "IST309", "warning")
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
         old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} that no called module has: it was created before they were replaced"
         how = "create the optimizer after the last change of the model, with all parameters to train; freeze the others (requires_grad_(False)) to save their gradients"
-        yield Finding(
-            "IST309",
-            "warning",
+        yield warning(
             f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters",
             phase="optimizer",
             cause=old if trace.orphans else f"no optimizer of the script holds {and_others(names(weights))}",
@@ -57,20 +57,15 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
     wrong = [weight for weight in trace.weights if weight.set_on and weight.set_on[1] != weight.trainable]
     for (attribute, value), weights in grouped(wrong, lambda weight: weight.set_on or ("", False)).items():
-        yield Finding(
-            "IST309",
-            "warning",
-            f"{attribute} = {value} has no effect: {plural(count(weights), 'parameter')} stay {'frozen' if value else 'trainable'}",
+        how = f"call requires_grad_({value}), or set `requires_grad` of each parameter"
+        yield warning(
+            f"{attribute} = {value} has no effect: {agree(count(weights), 'parameter', 'stay')} {'frozen' if value else 'trainable'}",
             module=weights[0].module,
             cause=f"{attribute} is a plain attribute, which torch never reads",
-            fixes=(
-                advice(attribute, f"call requires_grad_({value}), or set `requires_grad` of each parameter"),
-            ),
+            fixes=(advice(attribute, how),),
         )
     if trace.unmatched:
-        yield Finding(
-            "IST309",
-            "warning",
+        yield warning(
             f"names of modules that the adapter should train match no module: {', '.join(trace.unmatched)}",
             cause="PEFT leaves out names in target_modules and modules_to_save that match nothing, if another name matches",
             fixes=(advice("target_modules", "give the names that model.named_modules() yields"),),

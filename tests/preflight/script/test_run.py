@@ -6,10 +6,11 @@ import io
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -294,8 +295,8 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
     [
         ("", _PLAIN_STEP, "", ""),
         (
-            "from torch.optim.optimizer import register_optimizer_step_post_hook as after; after(lambda *_: None)",
-            _PLAIN_STEP,
+            "from torch.optim.optimizer import register_optimizer_step_post_hook as after; hook = after(lambda *_: None)",
+            f"{_PLAIN_STEP}; step < 2 or hook.remove()",
             "",
             "",
         ),
@@ -419,6 +420,26 @@ def test_weights_that_do_not_move(
     assert [(text.startswith(message), why.startswith(cause)) for text, why in found] == [
         (True, True)
     ] * bool(message)
+
+
+def test_warnings_of_a_watched_step_name_the_lines_of_an_unwatched_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "loop.py"
+    loss = "mse_loss(model(x), y[:1]) + torch.nn.MSELoss()(model(x), y[:1]) + torch.softmax(y, 1).sum()"
+    step = _PLAIN_STEP.replace("mse_loss(model(x), y)", loss).replace("torch.softmax(y, 1)", "softmax(y)")
+    text = "from torch.nn.functional import softmax\n" + _LOOP.replace("BEFORE", "").replace("STEP", step)
+    script.write_text(text, encoding="utf-8")
+
+    def places(run: Callable[[], Any]) -> list[tuple[str, int]]:
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("default")
+            run()
+        return [(warning.filename, warning.lineno) for warning in raised]
+
+    plain = places(lambda: runpy.run_path(str(script)))
+    assert len(plain) == 3
+    assert places(lambda: _run(capsys, "--no-preflight", str(script))) == plain
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from isotype.compat.standard import frame_above
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
 from isotype.contracts.contract import contracts_here
 from isotype.core.dtypes import autocast_dtype
@@ -258,6 +260,35 @@ class LiveFunctions(TorchFunctionMode):
             raise
         finally:
             recorder.function, recorder.autocast, recorder.like = before
+
+
+@contextmanager
+def warnings_at_callers() -> Iterator[None]:
+    """While the block runs, let a warning of a function that the modes of this file call name the line that called it."""
+    before: Any = warnings.showwarning
+
+    def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:
+        frame: Any = frame_above(1) if file == __file__ else None
+        while frame is not None and frame.f_code.co_filename != file:
+            frame = frame.f_back
+        if frame is None:
+            before(message, category, file, line, *others)
+            return
+        while frame.f_code.co_filename in (file, overrides.__file__):
+            by_torch, frame = frame.f_code.co_filename == overrides.__file__, frame.f_back
+        frame = frame.f_back if by_torch else frame  # a Python function of torch calls the modes itself
+        globals().pop("__warningregistry__", None)
+        place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(message, category, *place, registry)
+
+    shown: Any = show
+    warnings.showwarning = shown
+    try:
+        yield
+    finally:
+        if warnings.showwarning is shown:
+            warnings.showwarning = before
 
 
 def device_of(model: nn.Module) -> str:

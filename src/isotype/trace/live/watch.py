@@ -43,7 +43,7 @@ from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Setup, Trace
 from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
 from isotype.trace.live.gradients import gradients_of
-from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of
+from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
@@ -154,6 +154,7 @@ class Watch:
         # torch.compile warns about global hooks. These hooks are removed before they can slow compiled code down.
         warnings.filterwarnings("ignore", message=_COMPILED_WARNING)
         self._hooks.callback(_remove_filter, warnings.filters[0])
+        self._hooks.enter_context(warnings_at_callers())
         for register, act in (
             (optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
             (optimizers.register_optimizer_step_post_hook, self._optimizer_ends),
