@@ -16,7 +16,7 @@ from rich.console import Console
 from isotype.core.errors import IsotypeError
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
+from tests.parsed import parse_settings
 from tests.train.test_methods import FLAGS
 from tests.train.tiny import rows, save_chat_model, save_rows
 

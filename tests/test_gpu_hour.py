@@ -250,7 +250,7 @@ def test_a_call_is_its_parts_within_its_time(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("name", smoke.TRAININGS)
 def test_trainings_of_the_smoke_parse(name: str, tmp_path: Path) -> None:
     from isotype.data.methods import METHODS
-    from isotype.train.command.settings import parse_settings
+    from tests.parsed import parse_settings
 
     options = Options("cuda", str(tmp_path / "out"), str(tmp_path / "work"))
     smoke.prepare(options)

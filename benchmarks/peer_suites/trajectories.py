@@ -193,9 +193,9 @@ def _ended(train: Callable[..., Course], *arguments: Any) -> Course:
 
 def _ours(method: str, argv: list[str]) -> Course:
     from rich.console import Console
+    from tests.parsed import parse_settings
 
     from isotype.data.methods import METHODS
-    from isotype.train.command.settings import parse_settings
     from isotype.train.training import run
 
     rewards = ["--reward_funcs", "tests.train.tiny.reward_by_words"] if method in ("grpo", "rloo") else []

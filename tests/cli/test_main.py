@@ -19,7 +19,7 @@ from isotype.cli.training import DEMO
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.precision import versions
-from isotype.train.command.settings import parse_settings
+from tests.parsed import parse_settings
 from tests.processes import run_code
 from tests.train.tiny import rows, save_chat_model
 

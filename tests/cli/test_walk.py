@@ -12,10 +12,10 @@ import yaml
 
 from isotype.cli.main import main
 from isotype.data.methods import METHODS
-from isotype.train.command.settings import parse_settings
 from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
 from tests.pairwise import few
+from tests.parsed import parse_settings
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"

@@ -8,7 +8,7 @@ from isotype.core.arguments import REMOVED, RENAMED
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.parse import training_parser
-from isotype.train.command.settings import parse_settings
+from tests.parsed import parse_settings
 
 
 @pytest.fixture(scope="module")

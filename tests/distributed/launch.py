@@ -16,9 +16,9 @@ from rich.console import Console
 
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from tests import processes
 from tests.distributed import ranks
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 ROOT = Path(__file__).parents[2]

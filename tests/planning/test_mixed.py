@@ -90,6 +90,7 @@ def test_mixed_alone_takes_what_the_device_leaves(path: str) -> None:
     assert (row.storage, row.fits) == ("nf4", False)
     (row,) = planned(path, 2**30, quantization="mixed", base_memory="150KiB").rows
     assert (row.storage, row.base_memory) == ("mixed", 150 * 2**10)
+    assert row.command["base_memory"] == "150KiB"
     assert "mixed" not in {row.storage for row in planned(path, 2**21, quantization="nf4").rows}
 
 

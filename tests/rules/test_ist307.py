@@ -154,6 +154,17 @@ def test_why_none_is_reached(
     assert [each.description for each in finding.fixes if each.verified] == verified_fixes
 
 
+def test_adapters_of_a_projector_need_pictures() -> None:
+    config = peft.LoraConfig(target_modules=r".*multi_modal_projector.*linear_\d")
+    model = peft.get_peft_model(ARCHITECTURES["llava-vl"].build(torch.float32), config)
+    finding, *_ = [
+        each for each in isotype.check(model, batch(), device="cpu").findings if each.code == "IST307"
+    ]
+    assert finding.severity == "error"
+    assert "rows with pictures" in str(finding.fixes)
+    assert "enable_adapter_layers" not in str(finding.fixes)
+
+
 @pytest.mark.real_cpu
 def test_a_scaler_has_nothing_to_unscale() -> None:
     """The loss requires a gradient, by something that is no parameter of the model."""

@@ -30,8 +30,8 @@ class Evil:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     from isotype.data.methods import METHODS
-    from isotype.train.command.settings import parse_settings
     from isotype.train.training import run
+    from tests.parsed import parse_settings
 
     root = tmp_path_factory.mktemp("run")
     save_chat_model(root / "model")

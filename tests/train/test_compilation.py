@@ -21,12 +21,12 @@ from torch._dynamo.utils import counters
 import isotype
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.compilation import CompiledBlock, compile_blocks
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import check_settings
 from tests.models import tiny_batch, tiny_model
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 # torch's compiler asks tensors for gradients and classes for instances, and hides what torch says of that where warnings are no errors.

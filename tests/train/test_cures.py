@@ -6,8 +6,9 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.command.settings import cure_by_name, parse_settings
+from isotype.train.command.settings import cure_by_name
 from isotype.train.validate import check_settings
+from tests.parsed import parse_settings
 
 MODEL = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "True"]
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.validate import check_settings
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -22,10 +22,10 @@ from isotype.data.methods import METHODS
 from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.rows.examples import data_summary, percentiles, planned_epochs, show_data
 from isotype.train.rows.lengths import Lengths, padding_share
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")

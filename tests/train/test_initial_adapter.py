@@ -21,7 +21,6 @@ from isotype.core.errors import CheckpointError, UsageError
 from isotype.data.methods import METHODS
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.initial_adapter import is_its_own_reference, start_of
 from isotype.train.models import _peft_config, weightless_model
 from isotype.train.preflight.step import check_plan
@@ -29,6 +28,7 @@ from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.validate import argument_problems
 from tests.adapters import save_adapter, save_trained
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")

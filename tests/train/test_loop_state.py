@@ -14,8 +14,8 @@ from rich.console import Console
 import isotype
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.output.checkpoints import begin_epoch
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -18,7 +18,7 @@ from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.train import training
 from isotype.train.command import settings as made_in
-from isotype.train.command.settings import parse_settings
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 

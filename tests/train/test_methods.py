@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from isotype.data.methods import METHODS
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.policy import assert_policy_holds
 from tests.train.tiny import rows, save_chat_model, save_rows
 

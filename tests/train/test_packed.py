@@ -21,13 +21,13 @@ from isotype.data.methods import METHODS
 from isotype.lora.loss.trl_head import may_go_by_lengths
 from isotype.lora.unpadded import mixes_documents
 from isotype.precision.devices.profile import device_profile
-from isotype.train.command.settings import parse_settings
 from isotype.train.preflight.step import MIXED
 from isotype.train.rows.lengths import Lengths, one_a_row, packed_rows
 from isotype.train.rows.packed import Rows, keep_rows
 from isotype.train.training import run as train
 from tests.models import tiny_model
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.train.tiny import save_chat_model, save_rows
 
 PACKED = [

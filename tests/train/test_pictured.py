@@ -14,10 +14,10 @@ from datasets import Image as Pictures
 from isotype.cli.main import main
 from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
-from isotype.train.command.settings import parse_settings
 from isotype.train.rows.data import fitting, uncut
 from isotype.train.rows.lengths import lengths_of
 from isotype.train.rows.pictured import Pictured
+from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.zoo.processors import FAMILIES, picture, save_vision_model, tiny_processor
 

@@ -23,7 +23,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import launched, training
-from isotype.train.command.settings import Settings, parse_settings
+from isotype.train.command.settings import Settings
 from isotype.train.models import processing_class
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import plan_rows, step
@@ -33,6 +33,7 @@ from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import Lengths, longest_possible
 from isotype.train.run import Choice, NotForeseenError, choose
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 EVERY_2ND = {**CHECKPOINTING, "every_n_layers": 2}

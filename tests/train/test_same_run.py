@@ -20,10 +20,10 @@ from isotype.core.errors import CheckpointError
 from isotype.data.methods import METHODS
 from isotype.report.run.record import from_json, to_json
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.output.resume import RUN_FILE
 from isotype.train.rows.measured import rows_of_training
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.train.tiny import TEMPLATE, rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -10,7 +10,8 @@ from isotype.data.methods import METHODS
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import device_profile
 from isotype.train.command.parse import parse_command
-from isotype.train.command.settings import _values, parse_settings, settings_of
+from isotype.train.command.settings import _values, settings_of
+from tests.parsed import parse_settings
 
 BASE = ("--model_name_or_path", "m", "--dataset_name", "d")
 

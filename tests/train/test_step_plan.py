@@ -15,10 +15,10 @@ import isotype
 from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.command import specs
-from isotype.train.command.settings import parse_settings
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.training import run
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 
@@ -70,6 +70,29 @@ def test_a_length_that_leaves_no_row_is_refused_as_in_the_training(method, least
         == trained.value.problems[0].given.rpartition(":")[2]
     )
     assert plan(*words, "--max_length", str(least)).lengths is not None
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_answers_that_begin_beyond_the_length_are_refused_as_in_the_training(marked, tmp_path, monkeypatch):
+    model = save_chat_model(tmp_path / "model")
+    template = tmp_path / "t.jinja"
+    around = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template.write_text(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<s> assistant ' }}"
+        + around[0] + "{{ m['content'] + ' </s> ' }}" + around[1]
+        + "{% else %}{{ '<s> user ' + m['content'] + ' </s> ' }}{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
+    )  # fmt: skip
+    turns = [{"role": "user", "content": "w1 w2 w3 w4 w5"}, {"role": "assistant", "content": "w6"}]
+    data = save_rows(tmp_path / "t.jsonl", [{"messages": turns}] * 4)
+    words = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--device", "cpu"]
+    words += ["--assistant_only_loss", "True", "--chat_template_path", str(template), "--max_length"]
+    with pytest.raises(DataError, match="none of their first 6 tokens counts in the loss"):
+        plan("sft", *words, "6")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="no example is left to train on"):
+        run(parse_settings(METHODS["sft"], [*words, "6"]), Console(quiet=True))
+    assert plan("sft", *words, "12").prompt == 10
 
 
 @pytest.mark.parametrize(

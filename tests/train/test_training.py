@@ -26,10 +26,10 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import Sample
 from isotype.train import describe, training
 from isotype.train.chat import encode
-from isotype.train.command.settings import parse_settings
 from isotype.train.models import check_module_names, processing_class
 from tests.caches import own_cache
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")

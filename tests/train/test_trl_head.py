@@ -22,9 +22,9 @@ from isotype.lora.loss.head_choice import head_of
 from isotype.lora.loss.trl_head import put_head, use_own_head
 from isotype.records.request import LossOf
 from isotype.train import training
-from isotype.train.command.settings import parse_settings
 from isotype.train.preflight.synthetic import step_inputs
 from tests.measured_step import measure_step
+from tests.parsed import parse_settings
 from tests.train.test_trainer import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows
 from tests.zoo import ARCHITECTURES

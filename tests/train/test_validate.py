@@ -15,16 +15,17 @@ from isotype.core import names
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
-from isotype.train.command.settings import Settings, parse_settings
+from isotype.train.command.settings import Settings
 from isotype.train.models import processing_class
+from isotype.train.rows.data import dropped_examples
 from isotype.train.training import run
 from isotype.train.validate import (
     argument_problems,
     check_policy,
     check_settings,
     check_tokenizer,
-    dropped_examples,
 )
+from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model, save_rows
 

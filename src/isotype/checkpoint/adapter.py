@@ -25,6 +25,7 @@ from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.weightless import skeleton
+from isotype.compat.peft import kind_of_adapter
 from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name, listed, pattern_problems
@@ -220,8 +221,7 @@ def waiting(adapter: Adapter) -> DeferredBlocks:
     LoRA, or if PEFT reads them while it adds the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    drawn = kind == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
+    drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
     return DeferredBlocks(drawn, [base_name(tensor.name) for tensor in adapter.headers.tensors])
 
 

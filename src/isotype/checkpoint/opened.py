@@ -98,9 +98,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
         model_id = str(name)
         config, files = hub_config(model_id, revision), local_snapshot(model_id, revision)
         answer = remote_headers(model_id, revision) if files is None else read_headers(files)
-        headers = (
-            None if isinstance(answer, str) else answer
-        )  # without headers the dtypes are those of the config
+        headers = None if isinstance(answer, str) else answer  # None: the dtypes are those of the config
         if files is None and headers is not None:
             headers = replace(headers, quantization=quantization_options(config))
         facts = facts_of_config(model_id, config, headers)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from isotype.compat.hub import asking
-from isotype.compat.peft import without_peft
+from isotype.compat.peft import kind_of_adapter, without_peft
 from isotype.compat.transformers import rename
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
@@ -178,7 +178,7 @@ def adapter_words(model: Any) -> tuple[str, ...]:
     configs = getattr(model, "peft_config", None) or {}
     words = []
     for config in configs.values():
-        kind = str(getattr(config.peft_type, "value", config.peft_type)).replace("LORA", "LoRA")
+        kind = kind_of_adapter(config).replace("LORA", "LoRA")
         kind = "DoRA" if getattr(config, "use_dora", False) else kind
         rank = f" r {config.r}" if hasattr(config, "r") else ""
         scale = f" alpha {config.lora_alpha:g}" if getattr(config, "lora_alpha", None) else ""

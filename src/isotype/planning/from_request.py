@@ -18,7 +18,7 @@ from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import ASKED, MIXED
+from isotype.core.formats import ASKED
 from isotype.core.json_records import Names, text_of
 from isotype.core.names import format_bytes, grouped
 from isotype.core.random_states import random_states_kept
@@ -439,11 +439,7 @@ def _with_values(command: Command, row: Row) -> Command:
     if recompute is not None and command.given("gradient_checkpointing") in (None, AUTO):
         values["gradient_checkpointing"] = recompute
     command = command.but(tokens_per_step=None, **values)
-    if STORAGE not in auto:
-        return command
-    if row.base_memory is not None:
-        return with_storage(command, MIXED, row.base_memory)
-    return with_storage(command, row.policy.quantization)
+    return with_storage(command, row.policy.quantization, row.base_memory) if STORAGE in auto else command
 
 
 def words_of(row: Row) -> str:

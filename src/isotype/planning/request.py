@@ -10,7 +10,7 @@ from typing import Any
 
 from isotype.core.arguments import Parser
 from isotype.core.errors import Problem
-from isotype.core.formats import ASKED, MIXED
+from isotype.core.formats import ASKED
 from isotype.core.names import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS, Row
@@ -18,7 +18,7 @@ from isotype.precision.damages import Damages
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command.arguments import count_problems
 from isotype.train.command.command import Command, with_storage
-from isotype.train.command.parse import method_of_config, named_as_config, parse_command
+from isotype.train.command.parse import first_words, method_of_config, parse_command
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import image_size, plan_of, without_version
 
@@ -115,13 +115,10 @@ def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, argparse.Namespace]:
     """Return (request, namespace of the arguments that only a plan has) for a command line or keywords."""
-    tokens = list(argv)
-    if "-h" in tokens or "--help" in tokens:
+    if "-h" in argv or "--help" in argv:
         parser().print_help()
         raise SystemExit(0)
-    method = tokens.pop(0) if tokens and tokens[0] in METHODS else None
-    tokens = named_as_config(tokens)
-    model = tokens.pop(0) if tokens and method is None and not tokens[0].startswith("-") else None
+    method, model, tokens = first_words(argv)
     asked = parser().parse_known_args(tokens)[0].method
     command, own = parse_command(
         method or asked or method_of_config(tokens) or "sft",
@@ -201,10 +198,9 @@ def command_of(
         command = command.but(model_name_or_path=str(path.parent))  # the folder of the weights
     if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
         command = command.but(dataset_name=EXAMPLE_DATA)
-    if row.base_memory is not None:
-        command = with_storage(command, MIXED, row.base_memory)
-    elif row.storage in ASKED and request.step.precision.quantization != row.storage:
-        command = with_storage(command, row.storage)
+    asked = request.step.precision.quantization
+    if row.base_memory is not None or (row.storage in ASKED and row.storage != asked):
+        command = with_storage(command, row.storage, row.base_memory)
     command = command.but(gradient_checkpointing=row.checkpointing != "off", **_batch(request, row))
     if _needs_length(request, row):
         command = command.but(max_length=row.length)

@@ -46,7 +46,7 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained
+from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained, unseen_towers
 from isotype.rules.kit.words import advice, and_others, device_error, fix
 
 TITLE = "Trainable parameters that get no gradient"
@@ -175,6 +175,8 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     if not taking_part:
         named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
+        if unseen_towers(trace):
+            how = "train on rows with pictures or sound, or adapt the language model, too"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
     how = "compute the loss without detach(), .data, tolist() or numpy()"
     return _finding(

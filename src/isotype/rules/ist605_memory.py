@@ -52,7 +52,7 @@ from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
 from isotype.records.trace import HALVES, Trace
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import is_frozen_base, quantized
+from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
 from isotype.rules.kit.words import fix
 
 TITLE = "The step does not fit into the device's memory"
@@ -96,18 +96,10 @@ def find(trace: Trace) -> Iterator[Finding]:
 def unquantized_experts(trace: Trace) -> Iterator[str]:
     """If the experts of a quantized model are not quantized, yield a sentence that names them and the reason."""
     formats = {state.format for _, state in quantized(trace)}
-    experts = [
-        weight
-        for weight in trace.weights
-        if len(weight.shape) == 3
-        and weight.dtype.is_floating_point
-        and not (weight.trainable or weight.buffer)
-    ]
+    experts, size = costs.dense_stacks(trace)
     if formats and experts:
-        size = format_bytes(sum(weight.bytes * weight.repeats for weight in experts))
-        count = sum(weight.repeats for weight in experts)
         yield (
-            f"{plural(count, stacked(weight.name for weight in experts))} ({size}) stay in {dtype_name(experts[0].dtype)}: "
+            f"{plural(count(experts), stacked(weight.name for weight in experts))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: "
             f"{why_kept(((weight.name, weight.shape) for weight in experts), ' and '.join(sorted(formats)))}"
         )
 

@@ -52,11 +52,10 @@ def policy_rows(
     policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
     """Return (role, dtype, reason) for each row of the policy, for the optimizer state and for gradient checkpointing."""
-    name = str(getattr(optimizer, "value", optimizer))
-    rows, state = {row[0]: row for row in policy.rows()}, state_of(name)
+    rows, state = {row[0]: row for row in policy.rows()}, state_of(str(optimizer))
     if state is not None:
         role = "optimizer state"
-        rows[role] = (role, f"{state[0].format(dtype_name(policy.master))} ({name})", state[1])
+        rows[role] = (role, f"{state[0].format(dtype_name(policy.master))} ({optimizer})", state[1])
     return (*rows.values(), *(() if choice is None else (("checkpointing", choice.words, choice.reason),)))
 
 
@@ -286,7 +285,7 @@ def record(
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
     other = "num_train_epochs" if settings.max_steps > 0 else "max_steps"  # the shorter of the two
     names = [name for name in _SETTINGS if name != other and name in settings.command.specs]
-    rows = [(name, str(getattr(value, "value", value))) for name in names for value in [settings.value(name)]]
+    rows = [(name, str(settings.value(name))) for name in names]
     if settings.use_peft:
         rows += [(name, _words(settings.value(name))) for name in _OF_ADAPTERS]
     rows.append(("early_stopping_patience", _words(settings.early_stopping_patience)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import partial
@@ -24,8 +24,7 @@ from isotype.compat.interrupt import interrupts_kept, signal_of
 from isotype.compat.templates import ERRORS, day_held
 from isotype.compat.transformers import gpus_left, name_of, rename
 from isotype.core.errors import IsotypeError, SaveError, TrainingError, UsageError, one_line
-from isotype.core.files import only_writer, recover
-from isotype.core.terminal import printed_command
+from isotype.core.files import recover
 from isotype.data.pictures import picture_columns
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.kernels import float32_reductions
@@ -59,7 +58,9 @@ from isotype.train.output.resume import (
     day_note,
     day_of_run,
     identity_of,
+    locked_directory,
     mark_day,
+    output_directory,
     resume_command,
     resume_point,
     say_what_is_overwritten,
@@ -76,7 +77,15 @@ from isotype.train.policy import (
 )
 from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.data import fitting, has_pictures, hold_back, pictures_named, training_data, uncut
+from isotype.train.rows.data import (
+    dropped_examples,
+    fitting,
+    has_pictures,
+    hold_back,
+    pictures_named,
+    training_data,
+    uncut,
+)
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import lengths_in
 from isotype.train.rows.packed import keep_rows
@@ -88,7 +97,6 @@ from isotype.train.validate import (
     check_policy,
     check_settings,
     check_tokenizer,
-    dropped_examples,
     plain_turns,
     training_device,
 )
@@ -141,10 +149,10 @@ def run(settings: Settings, console: Console) -> Outcome:
             rewards["reward_funcs"] = reward_functions(
                 settings.reward_funcs, settings.reward_model_name_or_path
             )
-    with _output_directory(settings):
+    with output_directory(settings):
         with interrupts_kept():
             check_settings(settings)
-        with _only_writer(settings, console), sound_attention(profile):
+        with locked_directory(settings, console), sound_attention(profile):
             with interrupts_kept():
                 decided = _decided(settings, profile, rewards)
             with day_held(date.fromisoformat(decided.identity[TEMPLATE_DATE])):
@@ -201,40 +209,6 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
         notes=tuple(notes),
         ranges=ranges,
     )
-
-
-@contextmanager
-def _only_writer(settings: Settings, console: Console) -> Iterator[None]:
-    """Lock the output directory in the process that writes, so that no other run writes into the directory."""
-    if not settings.training.should_save:
-        yield
-        return
-    command = printed_command(settings.command.tokens())
-    with only_writer(Path(settings.output_dir), command) as unlocked:
-        if unlocked is not None:
-            say(console, f"note: {unlocked}")
-        yield
-
-
-@contextmanager
-def _output_directory(settings: Settings) -> Iterator[None]:
-    """Create the output directory, and remove the directory at the end if nothing was written into it."""
-    root = Path(settings.output_dir)
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    try:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            headline = "cannot write to the output directory"
-            what = f"--output_dir {root}: {error.strerror}"
-            raise UsageError.of(
-                headline, what, "a directory that can be created", "give another one"
-            ) from error
-        yield
-    finally:
-        for path in missing:
-            with suppress(OSError):  # the folder is not empty, or could not be created
-                path.rmdir()
 
 
 def _build(run: Run, console: Console) -> Built:

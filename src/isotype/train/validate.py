@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,14 +20,13 @@ from isotype.core.arguments import did_you_mean, wrong_choice
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import (
     CheckpointError,
-    DataError,
     PrecisionError,
     Problem,
     UsageError,
     first_line,
     one_line,
 )
-from isotype.core.names import listed, pattern_problems, plural
+from isotype.core.names import listed, pattern_problems
 from isotype.core.optimizers import package_of
 from isotype.core.pretrained import pretrained
 from isotype.data.locate import data_error
@@ -42,7 +41,6 @@ from isotype.train.command.settings import Settings
 from isotype.train.compilation import compiler_problems
 from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems
 from isotype.train.rows.data import check_pictures
-from isotype.train.rows.lengths import Lengths
 from isotype.train.signals import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -124,7 +122,7 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
             expected = "at least 2 rows, because the loss compares each prompt with the answer of another row"
             fix = "--per_device_train_batch_size 2, or --loss_type apo_zero_unpaired"
             yield Problem(f"--per_device_train_batch_size 1 with {method.name}", expected, fix)
-        if (order := str(settings.train_sampling_strategy)) != "sequential":
+        if (order := settings.train_sampling_strategy) != "sequential":
             what = f"--train_sampling_strategy {order} with {method.name}"
             fix = "leave it out, or --loss_type apo_zero_unpaired"
             yield Problem(what, "sequential, because the loss pairs neighbouring rows", fix)
@@ -139,10 +137,13 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
         yield Problem("--lora_target_modules with lm_head", expected, fix)
 
 
+def _attention(settings: Settings) -> Any:
+    return settings.attn_implementation or (settings.model_init_kwargs or {}).get("attn_implementation")
+
+
 def _flash(settings: Settings) -> Iterator[Problem]:
     """Yield a problem if FlashAttention does not run on the device, or not in the requested dtype."""
-    init = settings.model_init_kwargs or {}
-    name = str(settings.attn_implementation or init.get("attn_implementation"))
+    name = str(_attention(settings))
     if not name.startswith("flash_attention"):
         return
     profile = device_profile(settings.device)
@@ -203,13 +204,11 @@ def _packages(settings: Settings) -> Iterator[Problem]:
         wanted.append((f"--deepspeed {settings.deepspeed}", "deepspeed"))
     reporters = settings.report_to if isinstance(settings.report_to, list) else [settings.report_to]
     wanted += [(f"--report_to {name}", name) for name in reporters if name in _REPORTERS]
-    init = settings.model_init_kwargs or {}
-    attention = settings.attn_implementation or init.get("attn_implementation")
+    attention = _attention(settings)
     if attention in _ATTENTION:
         wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
-    optimizer = str(getattr(settings.optim, "value", settings.optim))
-    package = package_of(optimizer)
-    wanted += [] if package is None else [(f"--optim {optimizer}", package)]
+    package = package_of(settings.optim)
+    wanted += [] if package is None else [(f"--optim {settings.optim}", package)]
     for argument, package in wanted:
         if find_spec(package) is None:
             fix = f"pip install {package.replace('_', '-')}, or leave {argument.split()[0]} out"
@@ -225,7 +224,7 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         kind([torch.nn.Parameter(torch.zeros(1))], **arguments)
     except _BUILD_ERRORS as error:
         fix = "leave --optim and --optim_args out, or give the --optim_args that the message requires"
-        yield _unbuilt(f"--optim {getattr(settings.optim, 'value', settings.optim)}", error, fix)
+        yield _unbuilt(f"--optim {settings.optim}", error, fix)
 
 
 def _schedule(settings: Settings) -> Iterator[Problem]:
@@ -233,7 +232,7 @@ def _schedule(settings: Settings) -> Iterator[Problem]:
     from transformers import get_scheduler
 
     kind, arguments = settings.lr_scheduler_type, settings.lr_scheduler_kwargs
-    setting = f"--lr_scheduler_type {getattr(kind, 'value', kind)}"
+    setting = f"--lr_scheduler_type {kind}"
     setting += f" --lr_scheduler_kwargs {json.dumps(arguments)}" if arguments else ""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     try:
@@ -250,11 +249,12 @@ def _unbuilt(setting: str, error: Exception, fix: str) -> Problem:
     return Problem(f"{setting}: {one_line(error)}", expected, fix)
 
 
-def _schedule_cure(kind: Any) -> str:
+def _schedule_cure(kind: str) -> str:
+    from transformers import SchedulerType
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     common = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
-    parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters
+    parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]).parameters
     takes = [name for name in parameters if name not in common]
     if not takes:
         return "leave --lr_scheduler_kwargs out: this schedule takes none"
@@ -348,11 +348,9 @@ def training_device(settings: Settings) -> DeviceProfile:
             "shows how the run would go there",
         )
     if index := torch.device(profile.name).index:
-        headline, fix = (
-            "the trainer uses the first visible GPU",
-            f"CUDA_VISIBLE_DEVICES={index} isotype {name} …",
-        )
-        raise UsageError.of(headline, f"--device {device}", "a device without an index", fix)
+        headline, expected = "the trainer uses the first visible GPU", "a device without an index"
+        fix = f"CUDA_VISIBLE_DEVICES={index} isotype {name} …"
+        raise UsageError.of(headline, f"--device {device}", expected, fix)
     return profile
 
 
@@ -362,11 +360,11 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
         if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
             what = f"--dtype auto, which is {name} in this run, and --{flag} False"
-            expected, fix = (
+            headline, expected = (
+                "the arguments disagree about precision",
                 "a compute dtype that no argument excludes",
-                f"--dtype float32, or --dtype {other}",
             )
-            raise PrecisionError.of("the arguments disagree about precision", what, expected, fix)
+            raise PrecisionError.of(headline, what, expected, f"--dtype float32, or --dtype {other}")
 
 
 def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data: Any) -> None:
@@ -453,41 +451,3 @@ def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...
         "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
         "turns prompts into user messages and answers into assistant messages",
     )
-
-
-def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: Any) -> str | None:
-    """Describe the rows that the trainer dropped because of `max_length`, or return None if it dropped no row.
-
-    Raises:
-        DataError: all rows were dropped.
-    """
-    countable = hasattr(rows, "__len__") and hasattr(prepared, "__len__")
-    if not settings.method.dropped or not countable or settings.packing:
-        return None
-    dropped, limit = len(rows) - len(prepared), settings.max_length
-    if dropped <= 0:
-        return None
-    why = f"{settings.method.dropped} max_length {limit}"
-    if "input_ids" in getattr(rows, "column_names", ()):
-        why = f"none of their first {limit} tokens counts in the loss"
-    if len(prepared) == 0:
-        raise _none_left(f"all {len(rows)} examples were dropped: {why}")
-    return f"{dropped} of {len(rows)} examples were dropped: {why}"
-
-
-def require_rows_left(settings: Settings, lengths: Lengths | None) -> None:
-    """Raise DataError if the trainer will drop all rows, because of `max_length`."""
-    limit, method = settings.max_length, settings.method
-    if lengths is None or len(lengths.tokens) < lengths.rows or limit is None:
-        return  # unknown, or not cut
-    if not method.dropped or settings.packing or settings.truncation_mode == "keep_end":
-        return
-    prompts_count = method.loss == "labels" and settings.completion_only_loss is False
-    whole = min(lengths.tokens) > limit if method.loss == "reward" else lengths.prompt >= limit
-    if whole and not prompts_count:
-        dropped = plural(lengths.rows, "example")
-        raise _none_left(f"all {dropped} would be dropped: {method.dropped} max_length {limit}")
-
-
-def _none_left(what: str) -> DataError:
-    return DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")

@@ -19,9 +19,10 @@ from isotype.data.methods import METHODS
 from isotype.planning.from_request import _left_out as left_out
 from isotype.planning.request import parse_request
 from isotype.train.command.parse import parse_command
-from isotype.train.command.settings import Settings, parse_settings
+from isotype.train.command.settings import Settings
 from isotype.train.preflight.step_plan import parse_options
 from isotype.train.training import run
+from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.train.tiny import save_chat_model
 

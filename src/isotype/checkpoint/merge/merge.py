@@ -36,6 +36,7 @@ from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint, open
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
+from isotype.compat.peft import kind_of_adapter
 from isotype.core.dtypes import COMPUTE_DTYPES, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.formats import QUANTIZATIONS
@@ -173,7 +174,6 @@ def merge_adapter(
 
 def _check_mergeable(adapter: Adapter) -> None:
     config = adapter.config
-    kind = getattr(config.peft_type, "value", config.peft_type)
     why = None
     if config.is_prompt_learning:
         why = "it adds virtual tokens to the input and changes no weight"
@@ -182,7 +182,7 @@ def _check_mergeable(adapter: Adapter) -> None:
     elif getattr(config, "layer_replication", None):
         why = "it replicates layers of the base: every copy would need different merged weights"
     if why:
-        raise _unmergeable(adapter, f"a {kind} adapter; {why}")
+        raise _unmergeable(adapter, f"a {kind_of_adapter(config)} adapter; {why}")
 
 
 def _unmergeable(adapter: Adapter, why: str) -> UsageError:

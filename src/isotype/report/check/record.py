@@ -8,12 +8,12 @@ from typing import Literal, get_args
 
 import torch
 
-from isotype.core.names import plain_name
 from isotype.records.finding import Action, Finding, Severity
 from isotype.records.memory import Memory, StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.costs import step_time
 from isotype.rules.kit.value_ranges import Held, computes_float16, largest
+from isotype.rules.kit.weight_sets import unseen_towers
 
 Again = Callable[[Sequence[Action]], tuple[Finding, ...]]
 Status = Literal["fails", "does not fit", "unknown", "costs", "unmeasured", "partial", "clean"]
@@ -109,9 +109,7 @@ class Record:
     @property
     def unseen(self) -> tuple[str, ...]:
         """Vision and audio towers that the step does not use, because its inputs contain no image or no sound."""
-        towers = self.trace.setup.towers
-        modules = {plain_name(call.module) for call in self.trace.calls} if towers else set()
-        return tuple(t for t in towers if not any(f"{module}.".startswith(f"{t}.") for module in modules))
+        return unseen_towers(self.trace)
 
     @property
     def miswired(self) -> bool:

@@ -21,7 +21,7 @@ from isotype.compat.torch import UNNAMED_VIEW, operator_schema
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.memory import Products, StepTime
-from isotype.records.trace import CAST_FUNCTIONS, FLOATS, HALVES, Call, Operand, Origin, Trace
+from isotype.records.trace import CAST_FUNCTIONS, FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import per_trace
 
 _UNWRITTEN = (
@@ -295,3 +295,10 @@ def least_flops(call: Call) -> float:
     """Return the FLOPs of `call` and the calls that it represents. Attention counts half, as with a causal mask."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
+
+
+def dense_stacks(trace: Trace) -> tuple[list[Weight], int]:
+    """Return the frozen stacks of experts in a float dtype, and their bytes in all layers."""
+    frozen = (weight for weight in trace.weights if not (weight.trainable or weight.buffer))
+    stacks = [weight for weight in frozen if len(weight.shape) == 3 and weight.dtype.is_floating_point]
+    return stacks, sum(weight.bytes * weight.repeats for weight in stacks)

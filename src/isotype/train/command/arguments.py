@@ -204,7 +204,7 @@ def number_problems(read: Read) -> Iterator[Problem]:
             continue
         what, _, unit = name.partition("_")
         strategy = read(f"{what}_strategy")
-        if unit == "steps" and strategy is not None and getattr(strategy, "value", strategy) != "steps":
+        if unit == "steps" and strategy not in (None, "steps"):
             continue
         value = _number(read(name))
         if value is not None and not limit.takes(value):

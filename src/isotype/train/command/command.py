@@ -11,6 +11,8 @@ from typing import Any
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
+from isotype.core.formats import MIXED
+from isotype.core.names import parse_size
 from isotype.data.methods import METHODS
 
 AUTO = "auto"
@@ -302,9 +304,14 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype."""
+    """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype.
+
+    With `memory`, the storage is mixed; if `memory` is the command's `--base_memory`, this argument keeps its text.
+    """
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
-    size = None if memory is None else str(memory)
+    typed = str(command["base_memory"])
+    size = None if memory is None else typed if parse_size(typed) == memory else str(memory)
+    storage = storage if memory is None else MIXED
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 

@@ -208,6 +208,18 @@ def named_as_config(argv: Sequence[str]) -> list[str]:
     return ["--config", *argv] if named else list(argv)
 
 
+def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """Split `[METHOD] [MODEL] …`, the words after `isotype check` or `plan`, into (method, model, other words).
+
+    A model can only be the first word if no method is, and if it is no file of settings.
+    """
+    words = list(argv)
+    method = words.pop(0) if words and words[0] in METHODS else None
+    words = named_as_config(words)
+    model = words.pop(0) if words and method is None and not words[0].startswith("-") else None
+    return method, model, words
+
+
 def method_of_config(argv: Sequence[str]) -> str | None:
     """Return the training method that the file after `--config` is for, or None without `--config`."""
     words = [word for token in argv for word in token.split("=", 1 if token.startswith("--config=") else 0)]

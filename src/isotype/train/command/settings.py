@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.profile import device_profile
 from isotype.train.command.arguments import number_problems
 from isotype.train.command.command import AUTO, HOLDERS, RECOMPUTE, Command, specs
-from isotype.train.command.parse import MODELS, parse_command, value_problems
+from isotype.train.command.parse import MODELS, value_problems
 from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import Sharding, processes
 from isotype.train.libraries import require_names
@@ -63,7 +63,8 @@ class Settings:
         spec = self.command.specs.get(name)
         if spec is None or spec.holder == "added":
             return self.added.get(name)
-        return getattr(getattr(self, spec.holder), name, None)
+        value = getattr(getattr(self, spec.holder), name, None)
+        return getattr(value, "value", value)  # of an enumeration of transformers
 
     @property
     def method(self) -> Method:
@@ -78,11 +79,6 @@ class Settings:
         """Return a copy with `values` that the run has decided. Names that the method lacks have no effect."""
         decided = {**self.decided, **values}
         return replace(self, decided=decided, **_built(self.command, decided))
-
-
-def parse_settings(method: Method, argv: Sequence[str]) -> Settings:
-    """Parse the arguments of `isotype METHOD`: those of `trl METHOD` and isotype's own."""
-    return settings_of(parse_command(method.name, argv)[0])
 
 
 def settings_of(command: Command) -> Settings:

@@ -1,4 +1,4 @@
-"""Resumes a run: finds the checkpoint, compares settings, writes notes for the user and the command that resumes."""
+"""Locks the directory of a run, and resumes a run: finds the checkpoint, compares settings, writes notes for the user and the command that resumes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from isotype.checkpoint.adapter import is_adapter, read_adapter
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.compat.templates import writes_date
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import CheckpointError, Problem
-from isotype.core.files import recover
+from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
 from isotype.data.fingerprint import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
@@ -37,6 +38,40 @@ from isotype.train.output.checkpoints import (
 )
 
 _NO_RESUME = (None, False, "False", "false")
+
+
+@contextmanager
+def locked_directory(settings: Settings, console: Console) -> Iterator[None]:
+    """Lock the output directory in the process that writes, so that no other run writes into the directory."""
+    if not settings.training.should_save:
+        yield
+        return
+    command = printed_command(settings.command.tokens())
+    with only_writer(Path(settings.output_dir), command) as unlocked:
+        if unlocked is not None:
+            say(console, f"note: {unlocked}")
+        yield
+
+
+@contextmanager
+def output_directory(settings: Settings) -> Iterator[None]:
+    """Create the output directory, and remove the directory at the end if nothing was written into it."""
+    root = Path(settings.output_dir)
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            headline = "cannot write to the output directory"
+            what = f"--output_dir {root}: {error.strerror}"
+            raise UsageError.of(
+                headline, what, "a directory that can be created", "give another one"
+            ) from error
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # the folder is not empty, or could not be created
+                path.rmdir()
 
 
 def resume_point(settings: Settings) -> Path | None:

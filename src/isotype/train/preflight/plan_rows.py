@@ -22,7 +22,7 @@ from isotype.train.output.resume import RECOMPUTED, decided_before
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.data import fitting, training_data_here, uncut
+from isotype.train.rows.data import fitting, require_rows_left, training_data_here, uncut
 from isotype.train.rows.lengths import (
     COUNTED_ROWS,
     UNBOUNDED,
@@ -32,7 +32,7 @@ from isotype.train.rows.lengths import (
     packed_rows,
 )
 from isotype.train.run import Choice, Run
-from isotype.train.validate import argument_problems, check_tokenizer, plain_turns, require_rows_left
+from isotype.train.validate import argument_problems, check_tokenizer, plain_turns
 
 _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
@@ -123,7 +123,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         lora=lora,
         adapt=None if settings.adapt is None else parts_to_adapt(settings, ()),
         learning_rate=settings.learning_rate,
-        optimizer=str(getattr(settings.optim, "value", settings.optim)),
+        optimizer=settings.optim,
         checkpointing=keywords,
         auto=settings.auto_checkpointing and not recomputes,
         unforeseen=_UNTRACED if settings.deepspeed else "" if bounded else UNBOUNDED,

@@ -34,7 +34,7 @@ from isotype.records.request import DEFAULT_PHASES, StepRequest, batches_ahead
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
-from isotype.rules.kit.costs import step_time
+from isotype.rules.kit.costs import dense_stacks, step_time
 from isotype.train.models import require_decoder, weightless_model
 from isotype.train.policy import policy_by_ranges, sound_attention
 from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
@@ -338,14 +338,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     saved = quantization_of(config)
     if saved is None or not saved.experts:
         return
-    experts = [
-        weight
-        for weight in trace.weights
-        if len(weight.shape) == 3
-        and weight.dtype.is_floating_point
-        and not (weight.trainable or weight.buffer)
-    ]
-    loaded = sum(weight.bytes * weight.repeats for weight in experts)
+    experts, loaded = dense_stacks(trace)
     if not loaded:
         return
     dtype = experts[0].dtype

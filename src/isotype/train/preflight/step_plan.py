@@ -13,7 +13,7 @@ from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
 from isotype.train.command.arguments import count_problems, number_problems
 from isotype.train.command.command import Command, specs
-from isotype.train.command.parse import method_of_config, named_as_config, parse_command
+from isotype.train.command.parse import first_words, method_of_config, parse_command
 from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import processes
 from isotype.train.preflight.plan import DEFAULT_LENGTH, Options, StepPlan
@@ -38,14 +38,11 @@ traced to its end; 2 bad arguments"""
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
-    tokens = list(argv)
-    if "-h" in tokens or "--help" in tokens:
+    if "-h" in argv or "--help" in argv:
         help_parser().print_help()
         raise SystemExit(0)
-    named = tokens.pop(0) if tokens and tokens[0] in METHODS else None
-    tokens = named_as_config(tokens)
-    bare = bool(tokens) and not named and not tokens[0].startswith("-")
-    method, model = named or method_of_config(tokens) or "sft", tokens.pop(0) if bare else None
+    named, model, tokens = first_words(argv)
+    method = named or method_of_config(tokens) or "sft"
     command, options = parse_command(
         method, tokens, add_arguments=_add_own, model=model, problems_of=_problems, prog="isotype check"
     )
@@ -53,7 +50,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     if METHODS[method].loss != "policy":  # a step of such a method has whole groups of completions
         sizes = {"per_device_train_batch_size": options.batch, "max_length": options.length}
         command = command.but(**{name: value for name, value in sizes.items() if value is not None})
-    return Options(bare=bare, fsdp=fsdp, **vars(options)), command
+    return Options(bare=model is not None, fsdp=fsdp, **vars(options)), command
 
 
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:

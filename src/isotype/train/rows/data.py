@@ -1,9 +1,9 @@
-"""Reads the rows of a training command, splits them, and checks them with the chat template and the processor."""
+"""Reads the rows of a training command, splits them, and checks them with the chat template, the processor and `max_length`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
 from isotype.core.console import Bar
-from isotype.core.errors import Problem, UsageError, one_line
+from isotype.core.errors import DataError, Problem, UsageError, one_line
 from isotype.core.names import listed, plural
 from isotype.data.build import undecoded
 from isotype.data.cells import CHATS
@@ -21,6 +21,7 @@ from isotype.data.locate import data_error, find_local
 from isotype.data.pictures import broken_rows, picture_columns
 from isotype.data.reading import Reading, parse_columns
 from isotype.train.command.settings import Settings
+from isotype.train.rows.lengths import Lengths
 from isotype.train.rows.pictured import Pictured, answers_in
 
 if TYPE_CHECKING:
@@ -255,3 +256,44 @@ def pictures_named(trainer: Any) -> Iterator[None]:
                         what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
                         raise data_error("datasets", [what]) from error
         raise
+
+
+def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: Any) -> str | None:
+    """Describe the rows that the trainer dropped because of `max_length`, or return None if it dropped no row.
+
+    Raises:
+        DataError: all rows were dropped.
+    """
+    countable = hasattr(rows, "__len__") and hasattr(prepared, "__len__")
+    if not settings.method.dropped or not countable or settings.packing:
+        return None
+    dropped = len(rows) - len(prepared)
+    if dropped <= 0:
+        return None
+    why = _why_dropped(settings, "input_ids" in getattr(rows, "column_names", ()))
+    if len(prepared) == 0:
+        raise _none_left(f"all {len(rows)} examples were dropped: {why}")
+    return f"{dropped} of {len(rows)} examples were dropped: {why}"
+
+
+def require_rows_left(settings: Settings, lengths: Lengths | None) -> None:
+    """Raise DataError if the trainer will drop all rows, because of `max_length`."""
+    limit, method = settings.max_length, settings.method
+    if lengths is None or len(lengths.tokens) < lengths.rows or limit is None:
+        return  # unknown, or not cut
+    if not method.dropped or settings.packing or settings.truncation_mode == "keep_end":
+        return
+    prompts_count = method.loss == "labels" and settings.completion_only_loss is False
+    whole = min(lengths.tokens) > limit if method.loss == "reward" else lengths.prompt >= limit
+    if whole and not prompts_count:
+        raise _none_left(f"all {plural(lengths.rows, 'example')} would be dropped: {_why_dropped(settings)}")
+
+
+def _why_dropped(settings: Settings, labelled: bool = False) -> str:
+    if labelled or settings.assistant_only_loss:
+        return f"none of their first {settings.max_length} tokens counts in the loss"
+    return f"{settings.method.dropped} max_length {settings.max_length}"
+
+
+def _none_left(what: str) -> DataError:
+    return DataError.of("no example is left to train on", what, "shorter examples", "--max_length N")

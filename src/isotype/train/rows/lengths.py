@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class Lengths:
         tokens: number of tokens in each tokenized row (for a pair, in the prompt with the longer answer).
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
-        prompt: number of tokens in the shortest prompt.
+        prompt: number of tokens in the shortest prompt, which has no loss.
     """
 
     tokens: tuple[int, ...]
@@ -68,11 +69,19 @@ class Lengths:
 
 
 def lengths_of(
-    method: str, tokenizer: Any, rows: Any, text_field: str = "text", *, source: str = "", every: bool = False
+    method: str,
+    tokenizer: Any,
+    rows: Any,
+    text_field: str = "text",
+    *,
+    source: str = "",
+    every: bool = False,
+    only_assistant: bool = False,
 ) -> Lengths | None:
     """Return the lengths of a data set's rows as the method's trainer tokenizes them, or None if they are unknown.
 
     The lengths of a stream, or of rows with pictures without a processor, are unknown. SFT reads texts from `text_field`.
+    With `only_assistant`, the prompt of a conversation ends before the first turn of the assistant that has loss.
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
@@ -89,7 +98,7 @@ def lengths_of(
     for at in range(0, len(rows), step):
         try:
             tokens.append(_length(method, words, rows[at], text_field))
-            prompts.append(_prompt(method, words, rows[at]))
+            prompts.append(_prompt(method, words, rows[at], only_assistant))
         except TemplateError as error:
             raise refused_row(source, at, error) from error
         doubled += _begins_twice(words, rows[at], text_field)
@@ -99,7 +108,9 @@ def lengths_of(
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
     """Return the lengths (see `lengths_of`) of a sample of the training rows, or of all rows if `every` is True."""
     field, source = settings.dataset_text_field or "text", settings.data_name
-    return lengths_of(settings.method.name, tokenizer, rows, field, source=source, every=every)
+    only = bool(settings.assistant_only_loss)
+    name = settings.method.name
+    return lengths_of(name, tokenizer, rows, field, source=source, every=every, only_assistant=only)
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
@@ -161,9 +172,8 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 def padding_share(tokens: Sequence[int], rows: int) -> float:
     """Return the expected share of padding in batches of `rows` rows, each padded to its longest row."""
-    return max(
-        0.0, 1 - sum(tokens) / len(tokens) / longest_of_batches(tokens, rows)
-    )  # rounding may give less
+    share = 1 - sum(tokens) / len(tokens) / longest_of_batches(tokens, rows)
+    return max(0.0, share)  # rounding may give less
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
@@ -208,11 +218,14 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
     return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)
 
 
-def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any]) -> int:
+def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant: bool) -> int:
     """Return the number of tokens in a row's prompt, or 0 if there is no prompt or the model writes the answers."""
-    if "input_ids" in row or METHODS[method].loss == "policy" or not row.get("prompt"):
+    if "input_ids" in row or METHODS[method].loss == "policy":
         return 0
-    return len(_ids(tokenizer, row["prompt"], None, row.get("tools")))
+    prompt, answer = row.get("prompt") or [], row.get("messages") or row.get("completion")
+    if only_assistant and isinstance(answer, list) and isinstance(prompt, list):
+        prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
+    return len(_ids(tokenizer, prompt, None, row.get("tools"))) if prompt else 0
 
 
 def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
