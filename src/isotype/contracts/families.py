@@ -79,6 +79,7 @@ _FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | 
 
 _CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
 _CUDA = frozenset({"cuda", "rocm"})
+_BELOW_8 = frozenset({5, 6, 7})
 _ADDMM = _ops("addmm addmm_ _addmm_activation")
 _NORMS = _ops("native_batch_norm native_layer_norm native_group_norm")
 
@@ -88,6 +89,26 @@ _SCALAR_TYPE = "expected scalar type {0:name} but found {1:name}"
 _SAME_DTYPE = "expected {} to have the same dtype, but got: {{0}} != {{1}}"
 _MATRICES = "mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}"
 _BATCHES = "batch1 and batch2 must have the same dtype"
+_DOT = "dot : expected both vectors to have same dtype, but found {0:name} and {1:name}"
+_INDEX_PUT = (
+    "Index put requires the source and destination dtypes match, got {0:name} for the destination and {1:name} for the "
+    "source."
+)
+_INDEX_ADD = "index_add_(): self ({0:name}) and source ({1:name}) must have the same scalar type"
+_INDEX_COPY = "index_copy_(): self and source expected to have the same dtype, but got (self) {0:name} and (source) {1:name}"
+_SCATTER = "scatter(): Expected self.dtype to be equal to src.dtype"
+_MASKED_SCATTER = (
+    "masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}"
+)
+_FLOAT = "expected scalar type Float but found {1:name}"
+_FLOAT_WEIGHTS = "mixed dtype (CPU): expect parameter to have scalar type of Float"
+_SHARED = "mixed dtype (CPU): all inputs must share same datatype."
+_FLASH_16_BITS = "FlashAttention only support fp16 and bf16 data type"
+_FUSED_ADAM = "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"
+_EMBEDDING_BAG = (
+    "Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 'per_sample_weights'; but "
+    "type {0:name} does not equal {1:name}"
+)
 _NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
 
 _CUDA_FACTORIZATIONS = {
@@ -115,16 +136,10 @@ FAMILIES: tuple[Family, ...] = (
     # `mv` passes a result in the vector's dtype to `addmv`.
     Family(_ops("mv"), _ADDMV.format(1, 0, 1), exact=True, in_order=True),
     Family(_ops("addmv addmv_"), _ADDMV.format(0, 1, 2), exact=True, in_order=True),
-    Family(
-        _ADDMM, "self and mat2 must have the same dtype, but got {0:name} and {1:name}", (0, 2), exact=True
-    ),
+    Family(_ADDMM, _MATRICES.replace("mat1 and", "self and"), (0, 2), exact=True),
     Family(_ADDMM, _MATRICES, (1, 2), exact=True),
     Family(_ops("bmm baddbmm baddbmm_ addbmm addbmm_"), _SCALAR_TYPE, exact=True),
-    Family(
-        _ops("dot vdot"),
-        "dot : expected both vectors to have same dtype, but found {0:name} and {1:name}",
-        exact=True,
-    ),
+    Family(_ops("dot vdot"), _DOT, exact=True),
     # Overloads with a result dtype, which only GPUs have. The added tensor may have either dtype.
     Family(_ops("mm.dtype"), "input dtypes must be the same", exact=True, devices=GPUS),
     Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
@@ -157,64 +172,32 @@ FAMILIES: tuple[Family, ...] = (
         for name, at in (("bias", 2), ("weight", 1))
     ),
     Family(_ops("convolution_backward"), _SCALAR_TYPE, exact=True),
-    Family(
-        _ops("index_put index_put_ _index_put_impl_ _unsafe_index_put"),
-        "Index put requires the source and destination dtypes match, got {0:name} for the destination and "
-        "{1:name} for the source.",
-    ),
-    Family(
-        _ops("index_add index_add_"),
-        "index_add_(): self ({0:name}) and source ({1:name}) must have the same scalar type",
-    ),
-    Family(
-        _ops("index_copy index_copy_"),
-        "index_copy_(): self and source expected to have the same dtype, but got (self) {0:name} and "
-        "(source) {1:name}",
-    ),
-    Family(
-        _ops("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_"),
-        "scatter(): Expected self.dtype to be equal to src.dtype",
-    ),
-    Family(
-        _ops("masked_scatter masked_scatter_"),
-        "masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}",
+    *(
+        Family(_ops(names), message)
+        for names, message in (
+            ("index_put index_put_ _index_put_impl_ _unsafe_index_put", _INDEX_PUT),
+            ("index_add index_add_", _INDEX_ADD),
+            ("index_copy index_copy_", _INDEX_COPY),
+            ("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", _SCATTER),
+            ("masked_scatter masked_scatter_", _MASKED_SCATTER),
+        )
     ),
     # Group norms are checked before any kernel: the messages name the CPU on every device. A CPU takes float32 weights
     # with 16-bit activations; the kernels of GPUs take one dtype. Mean and rstd of the backward (positions 2 and 3) have
     # the dtype of the accumulation.
-    Family(
-        _ops("native_group_norm"),
-        "mixed dtype (CPU): expect parameter to have scalar type of Float",
-        alike=(0, 1),
-        devices=GPUS,
-        matches="f|bh|hb",
-    ),
-    Family(
-        _ops("native_group_norm"),
-        "mixed dtype (CPU): all inputs must share same datatype.",
-        alike=(0, 1),
-        devices=GPUS,
-        matches="df",
+    *(
+        Family(_ops("native_group_norm"), message, (0, 1), devices=GPUS, matches=matches)
+        for message, matches in ((_FLOAT_WEIGHTS, "f|bh|hb"), (_SHARED, "df"))
     ),
     Family(_ops("native_group_norm_backward"), "Expected scalar types of X and dY are same.", alike=(0, 1)),
     Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), _SCALAR_TYPE, devices=GPUS),
     # A GPU's batch norm takes 16-bit activations with float32 weights; its running statistics may have any dtype.
     Family(_ops("native_batch_norm"), _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
-    Family(
-        _ops("native_batch_norm"),
-        "expected scalar type Float but found {1:name}",
-        alike=(0, 1, 2),
-        devices=_CUDA,
-        matches="bh|hb|[bh]d",
-    ),
+    Family(_ops("native_batch_norm"), _FLOAT, (0, 1, 2), devices=_CUDA, matches="bh|hb|[bh]d"),
     # A CPU's norms were not measured with float64.
     *(
-        Family(_NORMS, message=message, devices=_CPU, matches=f"(?=.*d){matches}")
-        for message, matches in (
-            ("mixed dtype (CPU): all inputs must share same datatype.", "df(f|$)"),
-            (_SCALAR_TYPE, r"(.)\1"),
-            ("mixed dtype (CPU): expect parameter to have scalar type of Float", ""),
-        )
+        Family(_NORMS, message, devices=_CPU, matches=f"(?=.*d){matches}")
+        for message, matches in ((_SHARED, "df(f|$)"), (_SCALAR_TYPE, r"(.)\1"), (_FLOAT_WEIGHTS, ""))
     ),
     Family(
         _ops("native_layer_norm_backward native_group_norm_backward"), _SCALAR_TYPE, (0, 1, 4), devices=GPUS
@@ -224,33 +207,29 @@ FAMILIES: tuple[Family, ...] = (
     # A mask of another dtype. On fake tensors, `scaled_dot_product_attention` calls the CPU's kernel, which converts the
     # mask. On a GPU, it calls the memory-efficient kernel, which raises. On capabilities 9 and 10, cuDNN's kernel comes
     # first and accepts the mask; below 8.0, bfloat16 has no fused kernel; ROCm uses the math kernel.
-    Family(
-        _ops("_scaled_dot_product_flash_attention_for_cpu"),
-        _MASK,
-        devices=_NVIDIA,
-        majors=frozenset({8, 11, 12}),
+    *(
+        Family(
+            _ops("_scaled_dot_product_flash_attention_for_cpu"),
+            _MASK,
+            devices=_NVIDIA,
+            majors=majors,
+            matches=matches,
+        )
+        for majors, matches in ((frozenset({8, 11, 12}), ""), (_BELOW_8, "[fh]"))
     ),
-    Family(
-        _ops("_scaled_dot_product_flash_attention_for_cpu"),
-        _MASK,
-        devices=_NVIDIA,
-        majors=frozenset({5, 6, 7}),
-        matches="[fh]",
-    ),
-    Family(
-        _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward"),
-        alike=(0, 1, 2),
-        only="fbh",
-        refusal="Only fp32, half & bf16 supported at the moment",
-        devices=_CUDA,
-    ),
-    Family(
-        _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward"),
-        alike=(0,),
-        only="fh",
-        refusal="cutlassF: no kernel found to launch!",
-        devices=_NVIDIA,
-        majors=frozenset({5, 6, 7}),
+    *(
+        Family(
+            _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward"),
+            alike=positions,
+            only=letters,
+            refusal=refusal,
+            devices=devices,
+            majors=majors,
+        )
+        for positions, letters, refusal, devices, majors in (
+            ((0, 1, 2), "fbh", "Only fp32, half & bf16 supported at the moment", _CUDA, None),
+            ((0,), "fh", "cutlassF: no kernel found to launch!", _NVIDIA, _BELOW_8),
+        )
     ),
     Family(_ops("_scaled_dot_product_efficient_attention"), _MASK, devices=_CUDA),
     # cuDNN's kernel is chosen only for 16-bit dtypes; this error is raised if no other kernel is allowed. The mask may
@@ -262,24 +241,13 @@ FAMILIES: tuple[Family, ...] = (
         refusal="No available kernel. Aborting execution.",
         devices=_NVIDIA,
     ),
-    Family(
-        _FLASH,
-        alike=(0,),
-        only="bh",
-        refusal="FlashAttention only support fp16 and bf16 data type",
-        devices=_CUDA,
-    ),
+    Family(_FLASH, alike=(0,), only="bh", refusal=_FLASH_16_BITS, devices=_CUDA),
     *(
         Family(_FLASH, message=f"query and {name} must have the same dtype", alike=(0, at), devices=_CUDA)
         for at, name in ((1, "key"), (2, "value"))
     ),
     # All lists except the step counts must have one dtype; found_inf and grad_scale are float32.
-    Family(
-        _ops("_fused_adamw_ _fused_adam_"),
-        "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
-        alike=(0, 1, 2, 3),
-        devices=_CUDA,
-    ),
+    Family(_ops("_fused_adamw_ _fused_adam_"), _FUSED_ADAM, (0, 1, 2, 3), devices=_CUDA),
     # Masks and packed codes: `&`, `|`, `~`, `<<` and `>>` take integers and bools only.
     Family(
         _ops(
@@ -305,10 +273,10 @@ FAMILIES: tuple[Family, ...] = (
         Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(name.removeprefix("_")))
         for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse linalg_lstsq"]).split()
     ),
-    Family(
-        _ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format("ctc_loss_cuda"), devices=_CUDA
+    *(
+        Family(_ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format(kernel), devices=devices)
+        for kernel, devices in (("ctc_loss_cuda", _CUDA), ("ctc_loss_cpu", _CPU))
     ),
-    Family(_ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format("ctc_loss_cpu"), devices=_CPU),
     Family(
         _ops("_cdist_forward"),
         _SCALAR_TYPE,
@@ -317,11 +285,7 @@ FAMILIES: tuple[Family, ...] = (
         devices=_CUDA,
     ),
     Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
-    Family(
-        _ops("_embedding_bag"),
-        "Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 "
-        "'per_sample_weights'; but type {0:name} does not equal {1:name}",
-    ),
+    Family(_ops("_embedding_bag"), _EMBEDDING_BAG),
     # bitsandbytes' kernels (and their `.out` forms) take pointers: they read absmax and code as float32 without a check.
     *(
         Family(

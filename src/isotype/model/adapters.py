@@ -168,9 +168,7 @@ def unmatched(model: Any) -> tuple[str, ...]:
     asked = [getattr(c, key, None) or () for c in configs for key in ("target_modules", "modules_to_save")]
     wanted = {name for names in asked if not isinstance(names, str) for name in names}
     modules = [f".{name}" for name, _ in model.named_modules()] if wanted else []
-    return tuple(
-        sorted(name for name in wanted if not any(module.endswith(f".{name}") for module in modules))
-    )
+    return tuple(sorted(n for n in wanted if not any(module.endswith(f".{n}") for module in modules)))
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:

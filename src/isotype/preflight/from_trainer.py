@@ -90,8 +90,8 @@ def _evaluation(trainer: Any) -> LossOf | None:
     small = trainer.preprocess_logits_for_metrics or getattr(trainer.args, "predict_with_generate", False)
     if trainer.compute_metrics is None or trainer.args.prediction_loss_only or small:
         return _loss_of_trainer(trainer, batch)
-    every = trainer.args.eval_accumulation_steps
-    batches = min([*([len(loader)] if isinstance(rows, Sized) else []), *([every] if every else [])] or [1])
+    known = (len(loader) if isinstance(rows, Sized) else None, trainer.args.eval_accumulation_steps)
+    batches = min(filter(None, known), default=1)
     gathered = batches * trainer.args.world_size
     # Each batch is appended to a copy of all batches before it.
     return LossOf(

@@ -169,13 +169,10 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
-        size = "the evaluation's batch size" if phase == "evaluate" else "batch size x length"
-        yield (
-            f"reduce {size} to {100 * share:.0f} %",
-            over,
-            "per_device_eval_batch_size" if phase == "evaluate" else "max_length",
-            f"{share:.2f} of it",
-        )
+        size, setting = "batch size x length", "max_length"
+        if phase == "evaluate":
+            size, setting = "the evaluation's batch size", "per_device_eval_batch_size"
+        yield (f"reduce {size} to {100 * share:.0f} %", over, setting, f"{share:.2f} of it")
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
@@ -195,10 +192,8 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     outside = groups.pop("", 0)
     sharded = whole + before * sum(peak.get(kind, 0) for kind in ("gradients", "optimizer"))
     # Quantization states are on every device, and so are activations.
-    stays = sum(
-        peak.get(kind, 0)
-        for kind in ("weights", "adapters", "activations", "predictions", "inputs", "buffers")
-    )
+    kinds = ("weights", "adapters", "activations", "predictions", "inputs", "buffers")
+    stays = sum(size for kind, size in peak.items() if kind in kinds)
     stays += outside + 3 * max(groups.values(), default=0) - whole // before
     for devices in _DEVICES:
         share = stays + sharded // devices

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.optimizers import learning_rate_of, parameters_of
+from isotype.model.loss import find_loss, loss_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.report.check.report import Report
+from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import enumerate_inputs, living
 from isotype.trace.live.recorder import device_of
@@ -92,6 +95,23 @@ def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Call a model as the script did; positional inputs have the names `argument 0`, `argument 1`, …"""
     args = [value for name, value in inputs.items() if name.startswith("argument ")]
     return model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
+
+
+class LossOfForward(LossOfOutput):
+    """The loss in the output of a model that is called as in the script. `returned` gets whether there is one.
+
+    `returned` is a queue, because a check restores all other objects that the function changes.
+    """
+
+    def __init__(self, returned: SimpleQueue[bool]) -> None:
+        self._returned = returned
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        output = call_with(model, inputs)
+        self.partial = find_loss(output) is None
+        if torch.is_grad_enabled():
+            self._returned.put(not self.partial)
+        return loss_of(output)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

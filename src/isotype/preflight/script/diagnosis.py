@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -21,14 +21,13 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, plural
 from isotype.core.source import condition_at
-from isotype.model.loss import find_loss, loss_of
 from isotype.model.shard import is_gathered
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.preflight.script.ahead import (
     TRIED_AFTER,
     TRIED_BEFORE,
-    call_with,
+    LossOfForward,
     look_ahead,
     rank,
     request_of_script,
@@ -59,7 +58,6 @@ from isotype.report.check.text import fix_standing, render
 from isotype.report.text import format_kinds, short_source, wrapped
 from isotype.rules import judge
 from isotype.rules.kit.words import evidence
-from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.recorder import device_of
@@ -141,7 +139,7 @@ class Diagnosis:
             self._branch.detach()
             if self._branch.line and self._speaks:
                 self._say(f"{self._branch.line} {_NO_GPU} {self._branch.title}")
-        request = request_of_script(beginning, _loss_noting(self._returned), self._device)
+        request = request_of_script(beginning, LossOfForward(self._returned), self._device)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
         self._request = without_tensors(request)
@@ -150,7 +148,7 @@ class Diagnosis:
 
     def _evaluates(self, beginning: Beginning) -> None:
         """Keep the request for a forward before the first training step; it is used only if this forward raises an error."""
-        request = request_of_script(beginning, _loss_noting(self._returned), self._device, ("generate",))
+        request = request_of_script(beginning, LossOfForward(self._returned), self._device, ("generate",))
         self._request = without_tensors(request)
 
     def _looked_ahead(self, request: StepRequest) -> Report | None:
@@ -402,13 +400,10 @@ class Diagnosis:
     def _traced_again(self, trains: bool = False) -> Report | None:
         """Trace the step again on fake tensors, try the fixes, and return the report; None if this is not possible."""
         # A trace on fake tensors leaves out the casts of FSDP2, and a crash leaves FSDP2's gathered parameters behind.
-        if (
-            self.watch.model is None
-            or self._request is None
-            or any(map(is_gathered, self.watch.model.modules()))
-        ):
+        model = self.watch.model
+        if model is None or self._request is None or any(map(is_gathered, model.modules())):
             return None
-        request = self._request(self.watch.model)
+        request = self._request(model)
         # The request may be for an evaluation before the training; if a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         request = replace(request, phases=(*phases, "generate"))
@@ -455,23 +450,6 @@ class Diagnosis:
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
-
-
-def _loss_noting(returned: SimpleQueue[bool]) -> Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]:
-    """Return a function (model, inputs) -> loss. The function puts into `returned` whether the model itself returned a loss.
-
-    `returned` is a queue, because a check restores all other objects that the function changes.
-    """
-
-    class Loss(LossOfOutput):
-        def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-            output = call_with(model, inputs)
-            self.partial = find_loss(output) is None
-            if torch.is_grad_enabled():
-                returned.put(not self.partial)
-            return loss_of(output)
-
-    return Loss()
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:

@@ -232,10 +232,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
                 result, value = cast_result(edited, result), cast_result(edited, value)
             self._keep(func, tensors, result, value)
-        if (
-            breach is not None and not tensors
-        ):  # the operator creates a tensor whose dtype is too small for its numbers
-            tensors = [("result", result)]
+        if breach is not None and not tensors:
+            tensors = [("result", result)]  # a new tensor, whose dtype is too small for its numbers
         decided = self.known.decide(func, args, result, self.calls)
         self._write(func, args, kwargs, tensors, result, place, breach)
         if self.phase == "forward":
@@ -351,22 +349,19 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         - the dtype of the operands that belong to the model, if all of them have the same;
         - the dtype of this part of the model if an operand has it, else the operands' widest dtype.
         """
-        floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
+        floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
+        dtypes = [tensor.dtype for tensor in floats]
         if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
             return tensors[0][1].dtype, tensors[0][1].dtype == edited
         if edited is not None:
             return edited, True
         side = self._side(tensors)
-        if len(set(floats)) == 1 or not self._accepts(operator_name(func), tensors, side):
+        if len(set(dtypes)) == 1 or not self._accepts(operator_name(func), tensors, side):
             return torch.float32, False  # the operator has a kernel for float32, and none for this dtype
-        of_model = {
-            tensor.dtype
-            for _, tensor in tensors
-            if tensor.dtype in FLOATS and self.origin(tensor).cause.kind not in SHARED
-        }
+        of_model = {tensor.dtype for tensor in floats if self.origin(tensor).cause.kind not in SHARED}
         if len(of_model) == 1:
             return of_model.pop(), False
-        return side if side in floats else max(floats, key=attrgetter("itemsize"), default=side), False
+        return side if side in dtypes else max(dtypes, key=attrgetter("itemsize"), default=side), False
 
     def _accepts(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bool:
         """Return whether the device runs the operator with all float operands in `dtype`; True if unknown."""

@@ -166,13 +166,13 @@ class Watch:
         """Remove all hooks and modes; recorded data stays until `forget`."""
         self.state = "over"
         self._leave_modes()
-        for hooks in (self._module_hooks, self._recording, *(() if self._stepping else (self._hooks,))):
-            hooks.close()
-        if (
-            self._stepping
-        ):  # torch is about to run the script's own hooks after these: the next forward removes these
+        self._module_hooks.close()
+        self._recording.close()
+        if self._stepping:  # torch still runs other hooks of this kind: the next forward removes these
             handle = modules.register_module_forward_pre_hook(lambda *_: self._hooks.close())
             self._hooks.callback(handle.remove)
+        else:
+            self._hooks.close()
         if self.recorder is not None and self.recorder.fault:
             self._note(f"the recording stopped early: {self.recorder.fault}")
             self.recorder.fault = ""
