@@ -48,7 +48,7 @@ OriginKind = Literal[
     "promotion",  # operands of two dtypes; `before` is the operand that won
     "operator",  # an operator that sets its result's dtype (`dequantize_4bit`, a comparison)
     "gradient",  # a gradient by autograd
-    "conversion",  # a conversion by the recorder after a breach, to the policy's dtype
+    "conversion",  # a conversion by the recorder after a breach; `before` is never another conversion
 ]
 
 SHARED = ("outside", "scratch")
@@ -71,7 +71,7 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of a cast's operand, or of the operand whose dtype a promotion has chosen.
+        before: origin of a cast's operand, or of the operand whose dtype a promotion or a conversion has chosen.
         like: origin of the tensor from which a cast or a new tensor gets its dtype (`x` in `y.to(x.dtype)`); None if
             the code names the dtype itself.
     """

@@ -331,8 +331,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in outputs:
             if not any(tensor is operand for _, operand in tensors):
-                origin = self._origin_of(name, tensor, operands, kwargs, place, breach)
-                self.mark(tensor, origin)
+                self.mark(tensor, self._origin_of(name, tensor, operands, kwargs, place, breach))
             elif name == "aten.copy_.default" and _is_anothers_scratch(operands, place):
                 memory = operands[0].origin
                 self.mark(tensor, Origin("scratch", tensor.dtype, memory.module, source=memory.source))
@@ -366,15 +365,21 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     ) -> Origin:
         dtype, module, source = tensor.dtype, place.module, shown(place.source)
         function = self.function or name
+        before = operands[0].origin if operands else None
+        alike = [operand for operand in operands if operand.dtype == dtype]
+        # 0-dim tensors do not count in dtype promotion, unless all operands are 0-dim.
+        alike = [operand for operand in alike if operand.shape] or alike
+        winner = min(alike, key=_rank, default=None) if len(alike) != 1 else alike[0]  # a rank takes long
         if breach is not None:
-            return Origin("conversion", dtype, name, module, source)
+            chosen = winner.origin.cause if winner is not None else None
+            chosen = chosen.before if chosen is not None and chosen.kind == "conversion" else chosen
+            return Origin("conversion", dtype, name, module, source, chosen)
         if name in CASTS or kwargs.get("dtype") is not None:
             if operands and operands[-1].dtype == dtype and name in CASTS:
                 return operands[-1].origin
             returns = self._frames[-1].returns if self._frames else None
             if returns is not None and returns.dtype == dtype:
                 return returns
-            before = operands[0].origin if operands else None
             if before is not None and before.kind == "gradient":
                 before = before.before  # a gradient is cast in every layer: keep only the last cast
             if self.gathered is not None and is_called_by("torch.distributed.fsdp"):
@@ -383,15 +388,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
             return Origin(kind, dtype, function, module, source, before, like)
-        if "dequantize" in name and operands and operands[0].origin.kind == "parameter":
-            layer = operands[0].origin.name.rpartition(".")[0]
-            return Origin("state", dtype, layer, module, source)
-        alike = [operand for operand in operands if operand.dtype == dtype]
-        # 0-dim tensors do not count in dtype promotion, unless all operands are 0-dim.
-        alike = [operand for operand in alike if operand.shape] or alike
-        winner = min(alike, key=_rank, default=None) if len(alike) != 1 else alike[0]  # a rank takes long
+        if "dequantize" in name and before is not None and before.kind == "parameter":
+            return Origin("state", dtype, before.name.rpartition(".")[0], module, source)
         if winner is None:
-            before = operands[0].origin if operands else None
             return Origin("operator" if operands else "constant", dtype, function, module, source, before)
         floats = {operand.dtype for operand in operands if operand.dtype in FLOATS and operand.shape}
         promoted = len(floats) > 1 and dtype == max(floats, key=attrgetter("itemsize"))

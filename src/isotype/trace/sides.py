@@ -13,7 +13,7 @@ import torch
 from isotype.records.trace import FLOATS, HALVES, Origin, Setup, Weight
 
 _HELD = ("parameter", "buffer", "attribute")
-# Origins outside of the modules: such a tensor belongs to no part of the model. The recorder makes conversions.
+# Origins outside of the modules: such a tensor belongs to no part of the model.
 _FROM_OUTSIDE = ("input", "data", "outside", "scratch", "conversion")
 
 # Whole words of a weight's name. PEFT's tuner layers are recognized by their class. These words find adapters
@@ -158,9 +158,10 @@ def _home(cause: Origin) -> str | None:
     """Return the name of the module where a dtype comes from; None if the dtype comes from outside of the modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
-    if cause.kind == "state":
-        return cause.name
-    return None if cause.kind in _FROM_OUTSIDE else cause.module or None
+    if cause.kind == "conversion" and cause.before is not None:
+        return _home(cause.before)  # the module of the call only met the dtype that the conversion chose
+    home = cause.name if cause.kind == "state" else cause.module
+    return None if cause.kind in _FROM_OUTSIDE else home or None
 
 
 def _list_of(module: str) -> str:
