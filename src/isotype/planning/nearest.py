@@ -51,18 +51,9 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
         # The check of a bare model has fewer rows than a training.
         command = command.but(per_device_train_batch_size=rows)
     step_rows = max(rows, step.step_rows) * count
+    request = PlanRequest(step, command, (step.device,), count=count, at_most=rows, length=step.length)
     try:
-        row = nearest(
-            PlanRequest(
-                step,
-                command,
-                (step.device,),
-                count=count,
-                at_most=rows,
-                length=step.length,
-                step_rows=step_rows,
-            )
-        )
+        row = nearest(replace(request, step_rows=step_rows))
     except IsotypeError:
         return findings  # the check has reported this error already
     if row is None:

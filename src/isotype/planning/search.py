@@ -54,19 +54,10 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     some = [min(tokens, row.length) for tokens in lengths]
     tokens = round(sum(some) * step.data_rows / len(some))
     cut = sum(length > row.length for length in lengths) / len(lengths)
-    work = replace(work, tokens=tokens, longest=max(lengths), cut=cut)
+    counted: dict[str, Any] = {"rows": work.rows, "tokens": tokens, "longest": max(lengths), "cut": cut}
     if step.packed:
         packs = -(-tokens // row.length)
-        padding = 1 - tokens / (packs * row.length)
-        packed = work_for(packs)
-        return replace(
-            work,
-            epochs=packed.epochs,
-            steps=packed.steps,
-            seconds=packed.seconds,
-            padding=padding,
-            packs=packs,
-        )
+        return replace(work_for(packs), **counted, padding=1 - tokens / (packs * row.length), packs=packs)
     mean = longest_of_batches(some, row.rows)
     micro_batch = seconds(row.rows, max(1, round(mean)))
     per_token = None if row.time is None else row.time.seconds / row.tokens
@@ -75,6 +66,7 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     full = per_token if may_pack and not request.max_steps else None
     return replace(
         work,
+        **counted,
         seconds=None if micro_batch is None else work.steps * row.accumulation * micro_batch,
         padding=padding_share(some, row.rows),
         packed_seconds=None if full is None else tokens * work.epochs * full,

@@ -317,9 +317,7 @@ def picture(rows: Sequence[Row], chosen: Row | None) -> dict[str, object] | None
         return None
     peak = max(row.peak for row in shown)
     room = max(row.room or 0 for row in shown)
-    room = (
-        room if room <= 2.5 * peak else 0
-    )  # a line for a limit far above the peaks would squeeze the points
+    room = room if room <= 2.5 * peak else 0  # a line far above the peaks would squeeze the points
     wide, high, best = _MARGIN * max(room, peak), _MARGIN * max(row.speed for row in shown), front(shown)
     line = "L".join(f"{1000 * row.peak / wide:.1f} {1000 * (1 - row.speed / high):.1f}" for row in best)
     return {

@@ -13,6 +13,7 @@ from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.model.targets import task_of
+from isotype.precision.by_damage import as_decided
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 
@@ -61,14 +62,11 @@ def start_of(settings: Settings) -> Settings:
     saved, request = adapter.policy, settings.precision
     if saved is not None:
         if request.quantization in (None, MIXED if saved.layers else None) and saved.quantization:
+            decided = as_decided(request, saved)
             request = replace(
-                request,
-                quantization=saved.quantization,
-                double_quant=request.double_quant or saved.double_quant or None,
-                quant_storage=request.quant_storage
-                or (saved.quant_storage if saved.storage in FOUR_BITS else None),
-                layers=saved.layers,
-                base_memory=None,
+                decided,
+                double_quant=request.double_quant or decided.double_quant,
+                quant_storage=request.quant_storage or decided.quant_storage,
                 quantized_parts="language" if saved.dense else "all",
             )
         if request.dtype == "auto":

@@ -135,20 +135,15 @@ def run(settings: Settings, console: Console) -> Outcome:
         sharding = take_sharding(settings.training, settings.model)
         profile = training_device(settings)
         settings = _for_machine(settings, sharding, profile)
-        if unused := gpus_left(settings.training):
-            launcher = (
-                f"torchrun --standalone --nproc_per_node {unused + 1} -m isotype {settings.method.name} …"
-            )
-            say(
-                console, f"note: training on the first of {unused + 1} GPUs; {launcher} trains on all of them"
-            )
+        if (gpus := gpus_left(settings.training) + 1) > 1:
+            launcher = f"torchrun --standalone --nproc_per_node {gpus} -m isotype {settings.method.name} …"
+            say(console, f"note: training on the first of {gpus} GPUs; {launcher} trains on all of them")
         rewards = dict[str, Any]()
         if "reward_funcs" in settings.command.specs:
             from isotype.train.rewards import reward_functions
 
-            rewards["reward_funcs"] = reward_functions(
-                settings.reward_funcs, settings.reward_model_name_or_path
-            )
+            scorer = settings.reward_model_name_or_path
+            rewards["reward_funcs"] = reward_functions(settings.reward_funcs, scorer)
     with output_directory(settings):
         with interrupts_kept():
             check_settings(settings)
@@ -411,14 +406,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         ) -> Outcome:
             record = replace(record, notes=(*record.notes, *filter(None, notes)))
             report = write(record, made_steps=recorder.made_steps)
-            return Outcome(
-                record,
-                adapter,
-                report,
-                checkpoint=trainer.last_checkpoint(),
-                stopped_by=by,
-                pictures=built.pictures,
-            )
+            return Outcome(record, adapter, report, trainer.last_checkpoint(), by, built.pictures)
 
         stopping = early_stopping(settings)
         periodic = PeriodicReport(lambda: write(so_far(), made_steps=True))

@@ -25,16 +25,7 @@ def rms_norm(x_at, weight_at, y_at, inverse_at, n, eps, offset, block: tl.conste
 
 
 @triton.jit
-def rms_norm_backward(
-    grad_at,
-    x_at,
-    weight_at,
-    inverse_at,
-    d_x_at,
-    n,
-    offset,
-    block: tl.constexpr,
-):
+def rms_norm_backward(grad_at, x_at, weight_at, inverse_at, d_x_at, n, offset, block: tl.constexpr):
     """Compute d_x = inverse · (g - x̂ · mean(g x̂)), g = grad · (offset + weight), x̂ = x · inverse, one row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
@@ -85,14 +76,7 @@ def gated(gate_at, up_at, y_at, count, activation: tl.constexpr, block: tl.const
 
 @triton.jit
 def gated_backward(
-    grad_at,
-    gate_at,
-    up_at,
-    d_gate_at,
-    d_up_at,
-    count,
-    activation: tl.constexpr,
-    block: tl.constexpr,
+    grad_at, gate_at, up_at, d_gate_at, d_up_at, count, activation: tl.constexpr, block: tl.constexpr
 ):
     """Compute the gradients of gate and up. The product's gradient is overwritten by the product."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)

@@ -64,9 +64,8 @@ def output_directory(settings: Settings) -> Iterator[None]:
         except OSError as error:
             headline = "cannot write to the output directory"
             what = f"--output_dir {root}: {error.strerror}"
-            raise UsageError.of(
-                headline, what, "a directory that can be created", "give another one"
-            ) from error
+            expected = "a directory that can be created"
+            raise UsageError.of(headline, what, expected, "give another one") from error
         yield
     finally:
         for path in missing:
