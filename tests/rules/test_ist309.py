@@ -44,6 +44,10 @@ def test_attributes_that_agree_with_the_parameters() -> None:
     net = Net()
     net.encoder.requires_grad = True  # type: ignore[assignment]
     assert of_net(net) == []
+    net = Net()
+    net.encoder.requires_grad = False  # type: ignore[assignment]
+    adapted = peft.get_peft_model(net, peft.LoraConfig(target_modules=["0", "1"]))  # type: ignore[arg-type]
+    assert of_net(adapted) == []
 
 
 @pytest.mark.parametrize(

@@ -262,8 +262,10 @@ FAMILIES: tuple[Family, ...] = (
     # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise before they are
     # dispatched; the errors of the others name the kernel.
     *(
-        Family(_ops(names), only="fd", refusal=f"{said}: Low precision dtypes not supported. Got {{0:name}}")
-        for names, said in (("linalg_inv_ex", "linalg.inv"), ("_linalg_slogdet", "linalg.slogdet"))
+        Family(
+            _ops(names), only="fd", refusal=f"{function}: Low precision dtypes not supported. Got {{0:name}}"
+        )
+        for names, function in (("linalg_inv_ex", "linalg.inv"), ("_linalg_slogdet", "linalg.slogdet"))
     ),
     *(
         Family(_ops(names), only="fd", refusal=_NO_KERNEL.format(kernel), devices=_CUDA)
@@ -336,8 +338,8 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
     integer = next((dtype for dtype in dtypes if not dtype.is_floating_point), None)
     written = dtypes[0] if name in ("add_", "sub_", "mul_", "div_") else None
     if wider is not None and integer is not None and (written == integer or name.startswith(_BCE)):
-        said = "result type {:name} can't be cast to the desired output type {:name}"
-        return "" if integer.is_complex else said.format(Spelled(wider), Spelled(integer))
+        text = "result type {:name} can't be cast to the desired output type {:name}"
+        return "" if integer.is_complex else text.format(Spelled(wider), Spelled(integer))
     return ""
 
 

@@ -36,7 +36,6 @@ from isotype.rules.kit.words import advice, device_error, fix
 
 TITLE = "No kernel for this dtype"
 
-
 _TAKES_INTEGERS = re.compile("bitwise|shift")
 
 

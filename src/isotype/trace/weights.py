@@ -26,9 +26,7 @@ from isotype.records.trace import HALVES, Quantization, Weight
 
 # Medians and digits of larger tensors are not computed: norms, biases and adapters are far smaller.
 _MOST_ELEMENTS = 1 << 24
-_MISSPELT = frozenset(
-    {"require_grad", "require_grads", "requires_grads", "required_grad", "requires_gradient"}
-)
+_MISSPELT = ("require_grad", "require_grads", "requires_grads", "required_grad", "requires_gradient")
 """Attributes that scripts set on parameters in place of `requires_grad`."""
 
 
@@ -68,15 +66,16 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
-                set_on=None if buffer else _misspelt(tensor) or set_on.get(place.name),
+                # Adapters that were added later do not take the attribute of the base model.
+                set_on=None if buffer or place.adapter else _misspelt(tensor) or set_on.get(place.name),
             )
             rows[id(tensor)] = tensor, row
     return list(rows.values())
 
 
 def _misspelt(tensor: torch.Tensor) -> tuple[str, bool] | None:
-    wrong = ((name, value) for name, value in vars(tensor).items() if name in _MISSPELT)
-    return next(((name, value) for name, value in wrong if isinstance(value, bool)), None)
+    set_to = ((name, vars(tensor).get(name)) for name in _MISSPELT)
+    return next(((name, value) for name, value in set_to if isinstance(value, bool)), None)
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:

@@ -31,7 +31,7 @@ def trains(module: nn.Module) -> bool:
 def living(kind: type[Kind]) -> Iterator[Kind]:
     """Yield all objects of a type, and of its subclasses, in this process."""
     # `isinstance` reads an attribute, which would load a lazy object of the script.
-    yield from (each for each in gc.get_objects() if issubclass(type(each), kind))
+    yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def named_inputs(

@@ -36,8 +36,8 @@ def gradients_of(
     optimizers = living(torch.optim.Optimizer)
     elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
     # Without a name, these are master copies of the model's parameters.
-    own = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
-    left = (weight for root in roots for weight in root.parameters() if own and weight.requires_grad)
+    all_of_model = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
+    left = (weight for root in roots for weight in root.parameters() if all_of_model and weight.requires_grad)
     left = (w for w in left if w.grad is not None and id(w) not in held and id(w) not in elsewhere)
     # One of several optimizers may step with the gradients of a loss that is not scaled.
     alone = all(weight.grad is None for key, weight in elsewhere.items() if key in recorder.names)
@@ -48,7 +48,7 @@ def gradients_of(
     # The recorder has marked the scale if this step has multiplied a loss by it.
     scales = map(stored_scale, living(torch.amp.GradScaler) if alone and not unscaled else ())
     return {
-        "reached": reached if own else None,
+        "reached": reached if all_of_model else None,
         "unreached": tuple(
             Unreached(
                 origin.name,
