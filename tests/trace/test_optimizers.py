@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.core.optimizers import OPTIMIZERS, unknown_optimizer
+from isotype.core.optimizers import OPTIMIZERS, state_bytes, unknown_optimizer
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
@@ -99,24 +99,28 @@ def test_optimizers_with_kernels_of_their_own_are_said_to_be_left_out(name: str)
         ("rmsprop_bnb_8bit", "RMSprop8bit"),
         ("ademamix_8bit", "AdEMAMix8bit"),
         ("lion_32bit", "Lion32bit"),
-        ("paged_adamw_8bit", None),  # the states leave a full device
+        ("paged_adamw_8bit", "AdamW8bit"),  # states of few elements are not paged
     ],
 )
-def test_states_of_kernels_of_their_own_are_counted_as_they_are(name: str, kind: str | None) -> None:
+def test_states_of_kernels_of_their_own_are_counted_as_they_are(name: str, kind: str) -> None:
     optim = pytest.importorskip("bitsandbytes").optim
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 70))  # the biases are small
-    held = 0
-    if kind is not None:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        real = getattr(optim, kind)(model.parameters())
-        real.step()
-        states = [state for parameter in model.parameters() for state in real.state[parameter].items()]
-        held = sum(value.nbytes for key, value in states if torch.is_tensor(value) and "qmap" not in key)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    real = getattr(optim, kind)(model.parameters())
+    real.step()
+    states = [state for parameter in model.parameters() for state in real.state[parameter].items()]
+    held = sum(value.nbytes for key, value in states if torch.is_tensor(value) and "qmap" not in key)
     setup = Setup(device_profile("a100"), None, scaler=False, optimizer=name, compute=FP32)
     trace = trace_step(StepCode(model, {"input": torch.ones(2, 100)}), setup)
     assert trace.memory.phases["optimizer"].get("optimizer", 0) == held
     assert trace.memory.phases["backward"].get("optimizer", 0) == held
+
+
+def test_paged_states_leave_a_full_device_but_not_a_cpu() -> None:
+    assert state_bytes("paged_adamw_32bit", 100_000) == 0
+    assert state_bytes("paged_adamw_32bit", 99_999) == 8 * 99_999
+    assert state_bytes("paged_adamw_32bit", 100_000, pages=False) == 800_000
 
 
 def test_states_of_an_embedding_are_not_quantized() -> None:

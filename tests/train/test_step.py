@@ -86,6 +86,32 @@ def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
     assert len({len(trace.calls) for trace in asked.values()}) == 1
 
 
+def test_the_rows_of_an_optimizer_step_are_generated_at_once(config: Path) -> None:
+    """`generate` has the prompts of all micro-batches, and a cache of the keys and values of all layers."""
+    argv = [
+        "grpo",
+        "--model_name_or_path",
+        str(config),
+        "--device",
+        "t4",
+        "--dtype",
+        "float16",
+        "--lora_r",
+        "4",
+    ]
+    argv += ["--max_completion_length", "16", "--gradient_checkpointing", "False"]
+
+    def phases(*more: str) -> Any:
+        trace = step.check_plan(plan_of(*parse_options([*argv, *more])), DEFAULT_PHASES).trace
+        assert trace.failure is None
+        return trace.memory.phases
+
+    one, four = phases(), phases("--gradient_accumulation_steps", "4")
+    assert one["rollout"].get("gradients", 0) == four["rollout"].get("gradients", 0) == 0
+    assert 3.9 < four["rollout"]["activations"] / one["rollout"]["activations"] < 4.1
+    assert "rollout" not in phases("--use_vllm", "True")
+
+
 def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -> None:
     """A model with adapters is its own reference if they are disabled; a fully trained model needs a copy."""
 

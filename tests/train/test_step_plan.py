@@ -158,6 +158,22 @@ def test_of_what_a_reference_is_a_copy(argv, copied):
     assert plan(*argv.split(), "--model_name_or_path", "m").copied == copied
 
 
+@pytest.mark.parametrize(
+    ("command", "generations"),
+    [
+        ("grpo", 0),
+        ("rloo --gradient_accumulation_steps 4", 0),
+        ("grpo --steps_per_generation 6", 6),
+        ("grpo --generation_batch_size 24 --per_device_train_batch_size 4", 6),
+        ("grpo --use_vllm", None),
+        ("sft", None),
+    ],
+)
+def test_completions_that_are_generated_at_once(command: str, generations: int | None) -> None:
+    method, *rest = command.split()
+    assert plan(method, "--model_name_or_path", "m", *rest).generations == generations
+
+
 def test_grpo_has_completions_and_no_reference_by_default():
     found = plan("grpo", "--model_name_or_path", "m", "--max_completion_length", "99")
     assert (found.completion, found.reference) == (99, False)

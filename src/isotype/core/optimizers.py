@@ -77,13 +77,15 @@ def has_own_kernels(name: str) -> bool:
     return any(part.own_kernels and part.text in name for part in NAME_PARTS)
 
 
-def state_bytes(name: str, elements: int, *, float32: bool = False) -> int:
+def state_bytes(name: str, elements: int, *, float32: bool = False, pages: bool = True) -> int:
     """Return the bytes of the states that an optimizer of bitsandbytes or torchao keeps for a parameter of `elements`.
 
-    The states of paged optimizers are not counted, because they move to the CPU's memory if the device's memory is full.
-    For optimizers of other packages the result is 0. `float32` is True if the parameter's states are not quantized.
+    Paged states are not counted, because they move to the CPU's memory if the device's memory is full; `pages` is True on
+    a device that has them. For optimizers of other packages the result is 0. `float32` is True if the parameter's states
+    are not quantized.
     """
-    if "paged" in name or package_of(name) not in ("bitsandbytes", "torchao"):
+    paged = pages and "paged" in name and elements >= _PAGED
+    if paged or package_of(name) not in ("bitsandbytes", "torchao"):
         return 0
     moments = 3 if "ademamix" in name else 1 if "lion" in name or "rmsprop" in name else 2
     bits, block = (4, 128) if "4bit" in name else (8, 256) if "8bit" in name else (32, 0)
@@ -91,6 +93,9 @@ def state_bytes(name: str, elements: int, *, float32: bool = False) -> int:
         return 4 * moments * elements
     return moments * (elements * bits // 8 + 4 * -(-elements // block))
 
+
+_PAGED = 100_000
+"""Parameters with fewer elements have states that are not paged."""
 
 _SMALL = 4096
 """Parameters with fewer elements have their states in float32."""

@@ -49,7 +49,9 @@ def setup_of(request: StepRequest) -> Setup:
     profile = device_profile("auto" if device is None else device)
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
     own_rate = isinstance(optimizer, torch.optim.Optimizer) and request.learning_rate is None
-    phases = {*request.phases, *(["evaluate"] if request.evaluation is not None else [])}
+    evaluation = request.evaluation
+    between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
+    phases = {*request.phases, *(between if evaluation is not None else ())}
     dtype = getattr(config, "dtype", None)
     return Setup(
         profile=profile,
@@ -107,7 +109,9 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
         yield Problem(f"devices={request.devices!r}", "a number of devices, at least 1", fix)
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
-        phases = (phase for phase in PHASES if phase != "evaluate")  # which the argument `evaluation` adds
+        phases = (
+            phase for phase in PHASES if phase not in ("evaluate", "rollout")
+        )  # which the argument `evaluation` adds
         yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "leave them out")
 
 

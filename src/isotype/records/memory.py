@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate", "generate"]
+Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate", "rollout", "generate"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

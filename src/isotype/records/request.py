@@ -22,11 +22,18 @@ class LossOf:
     """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors.
 
     If `kept` is not 0, the function of an evaluation returns its predictions, and `kept` times their bytes stay in memory.
+    If `generates` is True, the function of an evaluation generates tokens, in the phase `rollout`.
     """
 
     function: Callable[[nn.Module, Any], Any]
     inputs: Mapping[str, Any]
     kept: int = 0
+    generates: bool = False
+
+    @property
+    def between(self) -> Phase:
+        """The phase between steps in which the function of an evaluation runs."""
+        return "rollout" if self.generates else "evaluate"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,5 @@
 """
-**What it means.** In a step or an evaluation, the peak memory of the tensors exceeds the available memory: 85 % of a GPU's
+**What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory: 85 % of a GPU's
 memory, or half of a CPU's memory. If the device is in this machine, only the device's free memory counts.
 `isotype check`, `isotype plan` and `--gradient_checkpointing auto` use the same peak and the same percentages.
 
@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -50,6 +50,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
+from isotype.records.memory import Phase
 from isotype.records.trace import HALVES, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
@@ -67,6 +68,10 @@ _PREDICTIONS = (
     "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to "
     "the CPU's memory (eval_accumulation_steps=1)"
 )
+_SIZES: Mapping[Phase, tuple[str, str]] = {
+    "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
+    "rollout": ("the number of rows that are generated at once", "generation_batch_size"),
+}
 _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
@@ -107,8 +112,8 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 def largest_tensors(trace: Trace) -> Iterator[str]:
     """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers share one sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
-    # The trace has no calls of an evaluation.
-    for call in trace.calls if trace.memory.peak_phase != "evaluate" else ():
+    # The trace has no calls of an evaluation or a rollout.
+    for call in trace.calls if trace.memory.peak_phase not in ("evaluate", "rollout") else ():
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
             continue
         for result_dtype, shape in call.results:
@@ -148,7 +153,11 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     predictions, layers = peak.get("predictions", 0), _layers(trace)
     if predictions:
         yield (_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
-    if phase != "evaluate" and layers > 1 and not any(call.recomputed for call in trace.calls):
+    if (
+        phase not in ("evaluate", "rollout")
+        and layers > 1
+        and not any(call.recomputed for call in trace.calls)
+    ):
         saved = activations - activations // layers - _layer_inputs(trace, layers)
         if saved > 0:
             yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
@@ -169,9 +178,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
-        size, setting = "batch size x length", "max_length"
-        if phase == "evaluate":
-            size, setting = "the evaluation's batch size", "per_device_eval_batch_size"
+        size, setting = _SIZES.get(phase, ("batch size x length", "max_length"))
         yield (f"reduce {size} to {100 * share:.0f} %", over, setting, f"{share:.2f} of it")
 
 

@@ -125,6 +125,17 @@ class Ledger:
         for size in _steps(sum(surplus.values()), times - 1):
             self._change("activations", size)
 
+    def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Multiply what a forward without a backward leaves in memory beside its outputs: a cache of keys and values."""
+        passed = {storage_of(output) for output in outputs}
+        kept = {
+            key: size * (times - 1)
+            for key, (_, size, kind, number) in self._live.items()
+            if number > since and kind == "activations" and key not in passed
+        }
+        self._surplus.setdefault(module, {}).update(kept)
+        self._change("activations", sum(kept.values()))
+
     def backward_in(self, module: str) -> None:
         """Record that the backward runs in `module`, and free the surplus of modules whose backward has ended."""
         if module == self._in_backward or not self._surplus:

@@ -206,6 +206,7 @@ class _Step:
                 ("unscale", self._unscale),
                 ("optimizer", self._optimize),
                 ("evaluate", self._evaluate),
+                ("rollout", self._evaluate),
                 ("generate", self._generate),
             ):
                 if phase not in self.setup.phases:
@@ -357,8 +358,9 @@ class _Step:
             for name, parameter in named if isinstance(request, str) else ():
                 # transformers' Trainer registers the embeddings' states in 32 bits.
                 embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                held = self.repeats[id(parameter)] * state_bytes(request, parameter.numel(), float32=embeds)
-                ledger.add("optimizer", int(self.process.share * held))
+                pages = self.setup.profile.kind != "cpu"
+                held = state_bytes(request, parameter.numel(), float32=embeds, pages=pages)
+                ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * held))
         else:
             states = self.states
             optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
@@ -380,7 +382,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation batch between steps, and remove its calls: they repeat the forward's."""
+        """Count the memory of an evaluation or a rollout between steps, and remove its calls: they repeat the forward's."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):

@@ -75,6 +75,8 @@ class StepPlan:
         evaluation_length: length of the longest evaluation row, or None if it is the training's length.
         prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
         completion: length of a completion (grpo, rloo).
+        generations: batches whose completions are generated at once; 0 for those of an optimizer step, or None if no
+            completion is generated on the device.
         reference: True if every step runs the reference model.
         copied: `weights` or `adapters` if the reference model is a frozen copy of these, or None if nothing is copied.
         attention: attention implementation, or None if transformers chooses.
@@ -110,6 +112,7 @@ class StepPlan:
     evaluation_lengths: Lengths | None = None
     prompt: int = 0
     completion: int = 0
+    generations: int | None = None
     reference: bool = False
     copied: MemoryKind | None = None
     revision: str | None = None

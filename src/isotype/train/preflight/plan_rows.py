@@ -118,6 +118,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         rows=rows,
         length=length,
         completion=completion,
+        generations=_generations(settings),
         reference=compares and not precomputed,
         copied=copied,
         lora=lora,
@@ -141,6 +142,16 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         # A training with torch.compile does not fuse; only the choice of checkpointing depends on this in a check.
         fuse=settings.fuse and not (settings.auto_checkpointing and settings.torch_compile),
     )
+
+
+def _generations(settings: Settings) -> int | None:
+    """Return `StepPlan.generations`."""
+    if settings.method.loss != "policy" or settings.use_vllm:
+        return None
+    if "generation_batch_size" in settings.command:
+        rows = int(settings.per_device_train_batch_size) * processes()
+        return max(1, int(settings.generation_batch_size) // rows)
+    return int(settings.steps_per_generation) if "steps_per_generation" in settings.command else 0
 
 
 def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:

@@ -38,6 +38,7 @@ from isotype.rules.kit.costs import dense_stacks, step_time
 from isotype.train.models import require_decoder, weightless_model
 from isotype.train.policy import policy_by_ranges, sound_attention
 from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
+from isotype.train.preflight.rollout import rollout
 from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
 from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
@@ -139,9 +140,17 @@ class PlannedStep:
             accumulates=-(-plan.step_rows // rows),
             ahead=batches_ahead(max(1, plan.step_rows // rows), device_profile(plan.device).kind),
             room=self.room,
-            evaluation=self._evaluation(model, rows, tokens),
+            evaluation=self._between_steps(model, rows, tokens),
             ranges=self.ranges,
         )
+
+    def _between_steps(self, model: Any, rows: int, tokens: int) -> Any:
+        """Return the generation of completions if the device generates them, else an evaluation batch, or None."""
+        plan = self.plan
+        if plan.generations is None or tokens <= plan.completion:
+            return self._evaluation(model, rows, tokens)
+        generated = rows * plan.generations or max(rows, plan.step_rows)
+        return rollout(model, max(generated, plan.evaluation or 0), tokens, plan.completion, plan.pictures)
 
     def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
         """Return an evaluation batch of the training with its loss, or None if the training has no evaluation."""

@@ -1,0 +1,64 @@
+"""The generation of completions by grpo and rloo, without a tokenizer: the prompts, then the last token of each row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from isotype.ranges.pictures import Pictures
+from isotype.records.request import LossOf
+from isotype.train.preflight.synthetic import synthetic_batch
+
+
+def rollout(model: Any, rows: int, length: int, completion: int, pictures: Pictures | None = None) -> LossOf:
+    """Return the code that needs the most memory in `generate`, for rows of `length` tokens with their completions.
+
+    Each row's prompt has `length - completion` tokens. TRL generates all rows of an optimizer step at once.
+    """
+    batch = synthetic_batch(model, rows, length - completion, pictures)
+    batch = {name: value for name, value in batch.items() if name != "labels"}
+    return LossOf(partial(_generate, completion=completion), batch, generates=True)
+
+
+def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    cache: Any = getattr(model(**batch, use_cache=True, **last), "past_key_values", None)
+    # A folded layer counts the caches of the layers that it represents when it ends. So all caches are counted before a
+    # forward computes the activations beside them, here and for the last token.
+    output = model(**batch, use_cache=False, **last)
+    if hasattr(cache, "layers"):
+        ids, mask = batch["input_ids"][:, -1:], batch["attention_mask"][:, :1]
+        for tokens in filter(None, (completion - 1, 1)):
+            text = {"input_ids": ids, "attention_mask": mask.repeat(1, cache.get_seq_length() + tokens)}
+            with _standing_for(tokens, cache):
+                output = model(**text, past_key_values=cache, use_cache=True, **last)
+    return torch.softmax(output.logits[:, -1].float(), dim=-1)
+
+
+@contextmanager
+def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
+    """In this context, a token takes the place of `tokens` tokens in the cache, within the sliding window of each layer."""
+    update, mask_sizes = cache.update, cache.get_mask_sizes
+
+    def count(index: int) -> int:
+        window = getattr(cache.layers[index], "sliding_window", None)
+        room = tokens if window is None else window - 1 - cache.get_seq_length(index)
+        return max(1, min(tokens, room))
+
+    def grown(keys: torch.Tensor, values: torch.Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+        times = count(index)
+        return update(keys.repeat(1, 1, times, 1), values.repeat(1, 1, times, 1), index, *args, **kwargs)
+
+    def sizes(query: int, index: int) -> Any:
+        return mask_sizes(query + count(index) - 1, index)
+
+    cache.update, cache.get_mask_sizes = grown, sizes
+    try:
+        yield
+    finally:
+        cache.update, cache.get_mask_sizes = update, mask_sizes

@@ -1,0 +1,68 @@
+"""The memory of generated completions: as much as `generate` allocates, with folded layers and sliding windows too."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+from isotype.model.fold import fold
+from isotype.preflight.check import check
+from isotype.train.preflight.rollout import rollout
+from tests.models import tiny_config
+
+ROWS, PROMPT, COMPLETION = 8, 40, 40
+WIDE = {
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "intermediate_size": 64,
+}
+"""The caches of all layers are larger than what one layer computes with."""
+SLIDING = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 3}
+
+
+def made(kind: str, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(tiny_config(kind, **WIDE, **sizes)).eval()
+
+
+def allocated(model: Any) -> int:
+    """Return the most bytes that `generate` allocates."""
+    ids = torch.ones(ROWS, PROMPT, dtype=torch.long)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=COMPLETION, do_sample=True, eos_token_id=None, pad_token_id=0
+    )
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = (int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(accumulate(sizes))
+
+
+def foreseen(model: Any) -> int:
+    generated = rollout(model, ROWS, PROMPT + COMPLETION, COMPLETION)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    report = check(model, {"input_ids": ids, "labels": ids}, device="cpu", evaluation=generated)
+    peak = report.trace.memory.phases["rollout"]
+    return peak["activations"] + peak["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("LlamaConfig", {}), ("Gemma3TextConfig", SLIDING)], ids=["full", "sliding"]
+)
+def test_a_rollout_takes_what_generate_allocates(kind: str, sizes: dict[str, Any]) -> None:
+    assert foreseen(made(kind, **sizes)) == pytest.approx(allocated(made(kind, **sizes)), rel=0.05)
+
+
+def test_folded_layers_keep_the_caches_of_the_layers_that_they_represent() -> None:
+    folded = made("LlamaConfig")
+    fold(folded)
+    assert len(folded.model.layers) < WIDE["num_hidden_layers"]
+    # The whole model copies the keys of the completion once more, in each layer.
+    assert foreseen(folded) == pytest.approx(foreseen(made("LlamaConfig")), rel=0.04)
