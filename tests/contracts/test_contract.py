@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -322,6 +323,14 @@ def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -
     assert CPU.judge("aten.mm.default", (torch.complex64, F)) is None
     assert CPU.judge("mylib.op.default", (F, B)) is None
     assert CPU.judge("GradScaler.unscale_", (F, B)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int32])
+def test_targets_of_any_dtype_are_refused_in_the_words_of_torch(dtype: torch.dtype) -> None:
+    verdict = CPU.judge("aten.nll_loss_forward.default", (F, dtype))
+    assert verdict is not None
+    with pytest.raises(RuntimeError, match=re.escape(verdict.message)):
+        torch.nn.functional.nll_loss(torch.zeros(2, 3), torch.zeros(2).to(dtype))
 
 
 @given(st.sampled_from(OPERATORS), st.lists(DTYPES, max_size=9), st.sampled_from(KINDS))

@@ -43,6 +43,12 @@ _CPP: dict[torch.dtype, tuple[str, str]] = {
     torch.uint64: ("unsigned long", "UInt64"),
 }
 
+_COMPLEX = {
+    torch.complex32: "ComplexHalf",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+
 FLOAT_DTYPES: dict[str, torch.dtype] = {
     "f": torch.float32,
     "b": torch.bfloat16,
@@ -77,6 +83,8 @@ class Spelled:
     def __format__(self, style: str) -> str:
         if style == "torch":
             return str(self.dtype)
+        if self.dtype not in _CPP:
+            return _COMPLEX.get(self.dtype) or str(self.dtype).removeprefix("torch.").capitalize()
         return _CPP[self.dtype][style == "name"]
 
 
