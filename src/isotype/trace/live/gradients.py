@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import stored_scale
+from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
 from isotype.records.reach import Unreached
 from isotype.trace.live.forward import living
