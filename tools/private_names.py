@@ -121,7 +121,11 @@ def _named_in_compat(sources: Sources) -> frozenset[str]:
     return frozenset(
         node.attr if isinstance(node, ast.Attribute) else str(node.value)
         for node in nodes
-        if (isinstance(node, ast.Attribute) and _is_private(node.attr) and dotted_name(node.value) != "torch")
+        if (
+            isinstance(node, ast.Attribute)
+            and _is_private(node.attr)
+            and dotted_name(node.value) not in ("torch", "torch.ops.aten")
+        )
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value))
     )
 

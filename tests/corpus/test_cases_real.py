@@ -50,9 +50,11 @@ def _first_of_each_kind(scenarios: list[Scenario]) -> list[Any]:
     """Every report; those after the first of their rule and class are `exhaustive`."""
     seen: set[tuple[str, str]] = set()
     cases = []
-    for each in scenarios:
-        kind = each.codes[0], corpus()[each.case]["cause_class"]
-        cases.append(pytest.param(each, id=each.case, marks=pytest.mark.exhaustive if kind in seen else ()))
+    for scenario in scenarios:
+        kind = scenario.codes[0], corpus()[scenario.case]["cause_class"]
+        cases.append(
+            pytest.param(scenario, id=scenario.case, marks=pytest.mark.exhaustive if kind in seen else ())
+        )
         seen.add(kind)
     return cases
 

@@ -284,16 +284,16 @@ def known(shape: Shape) -> Times | None:
 
 def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert known(SHAPE) is None
-    made, unkept = times_of(SHAPE)
+    times, unkept = times_of(SHAPE)
     assert unkept is None
-    assert tuple(made.milliseconds) == offered(torch.float32)
-    assert min(made.milliseconds.values()) > 0
+    assert tuple(times.milliseconds) == offered(torch.float32)
+    assert min(times.milliseconds.values()) > 0
     choices._CHOICES.known.clear()
     monkeypatch.setattr(choices, "measure", lambda shape, threads: pytest.fail("measured again"))
-    assert times_of(SHAPE) == (made, None)
+    assert times_of(SHAPE) == (times, None)
     (file,) = cache.iterdir()
     (kept,) = json.loads(file.read_text()).values()
-    assert Times(**kept) == made
+    assert Times(**kept) == times
 
 
 @pytest.mark.parametrize("kind", ["causal", "full", "masked"])
@@ -308,21 +308,21 @@ def test_the_kernels_that_are_measured_give_the_same(kind: Any, trained: bool) -
 
 
 def test_a_damaged_file_counts_as_none(cache: Path) -> None:
-    made, _ = times_of(SHAPE)
+    times, _ = times_of(SHAPE)
     (file,) = cache.iterdir()
     for text in ("{", "[]", '{"a": {"kernel": 1}}'):
         file.write_text(text)
         choices._CHOICES.known.clear()
         assert known(SHAPE) is None
-    assert set(times_of(SHAPE)[0].milliseconds) == set(made.milliseconds)
+    assert set(times_of(SHAPE)[0].milliseconds) == set(times.milliseconds)
 
 
 def test_a_choice_that_cannot_be_kept_is_told(cache: Path) -> None:
     cache.write_text("a file where the folder would be")
-    made, unkept = times_of(SHAPE)
+    times, unkept = times_of(SHAPE)
     assert unkept is not None
     assert str(cache) in unkept
-    assert times_of(SHAPE) == (made, None)
+    assert times_of(SHAPE) == (times, None)
 
 
 def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
@@ -372,9 +372,9 @@ def test_a_measurement_knows_nothing_of_its_caller() -> None:
         torch.autograd.graph.saved_tensors_hooks(packed.append, lambda kept: kept),
     ):
         state = torch.get_rng_state()
-        made = measure(SHAPE, torch.get_num_threads())
+        times = measure(SHAPE, torch.get_num_threads())
     assert not packed
-    assert made.fastest in choices.KERNELS
+    assert times.fastest in choices.KERNELS
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -255,7 +255,7 @@ def test_the_faster_way_is_measured_once_and_kept(
         {"milliseconds": {"torch": None}, "faster": 1.0},
         3,
     )
-    contents = [json.dumps({"float32": each, "bfloat16": each}) for each in wrong]
+    contents = [json.dumps({"float32": value, "bfloat16": value}) for value in wrong]
     for damaged in ("{", "[]", *contents):
         file.write_text(damaged)
         _as_another_process(monkeypatch)

@@ -158,7 +158,9 @@ def test_adapters_of_a_projector_need_pictures() -> None:
     config = peft.LoraConfig(target_modules=r".*multi_modal_projector.*linear_\d")
     model = peft.get_peft_model(ARCHITECTURES["llava-vl"].build(torch.float32), config)
     finding, *_ = [
-        each for each in isotype.check(model, batch(), device="cpu").findings if each.code == "IST307"
+        finding
+        for finding in isotype.check(model, batch(), device="cpu").findings
+        if finding.code == "IST307"
     ]
     assert finding.severity == "error"
     assert "rows with pictures" in str(finding.fixes)

@@ -169,11 +169,11 @@ def test_the_backward_of_a_breach_is_its_consequence() -> None:
 def test_a_conversion_keeps_the_origin_whose_dtype_it_chose() -> None:
     """Behind a second conversion, too: the path does not get longer with every layer."""
     layers = [nn.Linear(8, 8, dtype=BF16 if number < 4 else torch.float32) for number in range(7)]
-    found = [
+    products = [
         call for call in breaches(traced(nn.Sequential(*layers), {"input": X})) if call.phase == "forward"
     ]
-    flow = [next(o.origin for o in call.operands if o.role == "mat1") for call in found]
-    assert [call.module for call in found] == ["4", "5", "6"]
+    flow = [next(o.origin for o in call.operands if o.role == "mat1") for call in products]
+    assert [call.module for call in products] == ["4", "5", "6"]
     assert [[(step.kind, step.name) for step in origin.path()] for origin in flow] == [
         [("parameter", "3.bias")],
         *[[("conversion", "aten.addmm.default"), ("parameter", "3.bias")]] * 2,

@@ -228,21 +228,21 @@ WRONG = {
     "--load_in_4bit --load_in_8bit": "--load_in_8bit and --load_in_4bit",
     "--model_init_kwargs {oops": "--model_init_kwargs {oops",
 }
-"""Each is found at another time: while the command is parsed, in single values, or where arguments meet."""
+"""Wrong arguments, with their problems. They are noticed at several times: while the command is parsed, in single values, or where arguments meet."""
 
 
 @pytest.mark.parametrize("left", [*WRONG, None])
 def test_problems_of_all_kinds_are_named_at_once(left, tmp_path):
-    kinds = {argument: given for argument, given in WRONG.items() if argument != left}
+    kinds = {argument: problem for argument, problem in WRONG.items() if argument != left}
     path = tmp_path / "run.yaml"
     path.write_text("wamup_steps: 3\nseed: x\n")
     with pytest.raises((UsageError, PrecisionError)) as caught:
         asked(*" ".join(kinds).split())
-    assert all(str(caught.value).count(given) == 1 for given in kinds.values())
+    assert all(str(caught.value).count(problem) == 1 for problem in kinds.values())
     with pytest.raises(UsageError, match=f"unknown names in {path}, and invalid arguments") as caught:
         asked("--config", str(path), *" ".join(kinds).split())
-    for given in ("wamup_steps", f"seed x ({path}:2)", *kinds.values()):
-        assert str(caught.value).count(f"- {given}") + str(caught.value).count(f"- --{given}") == 1
+    for problem in ("wamup_steps", f"seed x ({path}:2)", *kinds.values()):
+        assert str(caught.value).count(f"- {problem}") + str(caught.value).count(f"- --{problem}") == 1
 
 
 @pytest.mark.parametrize("name", ["reward_funcs", "lora_modules_to_save"])

@@ -187,8 +187,8 @@ def test_requested_rows_are_as_long_as_in_the_training_whatever_the_positions(
 ) -> None:
     """Rotary positions go on after the last one of the config; a table of positions ends."""
     CONFIGS[name]().save_pretrained(tmp_path)
-    found = planned(tmp_path / "config.json", None, "--max_length", "600")
-    report = step.check_plan(found, DEFAULT_PHASES)
+    long_rows = planned(tmp_path / "config.json", None, "--max_length", "600")
+    report = step.check_plan(long_rows, DEFAULT_PHASES)
     positions = transformers.AutoConfig.from_pretrained(tmp_path).max_position_embeddings
     assert report.trace.setup.batch["input_ids"] == (4, 600)
     assert f"rows longer than the model's {positions} positions" in str(report).replace("\n  ", "")

@@ -214,9 +214,9 @@ def test_dropout_is_off_where_trl_switches_it_off(method: str, drops: bool):
 
 
 def test_what_is_not_traced_as_asked_is_said():
-    found = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True", "--device", "a100")
-    assert found.attention is None
-    assert found.notes == (
+    packed = plan("m", "--attn_implementation", "flash_attention_2", "--packing", "True", "--device", "a100")
+    assert packed.attention is None
+    assert packed.notes == (
         "flash_attention_2 is traced as scaled_dot_product_attention, which accepts more dtypes",
     )
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from isotype.compat import torch_norm
 from isotype.compat.torch import PLAIN, FakeTensor, has_kernel
 from isotype.core.dtypes import dtype_name
 from isotype.lora.gpu import elementwise
@@ -67,30 +68,9 @@ class Products:
             out.add_(torch.mm(left, right, out_dtype=out.dtype), alpha=factor)
 
 
-class Aten:
-    """torch's GPU operators for RMSNorm. The weight must have the input's dtype, and no offset."""
-
-    @staticmethod
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Any:
-        """Return what `isotype.lora.gpu.elementwise.rms_norm` returns.
-
-        The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
-        later).
-        """
-        return torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
-
-    @staticmethod
-    def rms_norm_backward(
-        grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
-    ) -> Any:
-        return torch.ops.aten._fused_rms_norm_backward(
-            grad, x, list(weight.shape), inverse, weight, [True, False]
-        )[0]
-
-
 # Name of a candidate -> (object with its functions, required torch operator, description of the operator).
 _CANDIDATES: Mapping[str, tuple[Any, str, str]] = {
-    "aten": (Aten, "aten::_fused_rms_norm", "fused RMSNorm"),
+    "aten": (torch_norm, "aten::_fused_rms_norm", "fused RMSNorm"),
     "triton": (elementwise, "", ""),
     "addmm": (Products(scales=True), "aten::addmm.dtype_out", "product with a float32 result"),
     "mm": (Products(scales=False), "aten::mm.dtype_out", "product with a float32 result"),

@@ -21,7 +21,7 @@ from isotype.model.parts import towers_of
 from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
-from isotype.records.memory import PHASES
+from isotype.records.memory import BETWEEN_STEPS, PHASES
 from isotype.records.request import LossOf, StepRequest, named_inputs
 from isotype.records.trace import Setup
 from isotype.trace.sides import tallies, whole
@@ -109,9 +109,7 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
         yield Problem(f"devices={request.devices!r}", "a number of devices, at least 1", fix)
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
-        phases = (
-            phase for phase in PHASES if phase not in ("evaluate", "rollout")
-        )  # which the argument `evaluation` adds
+        phases = (phase for phase in PHASES if phase not in BETWEEN_STEPS)
         yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "leave them out")
 
 

@@ -12,6 +12,9 @@ Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+BETWEEN_STEPS: tuple[Phase, ...] = ("evaluate", "rollout")
+"""Phases without gradients between two steps. The argument `evaluation` adds them, and the trace has no calls of them."""
+
 MemoryKind = Literal[
     "weights",
     "adapters",

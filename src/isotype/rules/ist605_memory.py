@@ -50,7 +50,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
-from isotype.records.memory import Phase
+from isotype.records.memory import BETWEEN_STEPS, Phase
 from isotype.records.trace import HALVES, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
@@ -112,8 +112,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 def largest_tensors(trace: Trace) -> Iterator[str]:
     """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers share one sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
-    # The trace has no calls of an evaluation or a rollout.
-    for call in trace.calls if trace.memory.peak_phase not in ("evaluate", "rollout") else ():
+    for call in trace.calls if trace.memory.peak_phase not in BETWEEN_STEPS else ():
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
             continue
         for result_dtype, shape in call.results:
@@ -153,11 +152,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     predictions, layers = peak.get("predictions", 0), _layers(trace)
     if predictions:
         yield (_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
-    if (
-        phase not in ("evaluate", "rollout")
-        and layers > 1
-        and not any(call.recomputed for call in trace.calls)
-    ):
+    if phase not in BETWEEN_STEPS and layers > 1 and not any(call.recomputed for call in trace.calls):
         saved = activations - activations // layers - _layer_inputs(trace, layers)
         if saved > 0:
             yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")

@@ -416,8 +416,8 @@ def test_weights_that_do_not_move(
     script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
     status, _, err = _run(capsys, "--no-preflight", "--steps", "2", str(script))
     assert status == 0
-    found = re.findall(r"(IST30[6-9].*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
-    assert [(text.startswith(message), why.startswith(cause)) for text, why in found] == [
+    printed = re.findall(r"(IST30[6-9].*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
+    assert [(text.startswith(message), why.startswith(cause)) for text, why in printed] == [
         (True, True)
     ] * bool(message)
 

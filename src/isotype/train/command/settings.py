@@ -97,10 +97,9 @@ def settings_of(command: Command) -> Settings:
     except PrecisionError as error:
         others = [problem for problem in value_problems(command) if problem not in error.problems]
         raise PrecisionError(error.headline, [*error.problems, *others]) from error
-    given = command.given
     # An argument that configures checkpointing or offloads activations switches `auto` off.
     configured = any(f"{name}_kwargs" in command for name in RECOMPUTE) or command["activation_offloading"]
-    auto = all(given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
+    auto = all(command.given(name) in (None, AUTO) for name in RECOMPUTE) and not configured
     return Settings(command, precision=precision, auto_checkpointing=auto, **_built(command, {}))
 
 
