@@ -91,14 +91,19 @@ def _named(weights: Iterable[Weight]) -> str:
 
 
 def _finding(
-    trace: Trace, refused: Call | None, weights: Sequence[Weight], cause: str, fixes: Iterable[Fix]
+    trace: Trace,
+    refused: Call | None,
+    weights: Sequence[Weight],
+    cause: str,
+    fixes: Iterable[Fix],
+    what: str = "no gradient reaches",
 ) -> Finding:
     number, total = count(weights), count(trained(trace))
     raising = "" if refused is None else f": {refused.op.removeprefix('torch.autograd.')} raises"
     finding = finding_of(
         "IST307",
         "warning" if refused is None else "error",
-        f"no gradient reaches {number} of {total} trainable parameters{raising}",
+        f"{what} {number} of {total} trainable parameters{raising}",
         weights,
         cause=cause,
         fixes=tuple(fixes),
@@ -136,12 +141,8 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
         how = f"compute the loss without detach(), .data, item() or argmax at {short(cut)}"
         return _finding(trace, refused, weights, cause, (advice(cut, how),))
     cause = "zero_grad() or `grad = None` runs between the backward and the optimizer's step"
-    finding = _finding(
-        trace, refused, weights, cause, (advice("zero_grad", "call zero_grad() before the backward"),)
-    )
-    return replace(
-        finding, message=finding.message.replace("no gradient reaches", "the optimizer finds no gradient of")
-    )
+    fixes = (advice("zero_grad", "call zero_grad() before the backward"),)
+    return _finding(trace, refused, weights, cause, fixes, "the optimizer finds no gradient of")
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
