@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from isotype.cli.main import main
-from isotype.core.errors import TrainingError
-from isotype.train.rewards import reward_functions
+from isotype.core.errors import DataError, TrainingError, UsageError
+from isotype.data.methods import METHODS
+from isotype.train.rewards import check_rewards, reward_functions, rewards_here, rewards_of
 from tests.pairwise import few
+from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -111,3 +113,154 @@ def test_rewards_that_differ_are_shown(
     assert not any("rewards" in each for each in record["warnings"])
     (reward,) = [value for name, value in record["steps"][0]["metrics"] if name == "reward"]
     assert reward == 0.5
+
+
+FITTING = """\
+def by_column(completions, answer, weight=1.0, **columns):
+    return [0.0] * len(completions)
+
+def only_completions(completions):
+    return [0.0] * len(completions)
+
+def singular(prompt, **columns):
+    return [0.0]
+
+def every(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer=None):
+    return [0.0] * len(completions)
+
+class Scorer:
+    def __call__(self, completions, *, gold, **columns):
+        return [0.0] * len(completions)
+
+scorer = Scorer()
+"""
+VALUES = "prompts, completions, completion_ids, trainer_state, log_extra, log_metric"
+
+
+@pytest.fixture
+def fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"fitting_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(FITTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def command(folder: Path, data: list[dict[str, Any]], *rewards: str, method: str = "grpo") -> list[str]:
+    (folder / "model").exists() or save_chat_model(folder / "model")
+    return [
+        method, "--model_name_or_path", str(folder / "model"), "--dataset_name", str(save_rows(folder / "d.jsonl", data)),
+        "--output_dir", str(folder / "out"), "--device", "cpu", "--max_steps", "1", "--num_generations", "2",
+        "--per_device_train_batch_size", "2", "--max_completion_length", "4", "--reward_funcs", *rewards,
+    ]  # fmt: skip
+
+
+CHAT = [{"prompt": [{"role": "user", "content": "w1"}], "answer": "w2"}] * 2
+
+
+def unfit(reward: str, row: dict[str, Any], *more: str) -> list[tuple[str, str]]:
+    """Return what is wrong with a reward function for such rows, and the fixes."""
+    argv = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", reward, *more]
+    settings = parse_settings(METHODS["grpo"], argv)
+    try:
+        check_rewards(settings, rewards_of(settings), {"train": [row], "test": [row]})
+    except DataError as error:
+        return [
+            (problem.given.removeprefix(f"--reward_funcs {reward}"), problem.fix)
+            for problem in error.problems
+        ]
+    return []
+
+
+CHAT = {"prompt": [{"role": "user", "content": "w1"}], "answer": "w2"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "more", "given", "fix"),
+    [
+        (
+            "accuracy_reward", "--eval_strategy steps",
+            " needs a column 'solution'; the columns for rewards are 'answer'",
+            "--columns solution=answer, or give the parameter a default value",
+        ),
+        (
+            "{}.by_column", "--remove_unused_columns True",
+            " needs a column 'answer'; the columns for rewards are none",
+            "--columns answer=COLUMN, or give the parameter a default value",
+        ),
+        (
+            "{}.scorer", "",
+            " needs a column 'gold'; the columns for rewards are 'answer'",
+            "--columns gold=COLUMN, or give the parameter a default value",
+        ),
+        (
+            "{}.singular", "",
+            " needs a column 'prompt'; the columns for rewards are 'answer'",
+            "name the parameter prompts",
+        ),
+    ],
+)  # fmt: skip
+def test_a_reward_without_its_column_is_named(
+    reward: str, more: str, given: str, fix: str, fitting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotype.train.rewards.find_spec", lambda _: True)
+    assert unfit(reward.format(fitting), CHAT, *more.split()) == [(given, fix)]
+
+
+def test_a_reward_without_further_arguments_is_named(fitting: str) -> None:
+    ((given, fix),) = unfit(f"{fitting}.only_completions", CHAT)
+    assert given.startswith(": got an unexpected keyword argument")
+    assert fix == "add **kwargs to the parameters of the function"
+
+
+def test_a_reward_of_conversations_refuses_plain_text() -> None:
+    ((given, fix),) = unfit("think_format_reward", {"prompt": "w1"})
+    assert given == " with prompts of plain text"
+    assert fix == "--apply_chat_template True, which turns prompts into user messages"
+    assert unfit("get_soft_overlong_punishment", {"prompt": "w1"}) == []
+
+
+@pytest.mark.parametrize("reward", ["{}.by_column", "{}.every", "think_format_reward", "builtins.max"])
+def test_a_reward_that_fits_is_accepted(reward: str, fitting: str) -> None:
+    assert unfit(reward.format(fitting), CHAT, "--eval_strategy", "steps") == []
+
+
+def test_check_and_run_refuse_the_same_reward(
+    fitting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotype.train.training.require_weights", pytest.fail)  # no weight is looked for
+    argv = command(tmp_path, [CHAT], f"{fitting}.scorer")
+    for words in (argv, ["check", *argv]):
+        assert main(words) == 2
+        assert (
+            f"error: a reward function does not fit the data\n  - --reward_funcs {fitting}.scorer needs a column 'gold'; "
+            f"the columns for rewards are 'answer'\n    expected  a column for each parameter, beside {VALUES}\n"
+            "    fix       --columns gold=COLUMN, or give the parameter a default value\n"
+        ) in capsys.readouterr().err
+
+
+def test_what_cannot_be_known_about_rewards_is_said(tmp_path: Path) -> None:
+    _, *argv = command(tmp_path, [CHAT], "no_such_module.length")
+    said: list[str] = []
+    with pytest.raises(UsageError, match=r"no_such_module\.length: No module named"):
+        rewards_here(parse_settings(METHODS["grpo"], argv), said.append)
+    far = [word if word != "cpu" else "t4" for word in argv]
+    assert rewards_here(parse_settings(METHODS["grpo"], far), said.append) == {}
+    assert said.pop().startswith(
+        "the reward functions were not checked: --reward_funcs no_such_module.length"
+    )
+    settings = parse_settings(METHODS["rloo"], argv[:-2])
+    assert check_rewards(settings, rewards_here(settings, said.append), {"train": [CHAT]}) is None
+    assert said == ["no reward is named yet: isotype rloo needs --reward_funcs"]
+
+
+def test_rewards_have_a_weight_each_and_their_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, *argv = command(tmp_path, [CHAT], "think_format_reward")
+    two = parse_settings(METHODS["grpo"], [*argv, "--reward_weights", "1", "2"])
+    assert "--reward_weights with 2 values\n    expected  1, one for each reward" in refused(
+        UsageError, rewards_of, two
+    )
+    monkeypatch.setattr("isotype.train.rewards.find_spec", lambda _: None)
+    for name in ("accuracy_reward", "trl.rewards.reasoning_accuracy_reward"):
+        assert "pip install math-verify" in refused(UsageError, reward_functions, [name], None)

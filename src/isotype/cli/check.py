@@ -14,6 +14,7 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.compat.interrupt import interrupts_kept
+from isotype.data.methods import METHODS
 from isotype.preflight.check import function_arguments
 from isotype.report.text import say, show_commands
 from isotype.train.command.command import Command, without_absent_device
@@ -64,8 +65,10 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
         arguments = command.but(per_device_train_batch_size=None).arguments()
         tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
         return {"show how fast the model trains, and print the training command": tokens}
-    # A training has no argument for FSDP1, and needs a data set.
-    if options.fsdp == 1 or "dataset_name" not in command:
+    # A training has no argument for FSDP1, and needs a data set and, for grpo and rloo, a reward.
+    rewards = {"reward_funcs", "reward_model_name_or_path"}
+    unrewarded = METHODS[command.method].loss == "policy" and rewards.isdisjoint(command.values)
+    if options.fsdp == 1 or "dataset_name" not in command or unrewarded:
         return {}
     trained = without_absent_device(command, report.trace.setup.profile.present)
     return {"train it": replace(trained, processes=options.devices or 1).tokens()}

@@ -45,6 +45,7 @@ NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "label": ("labels", "desirable", "thumbs_up"),
     "chosen_ids": ("chosen_input_ids",),
     "rejected_ids": ("rejected_input_ids",),
+    "solution": ("answer", "ground_truth", "gold", "target", "expected_answer", "final_answer", "label"),
 }
 
 
@@ -61,7 +62,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
     return next((item for item in fit if present.isdisjoint(item.excludes)), None)
 
 
-def _near(wanted: str, columns: Sequence[str]) -> str | None:
+def near(wanted: str, columns: Sequence[str]) -> str | None:
     """Return the column that probably means `wanted` (a synonym, other case or a typing error), or None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
@@ -78,7 +79,7 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
         if not set(columns).isdisjoint(item.excludes):
             continue
         free = [name for name in columns if name not in item.required]
-        pairs = {want: _near(want, free) for want in item.required if want not in columns}
+        pairs = {want: near(want, free) for want in item.required if want not in columns}
         sources = [source for source in pairs.values() if source is not None]
         if len(set(sources)) == len(pairs):
             renames.append({source: want for want, source in pairs.items() if source is not None})

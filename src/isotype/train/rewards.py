@@ -3,23 +3,120 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from inspect import iscoroutinefunction
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
 from torch import nn
 
-from isotype.core.errors import Problem, TrainingError, UsageError, first_line
+from isotype.core.errors import DataError, Problem, TrainingError, UsageError, first_line
 from isotype.core.source import line_of
+from isotype.data.columns import near, quoted
+from isotype.precision.devices.profile import device_profile
+from isotype.train.command.settings import Settings
 
 BUILT_IN = (
     "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment",
 )  # fmt: skip
+
+_VALUES = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Keyword arguments that TRL passes to every reward function, beside the columns of the rows."""
+
+_UNPASSED = {"prompt", "completion", "completion_ids"}
+"""Columns that TRL does not pass (`_calculate_rewards` in trl/trainer/grpo_trainer.py)."""
+
+
+def rewards_of(settings: Settings) -> dict[str, Any]:
+    """Return the trainer's argument `reward_funcs` as a dict, or an empty dict for a method without rewards."""
+    if "reward_funcs" not in settings.command.specs:
+        return {}
+    functions = reward_functions(settings.reward_funcs, settings.reward_model_name_or_path)
+    weights = settings.reward_weights
+    if weights is not None and len(weights) != len(functions):
+        what, expected = (
+            f"--reward_weights with {len(weights)} values",
+            f"{len(functions)}, one for each reward",
+        )
+        raise UsageError.of("rewards that cannot be used", what, expected, "give a weight for each reward")
+    return {"reward_funcs": functions}
+
+
+def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Raise DataError if a reward function does not fit the columns that the trainer will pass to it."""
+    functions = [
+        function for function in rewards.get("reward_funcs", ()) if callable(function)
+    ]  # no path of a model
+    names = settings.reward_funcs or () if functions else ()
+    splits = [settings.dataset_train_split]
+    splits += [settings.dataset_test_split] * (settings.eval_strategy != "no" and settings.eval_split is None)
+    rows: list[dict[str, Any]] = [next(iter(data[split]), {}) for split in splits]
+    if settings.remove_unused_columns:
+        rows = [{name: row[name] for name in ("prompt", "image", "images") if name in row} for row in rows]
+    problems = {
+        problem: None
+        for row in rows
+        for name, function in zip(names, functions, strict=True)
+        for problem in _unfit(f"--reward_funcs {name}", function, row)
+    }
+    if problems:
+        raise DataError("a reward function does not fit the data", list(problems))
+
+
+def rewards_here(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
+    """Return `rewards_of` for a check. For another machine's device, say which functions this machine lacks, and return {}."""
+    if "reward_funcs" not in settings.command.specs:
+        return {}
+    if not settings.reward_funcs and not settings.reward_model_name_or_path:
+        say(f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs")
+        return {}
+    try:
+        return rewards_of(settings)
+    except UsageError as error:
+        if device_profile(settings.device).present:
+            raise
+        say(f"the reward functions were not checked: {error.problems[0].given}")
+        return {}
+
+
+def _unfit(flag: str, function: Any, row: Mapping[str, Any]) -> Iterator[Problem]:
+    if isinstance(function, nn.Module):
+        return
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function in C has none
+        return
+    passed = {*_VALUES, *(row.keys() - _UNPASSED)}
+    for parameter in signature.parameters.values():
+        name = parameter.name
+        optional = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if optional or parameter.default is not parameter.empty or name in passed:
+            continue
+        columns = sorted(row.keys() - _UNPASSED)
+        other = near(name, columns)
+        fix = f"--columns {name}={other or 'COLUMN'}, or give the parameter a default value"
+        if f"{name}s" in _VALUES:
+            fix = f"name the parameter {name}s"
+        elif name in _UNPASSED:
+            fix = f"--columns NAME={name}, with the name of the parameter"
+        what = f"{flag} needs a column '{name}'; the columns for rewards are {quoted(columns)}"
+        yield Problem(what, f"a column for each parameter, beside {', '.join(_VALUES)}", fix)
+        return
+    try:
+        signature.bind(**dict.fromkeys(passed))
+    except TypeError as error:
+        expected = f"a function that takes {', '.join(_VALUES)} and each column by keyword"
+        yield Problem(f"{flag}: {error}", expected, "add **kwargs to the parameters of the function")
+    of_trl = str(getattr(function, "__module__", "")).startswith("trl.rewards")
+    if of_trl and "completions" in signature.parameters and isinstance(row.get("prompt"), str):
+        expected = "conversations: the function reads the content of a message"
+        fix = "--apply_chat_template True, which turns prompts into user messages"
+        yield Problem(f"{flag} with prompts of plain text", expected, fix)
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
@@ -28,6 +125,9 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
     problems = []
     for name in names or ():
         function = _built_in(name) if name in BUILT_IN else _dotted(name)
+        if function in _verifiers() and find_spec("math_verify") is None:
+            what, expected = f"--reward_funcs {name}", "the package math_verify, which is not installed"
+            function = Problem(what, expected, "pip install math-verify, or leave the function out")
         if isinstance(function, Problem):
             problems.append(function)
         else:
@@ -59,7 +159,7 @@ def _explained(function: Any) -> Any:
                 'completion[0]["content"]',
             ) from error
 
-    if not iscoroutinefunction(function):
+    if not inspect.iscoroutinefunction(function):
         return explained()(function)
 
     @wraps(function)
@@ -75,6 +175,13 @@ def _line_in(function: Any, error: Exception) -> str:
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else line_of(error)
+
+
+def _verifiers() -> tuple[Any, ...]:
+    """Return TRL's reward functions that need the package math_verify."""
+    from trl import rewards
+
+    return rewards.accuracy_reward, rewards.reasoning_accuracy_reward
 
 
 def _built_in(name: str) -> Any:

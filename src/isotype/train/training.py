@@ -76,6 +76,7 @@ from isotype.train.policy import (
     sound_attention,
 )
 from isotype.train.preflight.plan_rows import choice_of_run
+from isotype.train.rewards import check_rewards, rewards_of
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.data import (
     dropped_examples,
@@ -138,12 +139,7 @@ def run(settings: Settings, console: Console) -> Outcome:
         if (gpus := gpus_left(settings.training) + 1) > 1:
             launcher = f"torchrun --standalone --nproc_per_node {gpus} -m isotype {settings.method.name} …"
             say(console, f"note: training on the first of {gpus} GPUs; {launcher} trains on all of them")
-        rewards = dict[str, Any]()
-        if "reward_funcs" in settings.command.specs:
-            from isotype.train.rewards import reward_functions
-
-            scorer = settings.reward_model_name_or_path
-            rewards["reward_funcs"] = reward_functions(settings.reward_funcs, scorer)
+        rewards = rewards_of(settings)
     with output_directory(settings):
         with interrupts_kept():
             check_settings(settings)
@@ -179,6 +175,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
     earlier = earlier_report(resume)
     notes: list[str] = []
     data = hold_back(settings, training_data(settings, notes.append))
+    check_rewards(settings, rewards, data)
     checkpoint = open_checkpoint(settings.model_name_or_path, settings.model_revision)
     require_token_ids(config_of(checkpoint), settings)
     saved = None if resume is None else PrecisionPolicy.read(resume)

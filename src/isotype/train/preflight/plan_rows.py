@@ -21,6 +21,7 @@ from isotype.train.models import parts_to_adapt, tokenizer_here
 from isotype.train.output.resume import RECOMPUTED, decided_before
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
+from isotype.train.rewards import check_rewards, rewards_here
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.data import fitting, require_rows_left, training_data_here, uncut
 from isotype.train.rows.lengths import (
@@ -214,10 +215,14 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     """Return the plan with the lengths of the training's rows, if the data is on this machine."""
-    notes: list[str] = []
+    notes = list(plan.notes)
+    rewards = rewards_here(settings, notes.append)
+    plan = replace(plan, notes=tuple(notes))
+    notes = []
     data = training_data_here(settings, notes.append)
     if data is None:
         return plan
+    check_rewards(settings, rewards, data)
     rows = data[settings.dataset_train_split]
     adapt = parts_to_adapt(settings, next(iter(rows), {}))
     plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None, adapt=adapt)
