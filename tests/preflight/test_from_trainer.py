@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import transformers
 import trl
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.core.errors import UsageError
@@ -127,6 +130,73 @@ def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: P
     assert report.ok
     assert report.trace.reach is not None
     assert not report.trace.reach.undecided
+
+
+@few("method", ["grpo", "rloo"], "grpo")
+def test_prompts_and_the_rollout_count_in_the_memory(method: str, path: Path, tmp_path: Path) -> None:
+    cls, config = {
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+    }[method]
+
+    def trainer(words: int, **more: Any) -> Any:
+        data = [{"prompt": "w1 " * words}] * 4
+        options = {"num_generations": 2, "max_completion_length": 10, "bf16": False, **more}
+        return cls(
+            model=transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+            args=arguments(config, tmp_path, **options),
+            reward_funcs=reward_by_words,
+            train_dataset=datasets.Dataset.from_list(data),
+            eval_dataset=datasets.Dataset.from_list(data),
+            processing_class=transformers.AutoTokenizer.from_pretrained(path),
+        )
+
+    request = request_of_trainer(trainer(30, gradient_accumulation_steps=4))
+    assert request.inputs.inputs["input_ids"].shape == (2, 30 + 10)
+    assert request.evaluation.inputs["input_ids"].shape == (8, 30)  # all rows of an optimizer step at once
+    assert (
+        request.autocast_eval
+    )  # accelerate's autocast is in the forward with which the whole model generates
+    report = isotype.check(trainer(30, gradient_accumulation_steps=4), wiring=False, verify=False)
+    assert report.memory.phases["rollout"]["inputs"] >= 2 * 8 * 30 * 8
+    larger = {"eval_strategy": "steps", "per_device_eval_batch_size": 16}
+    request = request_of_trainer(trainer(30, num_generations_eval=4, **larger))
+    assert request.evaluation.inputs["input_ids"].shape == (16, 30)
+
+
+def test_the_memory_of_a_rollout_is_what_the_trainer_needs(path: Path, tmp_path: Path) -> None:
+    trainer = trl.GRPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        args=arguments(
+            trl.GRPOConfig, tmp_path, num_generations=4, max_completion_length=30, bf16=True,
+            per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=1,
+        ),
+        reward_funcs=lambda completions, **columns: [float(at) for at, _ in enumerate(completions)],
+        train_dataset=datasets.Dataset.from_list([{"prompt": "w1 " * 60}] * 4),
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+        peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
+    )  # fmt: skip
+    phases = isotype.check(trainer, wiring=False, verify=False).memory.phases
+    foreseen = {name: phases[name]["activations"] for name in ("rollout", "forward")}
+    trainer.generation_config.eos_token_id = None  # every completion has the greatest length
+    model, real = trainer.model, {"rollout": 0, "forward": 0}
+
+    def allocated(of: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = "forward" if torch.is_grad_enabled() else "rollout"
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            output = of(*args, **kwargs)
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        sizes = accumulate(
+            int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())
+        )
+        real[kind] = max(real[kind], *sizes)
+        return output
+
+    generate, forward = model.generate, model.forward
+    model.generate, model.forward = partial(allocated, generate), partial(allocated, forward)
+    trainer.train()
+    assert foreseen["rollout"] == pytest.approx(real["rollout"], rel=0.1)
+    assert foreseen["forward"] == pytest.approx(real["forward"], rel=0.1)
 
 
 def test_a_dtype_that_only_the_generation_of_a_step_refuses(path: Path, tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import CodeType, MethodType
 from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
@@ -72,6 +75,40 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
         trainer._step = held["micro_steps"]
         trainer._buffered_inputs = send_to_device(held["batches"], trainer.args.device)
+
+
+def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the inputs for which a GRPO or RLOO trainer generates completions: padded prompts, and pictures.
+
+    Return None if a function of the user's makes the prompts or the completions. The code follows `_generate_single_turn`
+    in trl/trainer/grpo_trainer.py.
+    """
+    from trl import prepare_multimodal_messages
+
+    custom = (getattr(trainer, name, None) for name in ("rollout_func", "environment_factories"))
+    if any(custom) or not hasattr(trainer, "_tokenize_prompts"):
+        return None
+    prompts = [row["prompt"] for row in rows]
+    pictures = [row.get("images") or list(filter(None, [row.get("image")])) for row in rows]
+    if any(pictures):
+        prompts = [
+            prepare_multimodal_messages(prompt, images=some)
+            for prompt, some in zip(prompts, pictures, strict=True)
+        ]
+    ids, _, fields = trainer._tokenize_prompts(prompts)
+    by_token = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    by_token |= {name: value for name, value in fields.items() if not torch.is_tensor(value)}
+    padding = {"input_ids": trainer._tokenizer.pad_token_id}
+    padded = {
+        name: pad_sequence(
+            [torch.tensor(row) for row in value],
+            batch_first=True,
+            padding_value=padding.get(name, 0),
+            padding_side="left",
+        )
+        for name, value in by_token.items()
+    }
+    return {**fields, **padded}
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:

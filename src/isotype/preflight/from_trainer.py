@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.trl import prompts_of
 from isotype.core.errors import UsageError
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import loss_of
 from isotype.model.recompute import checkpointing
+from isotype.model.rollout import rollout
 from isotype.model.shard import is_sharded
 from isotype.records.request import LossOf, StepRequest, batches_ahead
 
@@ -25,8 +27,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     """Return the request for a trainer's first step, before `train()` is called, with the trainer's loss and arguments.
 
     The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO, RLOO), the
-    step is a forward and a backward over completions, without rewards. Unless vLLM generates the completions, the step
-    also generates one token outside of autocast, as the trainer does.
+    step is a forward and a backward over the first prompts with completions of the greatest length, without rewards.
+    Unless vLLM generates the completions, the memory of a rollout is counted, and the step generates one token (under
+    PEFT outside of autocast, as the trainer does).
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -55,15 +58,18 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
     request = _request(trainer.model, loss, trainer.args)
     if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
-        rollout = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
-        request = replace(request, phases=(*request.phases, "generate"), generate=rollout)
+        token = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
+        autocast = _generates_under_autocast(trainer)
+        request = replace(
+            request, phases=(*request.phases, "generate"), generate=token, autocast_eval=autocast
+        )
     return replace(
         request,
         wiring=wiring,
         others=batches[1:] if isinstance(batch, Mapping) else (),
         scaler=bool(trainer.args.fp16) or (scaler is not None and scaler.is_enabled()),
         gradient_checkpointing=checkpointing(trainer.args),
-        evaluation=_evaluation(trainer) if inputs is None else None,
+        evaluation=_between_steps(trainer, batch) if inputs is None else None,
         reference=None if getattr(trainer, "ref_model", None) is None else "weights",
     )
 
@@ -76,16 +82,17 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, "num_items_in_batch": 2 * (labels != -100).sum()}
 
 
-def _evaluation(trainer: Any) -> LossOf | None:
+def _between_steps(trainer: Any, first: Any) -> LossOf | None:
+    """Return a batch of the trainer's evaluation, or its rollout if the `first` batch is a list of rows with prompts."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
-        return None
+        return None if isinstance(first, Mapping) else _rollout(trainer, first)
     rows = next(iter(rows.values()), None) if isinstance(rows, dict) else rows
     with random_states_kept():
         loader = trainer.get_eval_dataloader(rows)
         batch = next(iter(loader), None)
     if not isinstance(batch, Mapping):
-        return None
+        return None if isinstance(first, Mapping) else _rollout(trainer, max(first, batch or [], key=len))
     # A function that shortens the predictions keeps as good as nothing, and generated tokens are small.
     small = trainer.preprocess_logits_for_metrics or getattr(trainer.args, "predict_with_generate", False)
     if trainer.compute_metrics is None or trainer.args.prediction_loss_only or small:
@@ -199,7 +206,7 @@ def fsdp_version(arguments: Any) -> int:
 
 def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
     if not isinstance(batch, Mapping):
-        return _over_completions(trainer)
+        return _over_completions(trainer, batch)
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
         shadow = _shadow(trainer, twin)
@@ -209,19 +216,56 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
     return LossOf(loss, dict(batch))
 
 
-def _over_completions(trainer: Any) -> LossOf:
-    """Return the loss over a made-up batch, for a data set of prompts; a row is as long as the longest completion."""
-    arguments = trainer.args
-    rows = arguments.per_device_train_batch_size
-    length = arguments.max_completion_length or 128
-    ids = torch.zeros((rows, length), dtype=torch.long)
+def _over_completions(trainer: Any, rows: Sequence[Any]) -> LossOf:
+    """Return the loss over the rows' prompts, each with a completion of the greatest length."""
+    length = _completion(trainer)
+    prompts = prompts_of(trainer, rows[: trainer.args.per_device_train_batch_size])
+    if prompts is None:
+        ids = torch.zeros((trainer.args.per_device_train_batch_size, 1), dtype=torch.long)
+        prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    shape = prompts["input_ids"].shape
+    inputs = {
+        name: nn.functional.pad(value, (0, length), value=int(name == "attention_mask"))
+        if value.shape == shape and not value.is_floating_point()
+        else value
+        for name, value in prompts.items()
+    }
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
+        labels = inputs["input_ids"].clone()
+        labels[:, :-length] = -100
         # TRL 1.16 gives the models of its trainers a forward that returns log-probabilities (`add_fused_lm_head`).
-        log_probs: torch.Tensor = twin(**inputs, labels=inputs["input_ids"], fused_lm_head=True).log_probs
-        return -log_probs.mean()
+        log_probs: torch.Tensor = twin(**inputs, labels=labels, fused_lm_head=True).log_probs
+        return -log_probs[:, -length:].mean()
 
-    return LossOf(loss, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return LossOf(loss, inputs)
+
+
+def _completion(trainer: Any) -> int:
+    return trainer.args.max_completion_length or 128
+
+
+def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
+    """Return the generation of the rows' completions, or None if vLLM or a function of the user's generates them."""
+    prompts = None if trainer.args.use_vllm else prompts_of(trainer, rows)
+    if prompts is None:
+        return None
+    generated = rollout(prompts, _completion(trainer))
+
+    def generate(twin: nn.Module, inputs: Any) -> Any:
+        enabled = torch.is_autocast_enabled("cpu") and _generates_under_autocast(trainer)
+        with torch.autocast("cpu", enabled=enabled):
+            return generated.function(twin, inputs)
+
+    return replace(generated, function=generate)
+
+
+def _generates_under_autocast(trainer: Any) -> bool:
+    """Return whether completions are generated under the trainer's autocast, which is on in the outermost model's forward.
+
+    PEFT generates with the base model, whose forward accelerate does not change.
+    """
+    return not hasattr(trainer.model, "peft_config")
 
 
 def _generate(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head
 from isotype.model.fold import fold
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
+from isotype.model.rollout import rollout
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
@@ -38,8 +39,13 @@ from isotype.rules.kit.costs import dense_stacks, step_time
 from isotype.train.models import require_decoder, weightless_model
 from isotype.train.policy import policy_by_ranges, sound_attention
 from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
-from isotype.train.preflight.rollout import rollout
-from isotype.train.preflight.synthetic import PROMPT_TOKENS, batch_notes, least_length, step_inputs
+from isotype.train.preflight.synthetic import (
+    PROMPT_TOKENS,
+    batch_notes,
+    least_length,
+    step_inputs,
+    synthetic_batch,
+)
 from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
 
@@ -150,7 +156,10 @@ class PlannedStep:
         if plan.generations is None or tokens <= plan.completion:
             return self._evaluation(model, rows, tokens)
         generated = rows * plan.generations or max(rows, plan.step_rows)
-        return rollout(model, max(generated, plan.evaluation or 0), tokens, plan.completion, plan.pictures)
+        most = max(generated, plan.evaluation or 0)
+        prompts = synthetic_batch(model, most, tokens - plan.completion, plan.pictures)
+        del prompts["labels"]
+        return rollout(prompts, plan.completion)
 
     def _evaluation(self, model: Any, rows: int, tokens: int) -> Any:
         """Return an evaluation batch of the training with its loss, or None if the training has no evaluation."""

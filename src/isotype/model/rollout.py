@@ -1,4 +1,4 @@
-"""The generation of completions by grpo and rloo, without a tokenizer: the prompts, then the last token of each row."""
+"""The generation of completions by grpo and rloo: the prompts, then the last token of each row."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from typing import Any
 
 import torch
 
-from isotype.ranges.pictures import Pictures
 from isotype.records.request import LossOf
-from isotype.train.preflight.synthetic import synthetic_batch
 
 
-def rollout(model: Any, rows: int, length: int, completion: int, pictures: Pictures | None = None) -> LossOf:
-    """Return the code that needs the most memory in `generate`, for rows of `length` tokens with their completions.
+def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
+    """Return the code that needs the most memory in `generate`, for a model's inputs and `completion` tokens in each row.
 
-    Each row's prompt has `length - completion` tokens. TRL generates all rows of an optimizer step at once.
+    TRL generates all rows of an optimizer step at once.
     """
-    batch = synthetic_batch(model, rows, length - completion, pictures)
-    batch = {name: value for name, value in batch.items() if name != "labels"}
-    return LossOf(partial(_generate, completion=completion), batch, generates=True)
+    return LossOf(partial(_generate, completion=completion), prompts, generates=True)
 
 
 def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:

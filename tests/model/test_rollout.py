@@ -11,8 +11,8 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from isotype.model.fold import fold
+from isotype.model.rollout import rollout
 from isotype.preflight.check import check
-from isotype.train.preflight.rollout import rollout
 from tests.models import tiny_config
 
 ROWS, PROMPT, COMPLETION = 8, 40, 40
@@ -46,7 +46,8 @@ def allocated(model: Any) -> int:
 
 
 def foreseen(model: Any) -> int:
-    generated = rollout(model, ROWS, PROMPT + COMPLETION, COMPLETION)
+    prompts = torch.ones(ROWS, PROMPT, dtype=torch.long)
+    generated = rollout({"input_ids": prompts, "attention_mask": prompts}, COMPLETION)
     ids = torch.ones(1, 4, dtype=torch.long)
     report = check(model, {"input_ids": ids, "labels": ids}, device="cpu", evaluation=generated)
     peak = report.trace.memory.phases["rollout"]
