@@ -5,7 +5,8 @@ plain and under autocast. For each case the real step is run, and the preflight 
 are the verdict (runs or crashes), the phase, and in the forward the failing module.
 
 - missed crash: the real step crashes and the preflight finds no error;
-- false alarm: the real step runs and the preflight finds an error;
+- false alarm: the real step runs and the preflight finds an error, or says that the update turns a weight into NaN
+  that stays finite;
 - elsewhere: both crash, in another phase or (in the forward) in another module;
 - lost: the preflight could not follow the step to its end (or raised) and found no error.
 
@@ -95,11 +96,12 @@ class End:
     """How a step ended, really or in the prediction.
 
     Attributes:
-        verdict: `runs`, `crashes`; `lost` (prediction); `absent` (no place for the fault), `dropped` (reality).
+        verdict: `runs`, `crashes`; `lost`, `corrupts` (prediction); `absent` (no place for the fault), `dropped` (reality).
         phase, module: of the crash.
         detail: the error, or the codes and messages of the findings.
         injected: what the fault did.
         seconds: of the step itself.
+        nonfinite: the trained parameters that a real step left with NaN or infinity.
     """
 
     verdict: str
@@ -108,6 +110,7 @@ class End:
     detail: str = ""
     injected: str = ""
     seconds: float = 0.0
+    nonfinite: Sequence[str] = ()
 
 
 def prepared(case: Case) -> tuple[Setup, str | None]:
@@ -150,7 +153,7 @@ def really(case: Case) -> End:
     )
     seconds = time.perf_counter() - started
     if outcome.error is None:
-        return End("runs", injected=injected, seconds=seconds)
+        return End("runs", injected=injected, seconds=seconds, nonfinite=outcome.nonfinite)
     detail = f"{type(outcome.error).__name__}: {outcome.error}"[:400]
     verdict = "crashes" if ABOUT_DTYPES.search(detail) else "dropped"
     return End(verdict, outcome.phase, outcome.module, detail, injected, seconds)
@@ -178,6 +181,9 @@ def judged(real: End, prediction: End) -> str:
     """`agree`, or how they disagree."""
     if prediction.verdict == "lost":
         return "lost"
+    if prediction.verdict == "corrupts" and real.verdict == "runs":
+        named = own_name(prediction.module) in {own_name(name.rpartition(".")[0]) for name in real.nonfinite}
+        return "agree" if named else "false alarm"
     if real.verdict != prediction.verdict:
         return "missed crash" if real.verdict == "crashes" else "false alarm"
     if real.verdict == "crashes":

@@ -28,9 +28,10 @@ def check_of(setup: Setup, device: str = "cpu") -> Report:
 
 
 def predicted_end(report: Report) -> tuple[str, str, str]:
-    """The verdict `runs`, `crashes` or `lost`, with the phase and the module of the first error.
+    """The verdict `runs`, `corrupts`, `crashes` or `lost`, with the phase and the module of the first error.
 
-    `lost`: no error was found, and the step was not traced to its end.
+    `corrupts`: the step runs, and its update turns trained weights into NaN. `lost`: no error was found, and the step was
+    not traced to its end.
     """
     failure = report.trace.failure
     breach = next(report.trace.breaches(), None)
@@ -40,6 +41,8 @@ def predicted_end(report: Report) -> tuple[str, str, str]:
     errors = [finding for finding in report.errors if not finding.code.startswith("IST8")]
     if not errors:
         return ("runs", "", "") if failure is None else ("lost", failure.phase, failure.module)
+    if failure is None and all(finding.code == "IST303" for finding in errors):
+        return "corrupts", errors[0].phase, errors[0].module
     first = min(errors, key=lambda finding: PHASES.index(finding.phase) if finding.phase in PHASES else -1)
     return "crashes", first.phase, first.module
 

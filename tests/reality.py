@@ -30,12 +30,14 @@ class Outcome:
         phase: `forward`, `backward`, `unscale`, `optimizer` or `generate`; "" for a step that ran.
         module: the innermost module whose forward was running, "" outside of any.
         loss: the loss, where the forward got that far.
+        nonfinite: the trained parameters that the optimizer's step left with NaN or infinity.
     """
 
     error: Exception | None
     phase: str = ""
     module: str = ""
     loss: torch.Tensor | None = None
+    nonfinite: tuple[str, ...] = ()
 
 
 def real_step(
@@ -79,7 +81,9 @@ def real_step(
                     generate(model)
         except Exception as error:  # noqa: BLE001 - the verdict of the real step is what is asked for
             return Outcome(error, phase, where[-1] if where else "", loss)
-    return Outcome(None, loss=loss)
+    trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    nonfinite = tuple(name for name, value in trainable.items() if not value.detach().isfinite().all())
+    return Outcome(None, loss=loss, nonfinite=nonfinite)
 
 
 def loss_of(output: Any) -> torch.Tensor:
