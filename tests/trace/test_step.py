@@ -350,7 +350,7 @@ def test_an_expert_that_stands_for_tokens_without_one_is_taken_for_another() -> 
     assert trace.failure is None
 
 
-def test_a_part_that_a_checkpointed_forward_casts_ends_the_step_without_an_error() -> None:
+def test_a_part_that_a_checkpointed_forward_casts() -> None:
     class Upcasting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -362,10 +362,32 @@ def test_a_part_that_a_checkpointed_forward_casts_ends_the_step_without_an_error
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.cast, x, use_reentrant=False)
 
-    failure = trace_step(
-        StepCode(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}), SETUP
-    ).failure
-    assert failure is None or not failure.recomputed
+    trace = trace_step(StepCode(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}), SETUP)
+    assert trace.failure is None
+
+
+@pytest.mark.parametrize("how", ["module", "data"])
+def test_a_layer_that_hooks_cast_for_its_forward(how: str) -> None:
+    """Layers stored in float8, which hooks cast to the compute dtype and back (layerwise casting of diffusers)."""
+
+    def cast(module: nn.Module, dtype: torch.dtype) -> None:
+        if how == "module":
+            module.to(dtype)
+            return
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(BF16)
+    stored = model[1].to(torch.float8_e4m3fn).requires_grad_(False)
+    stored.register_forward_pre_hook(lambda module, args: cast(module, BF16))
+    stored.register_forward_hook(lambda module, args, output: cast(module, torch.float8_e4m3fn))
+    x = {"input": torch.ones(2, WIDTH, dtype=BF16)}
+    trace = trace_step(StepCode(model, x), replace(SETUP, compute=BF16))
+    assert trace.failure is None
+    assert not list(trace.breaches())
+    assert [weight.dtype for weight in trace.weights][2:] == [torch.float8_e4m3fn] * 2
+    (product,) = [call for call in trace.calls if call.module == "1" and call.op == "aten.addmm.default"]
+    assert {operand.origin.kind for operand in product.operands[::2]} == {"cast"}
 
 
 def test_a_trace_frees_the_twin_and_its_fakes() -> None:

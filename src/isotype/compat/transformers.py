@@ -284,6 +284,37 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 
 @contextmanager
+def fp8_kernels_replaced(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Multiply with plain operands of the same shapes inside the `with` block if a GPU of this capability has FP8 matmuls.
+
+    The kernels of FP8 layers (transformers 5.23) read memory, which fake tensors do not have. For older GPUs, transformers
+    dequantizes the weights when it loads them.
+    """
+    layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
+    if layers is not None and capability is not None and capability >= (8, 9):
+        replacements.wrap(layers, "fp8_linear", _with_bias)
+        replacements.wrap(layers, "fp8_grouped_matmul", _product)
+    try:
+        yield
+    finally:
+        replacements.put_back()
+
+
+def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Return a product in the dtype of x that reads both tensors; it takes no memory for a dequantized weight."""
+    with torch.autocast("cpu", enabled=False):
+        entry = weight.flatten()[:1].to(x.dtype) * scale.flatten()[:1].to(x.dtype)
+        return x @ entry.expand(x.shape[-1], weight.shape[-2])
+
+
+def _with_bias(
+    _: Any, x: Any, weight: Any, scale: Any, block_size: Any, bias: Any, *rest: Any
+) -> torch.Tensor:
+    product = _product(_, x, weight, scale)
+    return product if bias is None else product.add_(bias)
+
+
+@contextmanager
 def without_bars() -> Iterator[None]:
     """Hide transformers' progress bars inside the `with` block, unless the user's settings say to show or hide them."""
     from huggingface_hub import constants

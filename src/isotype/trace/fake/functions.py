@@ -83,6 +83,9 @@ class Functions(TorchFunctionMode):
         if read is DTYPE:
             self._recorder.reads.note(self._recorder.origin(args[0]))
             return func(*args)
+        if read is torch.Tensor.data and len(args) > 1:
+            self._recorder.mark(args[0], self._recorder.origin(args[1]))
+            return func(*args)
         if func is torch.Tensor.numpy:
             return self._recorder.array(args[0])
         if func is torch.Tensor.tolist:

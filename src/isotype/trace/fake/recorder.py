@@ -58,7 +58,7 @@ from isotype.trace.fake.gradients import Gradients
 from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.known import Known
 from isotype.trace.fake.reach import InputReach
-from isotype.trace.fake.twin import fake_like, forget_fakes
+from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
 from isotype.trace.recorder import LIFTS, Place, Recorder
 from isotype.trace.sides import Sides
@@ -71,8 +71,6 @@ _DEVICE = torch.ops.prim.device.default
 _CPU_LACKS_HALF = "fft_"
 # Operators of an angle: the absolute error of an angle matters, however large the angle is.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
-# Operators that `Module.to` calls, and whose results replace the parameters.
-_MAKE_PARAMETERS = frozenset({aten._to_copy.default, aten.detach.default, aten.alias.default})
 
 _NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device})
 
@@ -245,8 +243,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             decided["emptied"] = self.values.emptied(tensors[0][1], value)
         if decided:
             self.calls[-1] = replace(self.calls[-1], **decided)
-        if func in _MAKE_PARAMETERS:
-            forget_fakes(self.fake)
         return result
 
     def _edited(self, place: Place) -> torch.dtype | None:
@@ -452,13 +448,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 if value.dtype in FLOATS
             )
         mixed = len({operand.dtype for operand in operands}) > 1
-        # If a forward casts a parameter, the twin gets a new parameter object; a real module keeps its object.
-        swapped = "poisoned by swap_tensors" in text
-        if swapped:
-            text = "a backward through a module whose forward calls the module's .to() cannot be traced"
         recomputes = isinstance(error, CheckpointError) or frame is not None
-        of_trace = swapped or isinstance(error, TimeSpentError)
-        recomputed = self.phase == "backward" and recomputes and not of_trace
+        recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)
         name, condition = frame.name if frame else "", condition_at(source)
         return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
 

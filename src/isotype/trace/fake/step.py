@@ -22,6 +22,8 @@ from isotype.compat.torch import (
     without_functions,
     without_modes,
 )
+from isotype.compat.torch_casts import casts_in_place
+from isotype.compat.transformers import fp8_kernels_replaced
 from isotype.contracts.contract import contracts_of
 from isotype.core.errors import first_line
 from isotype.core.names import base_name
@@ -54,7 +56,7 @@ from isotype.trace.fake.code import (
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
-from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, forget_fakes, twin_of
+from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
@@ -63,6 +65,7 @@ from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weight
 Change = Callable[[nn.Module], None]
 
 
+@casts_in_place()
 def trace_step(
     code: StepCode,
     setup: Setup,
@@ -92,7 +95,6 @@ def trace_step(
         twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
     if code.folded:
         fold(twin)
-    forget_fakes(mode)
     with mode:
         if "backward" in setup.phases:
             twin.train()
@@ -107,7 +109,7 @@ def trace_step(
     if enough is not None:
         step.enough = lambda: enough(_trace_so_far(step, real))
     try:
-        with surroundings():
+        with surroundings(), fp8_kernels_replaced(setup.profile.capability):
             failure = step.run()
     finally:
         untouched.restore()

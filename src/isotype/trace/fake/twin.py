@@ -44,11 +44,6 @@ def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     return mode
 
 
-def forget_fakes(mode: FakeTensorMode) -> None:
-    """Empty the mode's memo of fake tensors: `Module.to` cannot replace a parameter by a tensor in the memo."""
-    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-
-
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """Return a fake on the CPU with the shape, strides and dtype of a tensor on any device."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:

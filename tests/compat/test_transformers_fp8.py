@@ -1,0 +1,50 @@
+"""FP8 layers of transformers, traced without their kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations import finegrained_fp8
+
+import isotype
+from isotype.compat.transformers import fp8_kernels_replaced
+
+BF16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    """A trained layer before a frozen FP8 layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(32, 32, dtype=BF16)
+        self.base = finegrained_fp8.FP8Linear(32, 16, (16, 16), has_bias=True).requires_grad_(False)
+        self.base.bias.data = self.base.bias.data.to(BF16)
+        self.experts = finegrained_fp8.FP8GroupedLinear(16, 32, 2, (16, 16)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.base(self.adapter(x))
+        return self.experts(torch.stack([hidden, hidden], dim=-2)).float().sum()
+
+
+def test_adapters_on_fp8_layers_train_on_a_gpu_with_fp8_matmuls() -> None:
+    report = isotype.check(Net(), {"x": torch.ones(4, 32, dtype=BF16)}, device="h100", optimizer="sgd")
+    assert not report.errors
+    assert [finding.code for finding in report.findings if finding.code == "IST199"] == []
+    multiplied = {call.module for call in report.trace.calls if call.op == "aten.mm.default"}
+    assert {"base", "experts"} <= multiplied
+
+
+@pytest.mark.parametrize("device", ["a100", "cpu"])
+def test_other_devices_have_no_such_kernel(device: str) -> None:
+    report = isotype.check(Net(), {"x": torch.ones(4, 32, dtype=BF16)}, device=device)
+    assert "IST199" in [finding.code for finding in report.findings]
+
+
+def test_the_kernels_are_put_back() -> None:
+    """Until FP8 layers run without `kernels`, a trace needs the replacement."""
+    before = finegrained_fp8.fp8_linear, finegrained_fp8.fp8_grouped_matmul
+    with fp8_kernels_replaced((9, 0)):
+        assert finegrained_fp8.fp8_linear is not before[0]
+    assert (finegrained_fp8.fp8_linear, finegrained_fp8.fp8_grouped_matmul) == before
