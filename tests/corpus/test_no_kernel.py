@@ -135,3 +135,37 @@ def test_weights_of_a_bag_have_the_embedding_s_dtype() -> None:
     assert real_step(model, inputs).error is not None
     (finding,) = isotype.check(model, inputs, device="cpu").errors
     assert finding.code == "IST101"
+
+
+@pytest.mark.parametrize(
+    ("length", "device", "code"),
+    [(192, "t4", ["IST109"]), (256, "mi300x", ["IST109"]), (256, "h100", [])],
+)
+def test_half_transforms_on_a_gpu(length: int, device: str, code: list[str]) -> None:
+    """thuml/Time-Series-Library #761, advimman/lama #360: cuFFT takes float16 in sizes of a power of two."""
+
+    def weights(made: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(made, dim=0).abs().mean()
+
+    report = isotype.check(Head(weights), {"x": torch.randn(length, 8)}, device=device, autocast="float16")
+    assert [finding.code for finding in report.errors] == code
+    assert report.trace.failure is None
+    if length == 192:
+        (note,) = (note for note in report.errors[0].notes if "cuFFT" in note)
+        assert note.endswith("powers of two when computing in half precision, but got a signal size of[192]")
+        assert all(fix.verified for fix in report.errors[0].fixes)
+
+
+@pytest.mark.parametrize(
+    ("size", "autocast", "found"), [(40, "float16", 1), (64, "float16", 0), (64, "bfloat16", 1)]
+)
+def test_a_spectrogram_on_a_gpu(size: int, autocast: str, found: int) -> None:
+    """innnky/so-vits-svc #11: the loss of a vocoder takes a spectrogram of what autocast returns."""
+
+    def spectrogram(made: torch.Tensor) -> torch.Tensor:
+        window = torch.hann_window(size).to(made.dtype)
+        return torch.stft(made.reshape(1, -1), size, window=window, return_complex=True).abs().mean()
+
+    inputs = {"x": torch.randn(32, 8)}
+    report = isotype.check(Head(spectrogram), inputs, device="a100", autocast=autocast)
+    assert [finding.code for finding in report.errors] == ["IST109"] * found

@@ -9,6 +9,7 @@ import torch
 
 from isotype.contracts.contract import contracts_of
 from isotype.precision.devices.attention import (
+    KERNELS,
     RELEASE,
     AttentionCall,
     attention_kernel,
@@ -66,7 +67,7 @@ def test_kernel_of_a_call(device: str, call: AttentionCall, kernel: str | None, 
 def test_with_cudnns_kernel_switched_off(masked: bool, kernel: str) -> None:
     call = AttentionCall(BF16, 8, 8, HEAD, masked=masked)
     assert attention_kernel(device_profile("h100"), call) == "cudnn"
-    assert attention_kernel(device_profile("h100"), call, cudnn=False) == kernel
+    assert attention_kernel(device_profile("h100"), call, enabled=KERNELS - {"cudnn"}) == kernel
 
 
 def test_where_gradients_may_be_nan() -> None:

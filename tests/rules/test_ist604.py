@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
+from isotype.preflight.check import check
 from isotype.records.trace import Trace
 from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, on, traced
 
@@ -52,3 +57,43 @@ def test_float32_queries(wide: Trace) -> None:
 def test_a_float32_model_has_no_flash_kernel_to_lose() -> None:
     assert found(RULE, on(of_llama(FP32), "a100", attention="sdpa")) == []
     assert found(RULE, on(of_llama(FP32, lora=False, autocast=BF16), "a100", attention="sdpa")) == []
+
+
+class Restricted(nn.Module):
+    """lucidrains/denoising-diffusion-pytorch #239, lucidrains/x-transformers #143: attention by the named kernels only."""
+
+    def __init__(self, kernels: list[SDPBackend], masked: bool) -> None:
+        super().__init__()
+        self.heads, self.kernels = nn.Linear(8, 24), kernels
+        self.mask = torch.ones(4, 4, dtype=torch.bool) if masked else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.heads(x).view(1, 4, 1, 24).transpose(1, 2).chunk(3, -1)
+        with sdpa_kernel(self.kernels):
+            return scaled_dot_product_attention(query, key, value, self.mask).float().mean()
+
+
+FLASH, EFFICIENT, MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "autocast", "masked", "fixes"),
+    [
+        ([FLASH], "a100", None, False, [True, False]),  # a cast to bfloat16, or another kernel
+        ([FLASH], "v100", "float16", False, [False]),
+        ([FLASH], "a100", "bfloat16", True, [False]),
+        ([FLASH], "a100", "bfloat16", False, None),
+        ([EFFICIENT], "v100", "float16", True, None),
+        ([FLASH, MATH], "v100", None, True, None),
+        ([EFFICIENT], "mi300x", None, False, None),  # which kernel takes the call is not known
+    ],
+)
+def test_code_that_disables_kernels(
+    kernels: list[SDPBackend], device: str, autocast: str | None, masked: bool, fixes: list[bool] | None
+) -> None:
+    inputs = {"x": torch.ones(1, 4, 8)}
+    errors = check(Restricted(kernels, masked), inputs, device=device, autocast=autocast, wiring=False).errors
+    assert [finding.code for finding in errors] == (["IST604"] if fixes else [])
+    for finding in errors:
+        assert finding.notes == ("the device raises: No available kernel. Aborting execution.",)
+        assert [fix.verified for fix in finding.fixes] == fixes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,3 +306,43 @@ def test_a_weight_of_a_norm_over_frozen_embeddings_has_its_own_gradient() -> Non
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     assert [finding for finding in check(model, BATCH).findings if finding.code == "IST809"] == []
+
+
+class Squashed(nn.Module):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4, bias=False), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x)).mean()
+
+
+# A row of zeros, and scores of 1000: the loss or its gradients are not finite in any dtype.
+UNDEFINED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "a distance": (lambda h: h.pow(2).sum(-1).sqrt(), "gradients"),
+    "cosine": (lambda h: h / h.norm(dim=-1, keepdim=True), "loss and gradients"),
+    "NVIDIA/apex #379": (lambda h: -torch.log((h * 1000).softmax(-1)), "loss and gradients"),
+    "log": (lambda h: torch.where(h > 0, h.log(), torch.zeros_like(h)), "gradients"),
+}
+
+
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_a_step_that_is_not_finite_in_float32_either(name: str) -> None:
+    act, what = UNDEFINED[name]
+    model, x = Squashed(act), torch.cat([torch.ones(1, 4), torch.zeros(1, 4)])
+    loss = model(x)
+    loss.backward()
+    assert not model.layer.weight.grad.isfinite().all()
+    report = check(model, {"x": x}, device="t4", autocast="float16", wiring=False)
+    (finding,) = report.findings  # and nothing about gradients that become zero
+    assert (finding.code, finding.severity) == ("IST809", "error")
+    assert finding.message.startswith(f"the {what} of this batch are not finite, in float32 either: ")
+    assert "test_ist809.py:" in finding.cause
+
+
+@pytest.mark.parametrize(
+    "act", [lambda h: h.pow(2).sum(-1).add(1e-4).sqrt(), lambda h: -(h * 1000).log_softmax(-1)]
+)
+def test_guarded_steps_are_silent(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.cat([torch.ones(1, 4), torch.zeros(1, 4)])
+    assert check(Squashed(act), {"x": x}, device="t4", autocast="float16", wiring=False).findings == ()

@@ -47,6 +47,38 @@ def test_an_epsilon_that_vanishes(name: str) -> None:
     assert fix.description.startswith(f"write torch.finfo(torch.float16).tiny (6e-05) instead of {epsilon}")
 
 
+BOUNDS: dict[str, tuple[Guard, str, str]] = {
+    "survival": (lambda x: torch.log1p(-x.clamp(max=1.0 - 1e-6)), "0.999999 is 1", "(1 - torch"),
+    "angle": (lambda x: x.clamp(-1 + 1e-7, 1.0).acos(), "-0.9999999 is -1", "-(1 - torch"),
+    "odds": (lambda x: torch.clamp_max(x, 1 - 1e-5).logit(), "0.99999 is 1", "(1 - torch"),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_that_16_bits_round_to_1(name: str, dtype: torch.dtype) -> None:
+    """fastino-ai/GLiNER2 #155: the loss was finite, and the gradients of 225 parameters were NaN."""
+    guard, bound, instead = BOUNDS[name]
+    value = torch.full((1,), -1.0 if "-1" in bound else 1.0, dtype=dtype, requires_grad=True)
+    guard(value).sum().backward()
+    assert value.grad is not None
+    assert not value.grad.isfinite().all(), "the real gradient is what the rule says"
+    inputs = {"hidden": torch.ones(2, 4, dtype=dtype)}
+    (finding,) = find(traced(Pooled(guard, dtype), inputs, phases=("forward",)))
+    assert f"a bound of {bound} in {str(dtype)[6:]}: the clamp keeps {bound.split()[-1]}" in finding.message
+    assert finding.fixes[0].description.startswith(
+        f"write {instead}.finfo({dtype}).eps) instead of {bound.split()[0]}"
+    )
+    assert not list(find(traced(Pooled(guard, FP32), {"hidden": torch.ones(2, 4)}, phases=("forward",))))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("bound", [1.0, 0.99, 0.5, 2.0])
+def test_bounds_that_16_bits_keep_apart_from_1(bound: float, dtype: torch.dtype) -> None:
+    trace = traced(Pooled(lambda x: x.clamp(-bound, bound), dtype), {"hidden": torch.ones(2, 4, dtype=dtype)})
+    assert not list(find(trace))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", GUARDS)
 def test_other_dtypes_hold_it(name: str, dtype: torch.dtype) -> None:

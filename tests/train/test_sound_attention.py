@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.compat.torch import cudnn_is_on
+from isotype.compat.torch import cudnn_is_on, enabled_attention
 from isotype.precision.devices import attention
 from isotype.precision.devices.attention import AttentionCall, attention_kernel, has_faulty_cudnn
 from isotype.precision.devices.profile import device_profile
@@ -49,7 +49,7 @@ def test_the_releases_are_those_whose_cudnn_is_older() -> None:
 def test_the_kernel_of_a_training(device: str, kernel: str) -> None:
     profile = device_profile(device)
     with sound_attention(profile):
-        assert attention_kernel(profile, MASKED, cudnn=cudnn_is_on()) == kernel
+        assert attention_kernel(profile, MASKED, enabled=enabled_attention()) == kernel
     assert cudnn_is_on()
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch.amp import autocast_mode
-from torch.nn import attention
-from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from isotype.compat.replaced import replace
@@ -93,7 +91,6 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, new in (*_changes(simulated), *_facts(simulated, profile)):
             stack.callback(replace(owner, name, new))
-        stack.callback(attention._sdpa_kernel, attention._cur_sdpa_kernel_backends())
         torch.set_autocast_dtype("cpu", default)
         stack.callback(torch.set_autocast_dtype, "cpu", before)
         yield
@@ -139,7 +136,6 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     # torch checks the arguments of `record_stream` before it calls a function mode.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
-    changes += [(attention, "_sdpa_kernel", _with_what_a_cpu_has(attention._sdpa_kernel))]
     if simulated == "cuda":
         changes += [(torch.cuda.nvtx, name, _quiet(None)) for name in _RANGES]
         changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]
@@ -223,18 +219,6 @@ class _Generators(type):
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return isinstance(thing, cls._real)
-
-
-def _with_what_a_cpu_has(choose: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `sdpa_kernel`: if code allows any fused kernel, the CPU's fused kernel and its unfused one are allowed, too."""
-
-    def chosen(backends: Iterable[SDPBackend], *args: Any, **kwargs: Any) -> None:
-        chosen_ones = set(backends)
-        if chosen_ones - {SDPBackend.MATH}:
-            chosen_ones |= {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
-        choose(sorted(chosen_ones, key=int), *args, **kwargs)
-
-    return chosen
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:

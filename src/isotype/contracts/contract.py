@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -50,12 +50,20 @@ _INDEX_PUT = frozenset(
 _LERP = frozenset({"aten.lerp.Tensor", "aten.lerp_.Tensor"})
 
 
+def are_powers_of_two(sizes: Iterable[int]) -> bool:
+    """Return whether an NVIDIA GPU has Fourier transforms of these sizes in float16."""
+    return all(size & (size - 1) == 0 for size in sizes)
+
+
 def is_exempt(op: str, args: Sequence[Any]) -> bool:
     """Return whether a call need not keep its operator's contract, because of the shapes of the operands.
 
-    In two cases, one operand may have any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one
+    cuFFT transforms float16 in sizes of a power of two. In two cases, one operand may have any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one
     value, which torch runs as `masked_fill`, and `lerp` with a 0-dim weight.
     """
+    if op == "aten._fft_r2c.default":
+        signal, dims, *_ = args
+        return signal.dtype == torch.float16 and are_powers_of_two(signal.shape[dim] for dim in dims)
     if op in _LERP:
         start, end, weight = args
         return bool(weight.dim() == 0 and start.dtype == end.dtype)

@@ -11,6 +11,7 @@ import torch
 
 from isotype.compat.torch import VARLEN_ATTENTION
 from isotype.contracts.pattern import CORRUPTS, Spelled, fill, letters_in
+from isotype.records.trace import NO_ATTENTION_KERNEL
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
@@ -110,6 +111,8 @@ _EMBEDDING_BAG = (
     "type {0:name} does not equal {1:name}"
 )
 _NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
+
+ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size"
 
 _CUDA_FACTORIZATIONS = {
     "_linalg_svd": "svd_cuda_gesvdj",  # `by_shapes` for sides up to 32
@@ -238,7 +241,7 @@ FAMILIES: tuple[Family, ...] = (
         _ops("_scaled_dot_product_cudnn_attention"),
         alike=(0, 1, 2),
         only="bh",
-        refusal="No available kernel. Aborting execution.",
+        refusal=NO_ATTENTION_KERNEL,
         devices=_NVIDIA,
     ),
     Family(_FLASH, alike=(0,), only="bh", refusal=_FLASH_16_BITS, devices=_CUDA),
@@ -274,6 +277,13 @@ FAMILIES: tuple[Family, ...] = (
     *(
         Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(name.removeprefix("_")))
         for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse linalg_lstsq"]).split()
+    ),
+    *(
+        Family(_ops("_fft_r2c"), only=only, refusal=refusal, devices=_NVIDIA)
+        for only, refusal in (
+            ("fhd", "cuFFT doesn't support tensor of type: {0:name}"),
+            ("fd", ONLY_POWERS_OF_TWO),  # `is_exempt` for these sizes
+        )
     ),
     *(
         Family(_ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format(kernel), devices=devices)
@@ -363,4 +373,6 @@ def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
     """
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')
+    if message == ONLY_POWERS_OF_TWO:
+        return f"{message} of{[args[0].shape[dim] for dim in args[1]]}"
     return message

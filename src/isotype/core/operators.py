@@ -66,9 +66,17 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
     return tensors
 
 
+_OF_ONE_AXIS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("_log_softmax", "logcumsumexp", "cumsum", "cumprod")
+)
+"""Operators that reduce or accumulate along the axis that is their second argument."""
+
+
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of an operator's Python float arguments, such as `(("eps", 1e-12),)`."""
+    """Return (name, value) of an operator's Python float arguments, such as `(("eps", 1e-12),)`, and of its axis."""
     floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
+    if func in _OF_ONE_AXIS:
+        floats.append((1, args[1]))
     if not floats and not kwargs:
         return ()
     roles = schema_of(func).roles

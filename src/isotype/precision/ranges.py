@@ -211,6 +211,15 @@ class Ranges(Measurement):
         return tuple(self.by_module[name] for name in self.stream if name in self.by_module)
 
     @property
+    def undefined(self) -> OperatorRange | None:
+        """The first operator with finite operands and a result that is not finite, if loss or gradients are not finite."""
+        values = (*self.loss, *(module.gradient for module in self.modules))
+        if all(map(math.isfinite, values)):
+            return None
+        finite = (operator for operator in self.operators if all(map(math.isfinite, operator.inputs)))
+        return next((operator for operator in finite if not math.isfinite(operator.output)), None)
+
+    @property
     def residual(self) -> ModuleRange | None:
         """The module of the residual stream with the largest output; None if `stream` is empty."""
         return max(self.stream_modules, key=lambda module: module.output, default=None)

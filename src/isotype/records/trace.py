@@ -60,6 +60,10 @@ COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
 UNSAFE = "is unsafe to autocast"
 """Part of the message of a `Breach` if autocast forbids the function."""
 
+ATTENTION = "torch.scaled_dot_product_attention"
+NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
+"""The message of a `Breach` if no enabled kernel takes a call of `ATTENTION`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:

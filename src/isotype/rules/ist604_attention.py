@@ -5,7 +5,8 @@ support the dtype of queries, keys and values.
 **Why it is bad.** FlashAttention supports only float16 and bfloat16, and only AMD's CDNA GPUs and NVIDIA GPUs of compute
 capability 8.0 or later. In float32, FlashAttention raises "FlashAttention only support fp16 and bf16 data type"; on
 a T4 or V100, it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
-CPUs. In these cases, `sdpa` selects a slower kernel, which stores all attention scores or runs in float32.
+CPUs. In these cases, `sdpa` selects a slower kernel, which stores all attention scores or runs in float32. If the code
+disables that kernel (`sdpa_kernel`), `sdpa` raises "No available kernel". FlashAttention also supports no mask.
 
 **Why it happens.** The script requests `attn_implementation="flash_attention_2"` on older hardware, or with a float32
 model and no autocast. Or float32 norms (PEFT's `prepare_model_for_kbit_training`) make the queries float32.
@@ -21,7 +22,8 @@ model and no autocast. Or float32 norms (PEFT's `prepare_model_for_kbit_training
 **How safe is the fix?** `sdpa` and FlashAttention compute the same function. A cast of queries, keys and values to
 16 bits rounds their values; FlashAttention requires this cast.
 
-**Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406.
+**Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406;
+lucidrains/denoising-diffusion-pytorch #239; lucidrains/x-transformers #143; lucidrains/MEGABYTE-pytorch #6.
 """
 
 from __future__ import annotations
@@ -31,20 +33,22 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import grouped, plural
+from isotype.core.names import grouped, plural, short
 from isotype.core.operators import ATTENTION_KERNELS
 from isotype.records.finding import Finding, Kind, finding_at
-from isotype.records.trace import HALVES, Call, Trace
+from isotype.records.trace import HALVES, NO_ATTENTION_KERNEL, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.groups import Group
-from isotype.rules.kit.words import advice, cause_text, evidence
+from isotype.rules.kit.groups import Claim, Group
+from isotype.rules.kit.words import advice, cause_text, device_error, evidence, fix
 
 TITLE = "An attention kernel without support for the device or the dtype"
 KIND: Kind = "device"
+CLAIMS = (Claim("step", lambda broken: broken.message == NO_ATTENTION_KERNEL, grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:
+    yield from _without_kernel(trace)
     setup = trace.setup
     profile, accepted = setup.profile, setup.profile.flash_attention
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")
@@ -68,6 +72,45 @@ def find(trace: Trace) -> Iterator[Finding]:
     for dtype, calls in grouped(fused, lambda call: call.operands[0].dtype).items():
         if dtype not in accepted and dtype.itemsize > setup.compute.itemsize:
             yield _wide(trace, calls, dtype, flash)
+
+
+def _without_kernel(trace: Trace) -> Iterator[Finding]:
+    """Yield a finding for each line that calls attention while no enabled kernel takes the call."""
+    refused = (
+        call for call in trace.breaches() if call.breach and call.breach.message == NO_ATTENTION_KERNEL
+    )
+    profile = trace.setup.profile
+    for line, calls in grouped(refused, lambda call: call.source or call.module).items():
+        first, query = calls[0], calls[0].operands[0]
+        dtype = first.autocast or query.dtype
+        others = sorted(
+            profile.flash_attention - {dtype},
+            key=lambda other: (other != trace.setup.compute, dtype_name(other)),
+        )
+        narrow = dtype_name(others[0]) if others and dtype not in profile.flash_attention else ""
+        where = short(line)
+        to_narrow = fix(
+            f"cast queries, keys and values to {narrow} at {where}, and the result back",
+            "line",
+            (line,),
+            narrow,
+        )
+        yield finding_at(
+            "IST604",
+            "error",
+            f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {profile.title}",
+            first,
+            calls,
+            cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
+            evidence=evidence(query.origin),
+            notes=device_error(first),
+            fixes=(
+                *((to_narrow,) if narrow else ()),
+                advice(
+                    line, f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
+                ),
+            ),
+        )
 
 
 def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> Finding:

@@ -21,6 +21,7 @@ and distillation losses use differences of such numbers, and perplexities use th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
@@ -45,7 +46,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "IST805",
             "warning",
-            f"{name} over {max(first.operands[0].shape)} values returns {dtype}",
+            f"{name} over {_length(first)} values returns {dtype}",
             first,
             calls,
             cause=f"{name} of {dtype} values" + (f" at {short(first.source)}" if first.source else ""),
@@ -57,5 +58,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _is_rounded(call: Call) -> bool:
     if not call.op.startswith("aten.") or call.op.split(".")[1] not in _REDUCTIONS or not call.operands:
         return False
-    operand = call.operands[0]
-    return operand.dtype in HALVES and bool(operand.shape) and max(operand.shape) >= _LONG
+    return call.operands[0].dtype in HALVES and _length(call) >= _LONG
+
+
+def _length(call: Call) -> int:
+    """Return the number of values that a result of the call is computed from."""
+    shape, (_, result), axis = call.operands[0].shape, call.results[0], dict(call.numbers).get("dim")
+    if axis is None:
+        return math.prod(shape) // max(math.prod(result), 1)
+    return shape[int(axis)] if shape else 1

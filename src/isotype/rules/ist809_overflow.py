@@ -1,6 +1,7 @@
 """
 **What it means.** The values of this model were measured, and an operand or result of a float16 operator exceeds 65504,
-float16's largest number. The residual stream is the most frequent place: every block adds to it, and its values are
+float16's largest number. Or the loss or the gradients are not finite in float32 either, as those of `sqrt(0)`, `0 / 0`
+and `log(softmax(x))` with large scores. The residual stream is the most frequent place: every block adds to it, and its values are
 large in models that were trained in bfloat16. Other frequent places are the gated product before `down_proj`, the
 queries, the keys and the gradients.
 
@@ -27,7 +28,7 @@ measurement and a new trace. The comparison ignores fill values of attention mas
 so the report gives the headroom: 65504 divided by the largest measured value.
 
 **Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
-#4005; unslothai/unsloth-zoo #600.
+#4005; unslothai/unsloth-zoo #600; NVIDIA/apex #379.
 """
 
 from __future__ import annotations
@@ -38,22 +39,29 @@ from dataclasses import replace
 
 import torch
 
-from isotype.core.names import named, plural
+from isotype.core.names import named, plural, short
 from isotype.precision.by_ranges import decide_by_ranges, number
 from isotype.precision.facts import ModelFacts
-from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
+from isotype.precision.ranges import FLOAT16_LARGEST, OperatorRange, Ranges
 from isotype.records.finding import Finding, Fix, Kind, RangeBoundaries, finding_at
 from isotype.records.trace import Trace
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, held
+from isotype.rules.kit.words import advice
 
 TITLE = "Measured values beyond float16's range"
 KIND: Kind = "values"
+
+_GUARDS = "log_softmax instead of log and softmax, logsigmoid, an epsilon inside of sqrt, log or a divisor"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     ranges = trace.setup.ranges
     if ranges is None:
+        return
+    if ranges.undefined is not None:
+        if not any(call.undefined for call in trace.calls):  # IST814 names these calls
+            yield _undefined(ranges, ranges.undefined)
         return
     # A fill value that float16 refuses (a mask's -1e9) is not a value of the model.
     refused = {abs(value) for call in trace.breaches() for _, value in call.numbers}
@@ -61,6 +69,29 @@ def find(trace: Trace) -> Iterator[Finding]:
     forward = [value for value in beyond if value.call.phase == "forward"]
     if beyond:
         yield _finding(trace, ranges, forward or beyond)  # infinite values in the forward have no gradient
+
+
+def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
+    """Return the finding for a step whose loss or gradients are not finite in any dtype."""
+    what = "gradients" if all(map(math.isfinite, ranges.loss)) else "loss and gradients"
+    where = short(operator.source) or named(operator.module)
+    returns = "NaN" if math.isnan(operator.output) else "infinity"
+    return Finding(
+        "IST809",
+        "error",
+        f"the {what} of this batch are not finite, in {ranges.dtype} either: {_short(operator.op)} returns {returns}",
+        module=operator.module,
+        op=operator.op,
+        phase=operator.phase,
+        source=operator.source,
+        cause=f"{operator.op} of finite operands, in the {operator.phase} of {where}",
+        notes=(_measured(ranges),),
+        fixes=(
+            advice(
+                operator.source or operator.module, f"keep zeros and large numbers from {where}: {_GUARDS}"
+            ),
+        ),
+    )
 
 
 def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
@@ -106,7 +137,13 @@ def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str
     if first.call.phase == "backward" and trace.setup.scaler:
         exponent = math.floor(math.log2(FLOAT16_LARGEST / max(value.value for value in beyond)))
         yield f"the loss scale has to fall to 2^{exponent}, and each halving costs a skipped step"
-    yield f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text} ({plural(ranges.tokens, 'token')})"
+    yield _measured(ranges)
+
+
+def _measured(ranges: Ranges) -> str:
+    return (
+        f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text} ({plural(ranges.tokens, 'token')})"
+    )
 
 
 def _fixes(trace: Trace, ranges: Ranges) -> Iterator[Fix]:

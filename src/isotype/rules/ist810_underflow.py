@@ -46,7 +46,8 @@ _MOST = 0.5
 
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
-    shares = flushed(trace) if setup.scaler else None
+    undefined = setup.ranges is not None and setup.ranges.undefined is not None  # IST809
+    shares = flushed(trace) if setup.scaler and not undefined else None
     if shares is None or shares.scaled <= _MOST:
         return
     if setup.policy is not None and setup.policy.loss_scale > _FIRST_SCALE:

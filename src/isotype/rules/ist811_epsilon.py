@@ -1,9 +1,12 @@
 """
 **What it means.** An epsilon should keep a divisor above zero, but is zero in float16, whose smallest positive number
 is 6e-8. Examples are `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, and `F.normalize` with its default epsilon, 1e-12.
+Or a clamp should keep values below 1, as in `log(1 - p.clamp(max=1 - 1e-6))`, but its bound is 1 in 16 bits: the
+largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
 
 **Why it is bad.** The first row of zeros (padding, an empty span, squares that float16 rounds to zero) makes the line
-compute 0 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected.
+compute 0 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the
+sigmoid of a score above 6.3 is 1: log(1 - 1) is infinite, and its gradient is NaN, even if the loss is finite.
 
 **An example that costs**
 
@@ -20,7 +23,7 @@ are never zero.
 inexact anyway. A line that computes in float32 needs no other epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
-MinishLab/model2vec #368.
+MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.
 """
 
 from __future__ import annotations
@@ -29,50 +32,72 @@ from collections.abc import Iterator
 
 import torch
 
+from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import HALVES, Call, Trace
 from isotype.rules.kit.words import TRANSFORMERS, advice, evidence
 
-TITLE = "An epsilon that is zero in float16"
+TITLE = "An epsilon that 16 bits round away"
 
 _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), "min"),
 }
 """For each operator that can keep a value above zero: the name of its epsilon argument."""
+_CLAMPS = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"})
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     guards = (
         call
         for call in trace.calls
-        if call.phase in ("forward", "generate") and not call.recomputed and _epsilon(call)
+        if call.phase in ("forward", "generate") and not call.recomputed and _lost(call)
     )
-    for calls in grouped(guards, lambda call: (call.source or call.module, _epsilon(call))).values():
-        first, epsilon = calls[0], _epsilon(calls[0])
+    for calls in grouped(guards, lambda call: (call.source or call.module, _lost(call))).values():
+        first, number, dtype = calls[0], _lost(calls[0]), calls[0].results[0][0]
         at = f" at {short(first.source)}" if first.source else ""
-        how = f"write torch.finfo(torch.float16).tiny (6e-05) instead of {epsilon:g}, or compute in float32 there"
+        written, whole = f"{number:.15g}", round(number)
+        effect = f"the clamp keeps {whole}, where log(1 - x), atanh and acos have no finite gradient"
+        instead = f"{'-' * (number < 0)}(1 - torch.finfo({dtype}).eps)"
+        if not whole:
+            written, effect = (
+                f"{number:g}",
+                "a denominator of zero stays zero, and the quotient is not finite",
+            )
+            instead = "torch.finfo(torch.float16).tiny (6e-05)"
+        kind = "a bound" if whole else "an epsilon"
         yield finding_at(
             "IST811",
             "warning",
-            f"an epsilon of {epsilon:g} is zero in float16: a denominator of zero stays zero, and the quotient is not finite",
+            f"{kind} of {written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",
             first,
             calls,
-            cause=f"{_name(first)} of a float16 tensor and {epsilon:g}{at}",
+            cause=f"{_name(first)} of a {dtype_name(dtype)} tensor and {written}{at}",
             evidence=evidence(first.operands[0].origin),
-            fixes=(advice(first.source or first.module, how),),
+            fixes=(
+                advice(
+                    first.source or first.module,
+                    f"write {instead} instead of {written}, or compute in float32 there",
+                ),
+            ),
         )
 
 
-def _epsilon(call: Call) -> float:
-    """Return the epsilon that a call adds or clamps to, if float16 rounds it to zero. Return 0 for any other call."""
-    if TRANSFORMERS in call.source:
+def _lost(call: Call) -> float:
+    """Return the number that a call adds or clamps to, if its dtype rounds an epsilon to zero, or a bound to 1 or -1.
+
+    Return 0 for any other call.
+    """
+    if TRANSFORMERS in call.source or not call.results or call.results[0][0] not in HALVES:
         return 0.0
-    number = dict(call.numbers).get(_GUARDS.get(_name(call), ""), 0.0)
-    if number <= 0 or not call.results or call.results[0][0] != torch.float16:
-        return 0.0
-    return number if torch.tensor(number, dtype=torch.float16) == 0 else 0.0
+    numbers, dtype, name = dict(call.numbers), call.results[0][0], _name(call)
+    epsilon = numbers.get(_GUARDS.get(name, ""), 0.0)
+    if epsilon > 0 and torch.tensor(epsilon, dtype=dtype) == 0:
+        return epsilon
+    bounds = (numbers.get(role, 0.0) for role in ("min", "max")) if name in _CLAMPS else ()
+    inside = (bound for bound in bounds if 0 < abs(bound) < 1)
+    return next((bound for bound in inside if abs(torch.tensor(bound, dtype=dtype)) == 1), 0.0)
 
 
 def _name(call: Call) -> str:

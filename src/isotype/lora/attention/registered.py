@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor, cudnn_is_on, is_transformed
+from isotype.compat.torch import FakeTensor, enabled_attention, is_transformed
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
@@ -152,7 +152,7 @@ def use_fast_attention(
         dtype = owners[0].dtype if policy is None else policy.compute
         grouped = any(getattr(module, "num_key_value_groups", 1) > 1 for module in owners[0].modules())
         common = AttentionCall(dtype, 2, 1, (64, 64, 64))
-        if grouped and attention_kernel(profile, common, cudnn=cudnn_is_on()) == "math":
+        if grouped and attention_kernel(profile, common, enabled=enabled_attention()) == "math":
             return _with_repeated_heads(owners, profile, dtype)
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:

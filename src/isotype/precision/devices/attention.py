@@ -12,6 +12,7 @@ The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (tor
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,8 @@ import torch
 
 from isotype.precision.devices.profile import DeviceProfile
 
-Kernel = Literal["flash", "efficient", "cudnn", "math"]
+Kernel = Literal["flash", "efficient", "cudnn", "math", "none"]
+KERNELS = frozenset({"flash", "efficient", "cudnn", "math"})
 Release = tuple[int, int]
 
 RELEASE: Release = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
@@ -57,24 +59,26 @@ class AttentionCall:
 
 
 def attention_kernel(
-    profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, *, cudnn: bool = True
+    profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
     """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU of known capability.
 
-    `cudnn` is True if cuDNN's kernel is enabled, see `isotype.compat.torch.cudnn_is_on`.
+    `enabled` are the enabled kernels, see `isotype.compat.torch.enabled_attention`. "none": no enabled kernel takes the call.
     """
     if not _is_known(profile):
         return None
-    if cudnn and _is_by_cudnn(profile, call, release):
+    if "cudnn" in enabled and _is_by_cudnn(profile, call, release):
         return "cudnn"
     same = len(set(call.sizes)) == 1 and call.sizes[0] <= _FLASH_HEAD
-    if same and not call.masked and call.dtype in profile.flash_attention:
+    if "flash" in enabled and same and not call.masked and call.dtype in profile.flash_attention:
         return "flash"
     query, key, value = (size * call.dtype.itemsize for size in call.sizes)
     aligned = query == key and not (query % _ALIGNED or value % _ALIGNED)
     grouped = call.heads != call.key_heads
     fits = call.dtype in _efficient(profile) and aligned and not (grouped and release < _GROUPED_EFFICIENT)
-    return "efficient" if fits else "math"
+    if fits and "efficient" in enabled:
+        return "efficient"
+    return "math" if "math" in enabled else "none"
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:

@@ -11,7 +11,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix, finding_at, places
-from isotype.records.trace import Breach, Call, Failure, Origin, Trace, Weight
+from isotype.records.trace import ATTENTION, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, groups, sides_in
 from isotype.rules.kit.words import cause_text, device_error, evidence
@@ -110,7 +110,7 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     assert first.breach is not None
     others = [dtype_name(o.dtype) for o in first.floats if o.dtype != group.mismatched.dtype]
     # The attention kernel of fake tensors is not the kernel of the simulated device.
-    op = "torch.scaled_dot_product_attention" if "_scaled_dot_product" in first.op else first.op
+    op = ATTENTION if "_scaled_dot_product" in first.op else first.op
     dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
     return finding_at(
         group.code,

@@ -18,21 +18,29 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.torch import cudnn_is_on
+from isotype.compat.torch import enabled_attention
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
-from isotype.contracts.contract import autocast_lists
+from isotype.contracts.contract import are_powers_of_two, autocast_lists
+from isotype.contracts.families import ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
 from isotype.core.operators import given_tensors
 from isotype.precision.devices.attention import (
+    KERNELS,
     AttentionCall,
     attention_kernel,
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.records.trace import FLOATS, HALVES
+from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.transforms import (
+    HALF_TRANSFORMS,
+    as_half,
+    is_half_transform,
+    transformed_sizes,
+)
 from isotype.trace.taken import DTYPE
 
 # Python functions -> the function that they call, whose name the autocast lists contain.
@@ -128,12 +136,19 @@ class Functions(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function as the device would; if it raises for the operands' dtypes, convert them and repeat the call."""
         recorder, device = self._recorder, self.attention if func is scaled_dot_product_attention else None
-        with device.as_on_device(args, kwargs, recorder.autocast) if device else contextlib.nullcontext():
+        with device.as_on_device(args, kwargs, recorder) if device else contextlib.nullcontext():
             try:
                 return func(*args, **kwargs)
-            except (RuntimeError, ValueError, TypeError) as error:
+            except (RuntimeError, ValueError, TypeError) as raised:
+                error = raised
                 if name_of(func) in ("backward", "grad"):
                     raise  # a graph cannot be traversed twice
+                if self._kind in HALF_TRANSFORMS and is_half_transform(name_of(func), args):
+                    sizes = transformed_sizes(name_of(func), args, kwargs)
+                    if self._kind != "cuda" or are_powers_of_two(sizes):
+                        wide = (_cast(part, torch.float32, HALVES) for part in (args, kwargs))
+                        return map_leaves(as_half, self._call(func, *wide))
+                    error = RuntimeError(f"{ONLY_POWERS_OF_TWO} of{sizes}")
                 # The recorder converts the operands of operators: a function above the operators raised this error.
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
@@ -177,6 +192,7 @@ def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> An
     return map_leaves(cast, values)
 
 
+_OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
 """No note names a layer's scores that take less than this share of the step's peak, or fewer bytes than this."""
 
@@ -185,16 +201,22 @@ class Attention:
     """Runs attention in plain operators if the device has no fused kernel for a call, and counts the bytes of the scores."""
 
     def __init__(self, profile: DeviceProfile) -> None:
-        self._profile, self._cudnn = profile, cudnn_is_on()
+        self._profile = profile
         self._scores: dict[tuple[torch.dtype, bool], int] = {}
 
     def as_on_device(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: FakeRecorder
     ) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which attention with these arguments runs with the kernel that the device would use."""
-        call = _call_of(args, kwargs, autocast)
-        if call is None or attention_kernel(self._profile, call[0], cudnn=self._cudnn) != "math":
-            return contextlib.nullcontext()
+        call = _call_of(args, kwargs, recorder.edited() or recorder.autocast)
+        enabled = enabled_attention()
+        kernel = None if call is None else attention_kernel(self._profile, call[0], enabled=enabled)
+        if kernel == "none":
+            recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(NO_ATTENTION_KERNEL, True, None))
+        if call is None or kernel not in ("math", "none"):
+            # A CPU has two of the kernels: it stands in for a device whose other kernels are enabled.
+            as_cpu = self._profile.kind == "cpu" or enabled in (KERNELS, {"math"})
+            return contextlib.nullcontext() if as_cpu else attention.sdpa_kernel(_OF_CPU)
         described, scores = call
         key = described.dtype, described.heads != described.key_heads
         self._scores[key] = max(self._scores.get(key, 0), scores)

@@ -66,9 +66,6 @@ from isotype.trace.sides import Sides
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-# Functions that support float16 on a GPU (in sizes of a power of two), and no 16-bit dtype on a CPU
-# (`promote_type_fft` in aten/src/ATen/native/SpectralOps.cpp).
-_CPU_LACKS_HALF = "fft_"
 # Operators of an angle: the absolute error of an angle matters, however large the angle is.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
 
@@ -212,7 +209,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         place = self._place()
-        edited = self._edited(place)
+        edited = self.edited(place)
         # In the backward, autograd casts a gradient to its value's dtype without a Python function.
         by_autograd = self.phase == "backward" and not self.function and not self._frames
         if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
@@ -245,9 +242,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.calls[-1] = replace(self.calls[-1], **decided)
         return result
 
-    def _edited(self, place: Place) -> torch.dtype | None:
-        """Return the dtype that a code change to try sets in the line of `place`; None for other lines."""
-        return self.lines.get(shown(place.source)) if self.lines else None
+    def edited(self, place: Place | None = None) -> torch.dtype | None:
+        """Return the dtype that a code change to try sets in the line of `place`, or in the running line; None for other lines."""
+        return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 
     def _judged(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
@@ -395,11 +392,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(floats) + (cast is not None) < 2
         # A function that does not support the 16-bit dtype (`torch.fft`, `torch.quantile`) runs in float32.
-        if not floats or not is_about_dtypes(error) or (alone and not self._lacks(func, floats)):
+        narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in floats)
+        if not floats or not is_about_dtypes(error) or (alone and not narrow):
             return None
         if named_integer(str(error), (tensor.dtype for _, tensor in tensors)) is not None:
             return None  # no cast of the float operands helps
-        edited = self._edited(self._place())
+        edited = self.edited()
         if edited is not None:
             return edited
         widest, side = max(floats, key=attrgetter("itemsize")), self._side(tensors)
@@ -408,22 +406,16 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.note(f"torch.{getattr(func, '__name__', func)}", tensors, breach)
         return target
 
-    def _lacks(self, func: Any, floats: set[torch.dtype]) -> bool:
-        """Return whether the simulated device, too, lacks a function that this CPU does not support for these dtypes."""
-        name = getattr(func, "__name__", "")
-        only_on_cpu = self.contracts.kind != "cpu" and name.startswith(_CPU_LACKS_HALF)
-        return all(dtype.itemsize < 4 for dtype in floats) and not (only_on_cpu and torch.float16 in floats)
-
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
         """Record a function that raises under autocast, unless a code change to try sets the dtype in its line."""
-        if self._edited(self._place()) is None:
+        if self.edited() is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def array(self, tensor: torch.Tensor) -> Any:
         """Return the result of `tensor.numpy()`: known values or zeros. NumPy has no bfloat16: such a tensor is a breach."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-        if dtype != tensor.dtype and self._edited(self._place()) is None:
+        if dtype != tensor.dtype and self.edited() is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)
             self.note("torch.Tensor.numpy", [("self", tensor)], breach)
         value = self.values.of(tensor)
