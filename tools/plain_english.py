@@ -56,8 +56,8 @@ def idioms(sources: Sources) -> list[Idiom]:
 
 def _in_module(module: Module) -> Iterator[Idiom]:
     path = str(module.path)
-    alone = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(module.tree):
+    alone = {id(node.value) for node in module.nodes if isinstance(node, ast.Expr)}
+    for node in module.nodes:
         match node:
             case ast.Constant(value=str(text)) if id(node) in alone:
                 if OPENERS.match(text.strip()):

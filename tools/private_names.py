@@ -108,16 +108,14 @@ def _assigned(node: ast.stmt) -> list[str]:
 
 
 def _all_overrides(module: Module, sources: Sources) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef):
             yield from _overrides(node, module, sources)
 
 
 def _named_in_compat(sources: Sources) -> frozenset[str]:
     """Private attributes that `compat/` reads or sets: elsewhere no text may name one."""
-    nodes = (
-        node for module in sources.modules.values() if _is_home(module) for node in ast.walk(module.tree)
-    )
+    nodes = (node for module in sources.modules.values() if _is_home(module) for node in module.nodes)
     return frozenset(
         node.attr if isinstance(node, ast.Attribute) else str(node.value)
         for node in nodes
@@ -137,14 +135,14 @@ def _is_home(module: Module) -> bool:
 def _uses(
     module: Module, sources: Sources, ours: frozenset[str], known: frozenset[str]
 ) -> Iterator[tuple[int, str]]:
-    docstrings = set(_docstrings(module.tree))
+    docstrings = set(_docstrings(module))
     inner = {
         id(node.value)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and dotted_name(node) is not None
     }
     yield from _all_overrides(module, sources)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Import(names=aliases):
                 yield from ((node.lineno, alias.name) for alias in aliases if _foreign(alias.name))
@@ -186,7 +184,7 @@ def _operator_namespaces(module: Module) -> frozenset[str]:
     """Names that a module gives to parts of `torch.ops`, as `aten`."""
     return frozenset(
         name
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Assign) and (dotted_name(node.value) or "").startswith("torch.ops.")
         for name in _assigned(node)
     )
@@ -224,15 +222,15 @@ def _used(sources: Sources) -> frozenset[str]:
         _used_names[id(sources)] = frozenset(
             node.attr if isinstance(node, ast.Attribute) else node.id
             for module in sources.modules.values()
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Name)
             or (isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Call))
         )
     return _used_names[id(sources)]
 
 
-def _docstrings(tree: ast.Module) -> Iterator[int]:
-    for node in ast.walk(tree):
+def _docstrings(module: Module) -> Iterator[int]:
+    for node in module.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield id(node.value)
 

@@ -65,7 +65,7 @@ def sentences(sources: Sources) -> list[Sentence]:
 def _in_module(module: Module, root: Path) -> Iterator[Sentence]:
     path = str(module.path.relative_to(root))
     no_message: set[int] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             holder = module.name if isinstance(node, ast.Module) else node.name
             match node.body[:1]:
@@ -76,7 +76,7 @@ def _in_module(module: Module, root: Path) -> Iterator[Sentence]:
                         yield replace(sentence, signature=_signature(node))
         elif isinstance(node, ast.JoinedStr):
             no_message |= {id(part) for part in node.values}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.JoinedStr() | ast.Constant(value=str()) if id(node) not in no_message:
                 yield from _split("message", path, node.lineno, module.name, _written(node))

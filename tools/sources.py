@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,10 +55,15 @@ class Module:
         return self.name.rpartition(".")[0]
 
     @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, walked once."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
     def imports(self) -> dict[str, str]:
         """What each imported name stands for: `isotype.core.dtypes.name_of`, `torch._C`."""
         bound: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     first = alias.name.split(".", 1)[0]
@@ -136,11 +142,15 @@ def dotted_name(node: ast.AST) -> str | None:
 def read_sources(root: Path = SOURCE, package: str = PACKAGE) -> Sources:
     """Every module of a package below a folder, parsed."""
     modules: dict[str, Module] = {}
+    collects = gc.isenabled()
+    gc.disable()  # trees have no garbage, and looking for it takes longer than parsing
     for path in sorted((root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
         modules[name] = Module(name, path, text, ast.parse(text))
+    if collects:
+        gc.enable()
     functions: dict[str, Function] = {}
     classes: dict[str, Class] = {}
     for module in modules.values():

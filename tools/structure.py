@@ -126,7 +126,7 @@ def borders(sources: Sources) -> dict[tuple[str, str], dict[str, tuple[str, ...]
 
 def _imports(module: Module, sources: Sources) -> Iterator[tuple[str, str]]:
     """Modules of ours that a module imports from, and what."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
             assert node.module is not None
             for alias in node.names:
@@ -149,7 +149,7 @@ def _words(sources: Sources) -> dict[str, int]:
     pattern = re.compile(rf"(?:\b|_)({'|'.join(WORDS)})(?:\b|_)")
     counts: Counter[str] = Counter(dict.fromkeys(WORDS, 0))
     for module in sources.modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             match node:
                 case (
                     ast.Name(id=name)
