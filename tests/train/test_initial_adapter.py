@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,20 @@ import isotype
 from isotype.checkpoint.adapter import quiet_peft
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.core.errors import CheckpointError, UsageError
+from isotype.core.errors import CheckpointError, DataError, UsageError
 from isotype.data.methods import METHODS
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import training
 from isotype.train.initial_adapter import is_its_own_reference, start_of
-from isotype.train.models import _peft_config, weightless_model
+from isotype.train.models import _peft_config, processing_class, weightless_model
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.rows.lengths import adapter_notes
 from isotype.train.validate import argument_problems
 from tests.adapters import save_adapter, save_trained
 from tests.pairwise import few
 from tests.parsed import parse_settings
+from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -309,3 +312,81 @@ def test_an_adapter_on_int8_is_trained_further_on_int8(path: Path, tmp_path: Pat
     assert request.quant_storage is None  # of codes of 4 bits
     policy = isotype.resolve_precision(path, request.dtype, request.quantization, "cpu")
     assert policy.storage == "int8"
+
+
+def begin(adapter: Path) -> Any:
+    return start_of(
+        parse_settings(METHODS["sft"], ["--model_name_or_path", str(adapter), "--dataset_name", "d"])
+    )
+
+
+def test_adapters_whose_base_cannot_be_rebuilt_are_refused_by_every_command(
+    path: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(path, tmp_path / "adapter", "float32", None)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    content = {**config, "init_lora_weights": "corda", "corda_config": {}}
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    expected = (
+        "a corda adapter, whose initialisation changed the base's weights by covariances that are not saved"
+    )
+    for use in (begin, load_for_inference, lambda folder: merge_adapter(folder, tmp_path / "merged")):
+        assert expected in refused(UsageError, use, adapter)
+    poly = save_kind(path, tmp_path / "poly", peft.PolyConfig(r=4, **_Q))
+    for use in (load_for_inference, lambda folder: merge_adapter(folder, tmp_path / "merged")):
+        assert "a POLY adapter, which needs the number of each row's task (task_ids)" in refused(
+            UsageError, use, poly
+        )
+
+
+def test_a_package_that_an_adapter_needs_is_named(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(path, tmp_path / "adapter", "float32", None)
+
+    def lacking(*_: Any, **__: Any) -> None:
+        raise ImportError("scikit-learn is required for AdaMSS")
+
+    monkeypatch.setattr("isotype.checkpoint.adapter.pretrained", lacking)
+    assert "fix       install the package that the message names" in refused(CheckpointError, begin, adapter)
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "note"),
+    [
+        (peft.LoraConfig(r=4, alora_invocation_tokens=[8, 9], **_Q), "w0 w1 w5", None),
+        (peft.LoraConfig(r=4, alora_invocation_tokens=[8, 9], **_Q), "w1 w0 w5", "lack the tokens 'w0 w1'"),
+        (
+            peft.TrainableTokensConfig(
+                token_indices=[8], target_modules=["embed_tokens"], task_type="CAUSAL_LM"
+            ),
+            "w5",
+            "lack the tokens 'w0'",
+        ),
+        (peft.AdaLoraConfig(init_r=4, total_step=9, **_Q), "w5", "AdaLoRA keeps its ranks"),
+    ],
+)
+def test_rows_in_which_an_adapter_learns_nothing_are_counted(
+    path: Path, tmp_path: Path, config: peft.PeftConfig, text: str, note: str | None
+) -> None:
+    settings, tokenizer = begin(save_kind(path, tmp_path / "adapter", config)), processing_class(path)
+    notes = adapter_notes(settings, tokenizer, [{"text": "w0 w1"}, {"prompt": "w3 ", "completion": text}])
+    assert [note in shown for shown in notes] == [True] * (note is not None)
+    if note is not None and "lack" in note:
+        assert notes[0].startswith("1 of 2 rows ")
+        message = refused(DataError, adapter_notes, settings, tokenizer, [{"text": text}])
+        assert message.startswith("the adapter has an effect only with tokens that the rows lack\n")
+    assert adapter_notes(parse_settings(METHODS["sft"], ["--model_name_or_path", "m"]), tokenizer, [{}]) == []
+
+
+@pytest.mark.parametrize("targets", ["q_proj lm_head", ".*(q_proj|head)"])
+def test_an_adapter_on_the_head_is_refused_by_check_and_run(path: Path, tmp_path: Path, targets: str) -> None:
+    named = targets.split() if " " in targets else [targets]
+    argv = ["--model_name_or_path", str(path), "--lora_target_modules", *named, "--device", "cpu"]
+    plan = plan_of(*parse_options(["sft", *argv]))
+    assert refused(UsageError, check_plan, plan, DEFAULT_PHASES) == refused(
+        UsageError, train, path, tmp_path / "out", "--lora_target_modules", *named
+    )
+    assert check_plan(
+        plan_of(*parse_options(["sft", *argv[:3], "(?!lm_head).*proj", *argv[-2:]])), ("forward",)
+    ).ok

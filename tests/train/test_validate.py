@@ -84,9 +84,7 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
         ("dpo", "--loss_type exo_pair --label_smoothing 1e-3", None),
         ("dpo", "--sync_ref_model", "--sync_ref_model True with adapters"),
         ("dpo", "--sync_ref_model --use_peft False", None),
-        ("sft", "--lora_target_modules q_proj lm_head", "--lora_target_modules with lm_head"),
         ("dpo", "--lora_modules_to_save lm_head", None),
-        ("reward", "--lora_target_modules q_proj lm_head", None),
     ],
 )
 def test_what_a_trainer_refuses_is_refused_before_a_model_is_loaded(

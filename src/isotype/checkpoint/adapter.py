@@ -26,7 +26,7 @@ from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.peft import kind_of_adapter
-from isotype.core.errors import CheckpointError, Problem, one_line
+from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name, listed, pattern_problems
 from isotype.core.pretrained import pretrained
@@ -139,10 +139,31 @@ def inference_policy(
     return replace(with_ranges_of(policy, saved), master=saved.master)
 
 
+UNUSABLE: Mapping[str, str] = {
+    "POLY": "which needs the number of each row's task (task_ids)",
+    "XLORA": "which needs a base without `use_cache`, and runs it twice for each input",
+    "corda": "whose initialisation changed the base's weights by covariances that are not saved",
+}
+"""Kinds of adapters, or initialisations, that isotype cannot use with a base, each with the reason."""
+
+
+def require_usable(adapter: Adapter) -> None:
+    """Raise UsageError for an adapter in `UNUSABLE`."""
+    kind, start = kind_of_adapter(adapter.config), str(getattr(adapter.config, "init_lora_weights", None))
+    for name in (kind, start):
+        if name in UNUSABLE:
+            what = f"{adapter.directory}: a {name} adapter, {UNUSABLE[name]}"
+            fix = "use it in a script with PEFT"
+            if name == start:
+                fix = "save it again in PEFT's script: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+            raise UsageError.of("isotype cannot use this adapter", what, "an adapter such as LoRA", fix)
+
+
 def base_policy(
     adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
 ) -> PrecisionPolicy:
     """Return the policy for inference with an adapter's base at `revision` (default: the commit in the config)."""
+    require_usable(adapter)
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
@@ -403,7 +424,8 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
         config = pretrained(PeftConfig, str(directory))
     except BUILD_ERRORS as error:
         what, expected = f"{path}: {error}", f"the config of a {kind} adapter"
-        raise CheckpointError.of(f"{CONFIG_FILE} cannot be read", what, expected, _AGAIN) from error
+        fix = "install the package that the message names" if isinstance(error, ImportError) else _AGAIN
+        raise CheckpointError.of(f"{CONFIG_FILE} cannot be read", what, expected, fix) from error
     # PEFT saves True; adapters are float32 masters under the policy only if they are trainable.
     config.inference_mode = False
     return config

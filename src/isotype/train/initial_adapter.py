@@ -7,7 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.adapter import CONFIG_FILE, Adapter, is_adapter, read_adapter
+from isotype.checkpoint.adapter import (
+    CONFIG_FILE,
+    UNUSABLE,
+    Adapter,
+    is_adapter,
+    read_adapter,
+    require_usable,
+)
 from isotype.compat.peft import kind_of_adapter
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
@@ -56,6 +63,7 @@ def start_of(settings: Settings) -> Settings:
     ]
     if problems:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
+    require_usable(adapter)
     base = {"model_name_or_path": adapter.base}
     if adapter.revision and "model_revision" not in settings.command:
         base["model_revision"] = adapter.revision
@@ -101,8 +109,7 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
 
 _UNABLE = {
     "ADAPTION_PROMPT": "whose forward does not return the log-probabilities that TRL's trainers need",
-    "POLY": "which needs the number of each row's task (task_ids)",
-    "XLORA": "which needs a base without `use_cache`",
+    **UNUSABLE,
 }
 """Kinds of adapters that a TRL trainer cannot train, each with the reason."""
 

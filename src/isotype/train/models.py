@@ -35,6 +35,7 @@ from isotype.model.fold import fold as fold_layers
 from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
+from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import BOOLEANS, LOFTQ, brings_tokens, is_its_own_reference
@@ -73,6 +74,7 @@ def adapted_model(
         else:
             model = load(checkpoint, policy, **kwargs)
             model = model if add is None else add(model)
+        require_plain_head(model, method)
     except TypeError as error:
         if not init or "unexpected keyword argument" not in str(error):
             raise
@@ -192,6 +194,15 @@ def require_token_ids(config: Any, settings: Settings) -> None:
     raise UsageError.of(headline, f"{cls.__name__}, which takes {takes}", expected, fix)
 
 
+def require_plain_head(model: Any, method: Method) -> None:
+    """Raise UsageError if the head has an adapter: TRL's losses take the head's weight without an adapter."""
+    if method.loss != "reward" and is_tuner_layer(model.get_output_embeddings()):
+        headline, expected = "an adapter on the head would not be trained", "layers below the head"
+        fix = "leave the head out, or train it: --lora_modules_to_save lm_head; a saved adapter can be merged first"
+        what = f"an adapter on the head, whose weight isotype {method.name} takes without an adapter"
+        raise UsageError.of(headline, what, expected, fix)
+
+
 def check_module_names(model: Any, config: Any) -> None:
     """Raise UsageError if the rank is too large or if a name in the adapter's config fits no module or parameter."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -292,7 +303,7 @@ def processing_class(source: Path | str, revision: str | None = None) -> Any:
 # ------------------------------------------------------------------------------------------------------ without weights
 
 
-_OF_VALUES = ("FROD", "SHIRA")
+_SPARSE = ("FROD", "SHIRA")
 
 _NUMBER = re.compile(r"(^|\.)\d+(\\?\.|$)|\\d|\[\d|\(\d")
 
@@ -340,10 +351,9 @@ def weightless_model(
             lora = copy.copy(lora)
             lora.init_lora_weights = True  # olora would quantize the weights again, which have no values here
         kind = kind_of_adapter(lora)
-        if kind in _OF_VALUES:
-            what, expected = f"a {kind} adapter", "a kind that PEFT creates without the base's values"
-            fix = "start the training, which checks its first batch"
-            raise UsageError.of("a check without weights cannot create the adapter", what, expected, fix)
+        if kind in _SPARSE:
+            what, expected = f"a {kind} adapter", "a kind that computes without sparse tensors"
+            raise UsageError.of("a check cannot trace the adapter", what, expected, "start the training")
         plain = kind == "LORA"  # other kinds compute with the values that they draw
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
             model = _noted(model, policy, lora, adapt)

@@ -88,7 +88,7 @@ from isotype.train.rows.data import (
     uncut,
 )
 from isotype.train.rows.examples import data_summary, example_of, show_data
-from isotype.train.rows.lengths import lengths_in
+from isotype.train.rows.lengths import adapter_notes, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.rows.pictured import learn_no_pictures
 from isotype.train.run import Built, Choice, Run
@@ -226,6 +226,7 @@ def _build(run: Run, console: Console) -> Built:
     lengths = lengths_in(settings, tokenizer, data[train_split]) if counted else None
     rows = labelled_rows(settings, tokenizer, data, say=notes.append)
     notes += plain_turns(settings, tokenizer, data)
+    notes += adapter_notes(settings, tokenizer, data[train_split])
     choice = choice_of_run(run, tokenizer, lengths)
     loud = {"quiet": settings.quiet, "verbose": settings.verbose}
     describe.show_policy(console, policy, settings.optim, choice, **loud)

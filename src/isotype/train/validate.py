@@ -131,10 +131,6 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
     if settings.sync_ref_model and settings.use_peft:
         expected = "a training of every weight: the reference model of adapters is their base"
         yield Problem("--sync_ref_model True with adapters", expected, "leave one of the two out")
-    if settings.use_peft and method.loss != "reward" and "lm_head" in (settings.lora_target_modules or ()):
-        expected = "layers below the head: the loss takes the head's weight without an adapter"
-        fix = "leave lm_head out, or train it: --lora_modules_to_save lm_head"
-        yield Problem("--lora_target_modules with lm_head", expected, fix)
 
 
 def _attention(settings: Settings) -> Any:

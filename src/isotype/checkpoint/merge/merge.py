@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
+from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter, require_usable
 from isotype.checkpoint.export import check_exportable, exportable_tokenizer, is_exportable, require_program
 from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import (
@@ -173,6 +173,7 @@ def merge_adapter(
 
 
 def _check_mergeable(adapter: Adapter) -> None:
+    require_usable(adapter)
     config = adapter.config
     why = None
     if config.is_prompt_learning:

@@ -28,6 +28,7 @@ from isotype.train.rows.lengths import (
     COUNTED_ROWS,
     UNBOUNDED,
     Lengths,
+    adapter_notes,
     lengths_in,
     longest_possible,
     packed_rows,
@@ -244,6 +245,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     if options.length is None:
         require_rows_left(settings, lengths)
     plan = replace(plan, pictures=pictures_in_rows(tokenizer, rows))
+    notes += adapter_notes(settings, tokenizer, rows)
     notes += filter(None, [None if lengths is None else lengths.begun_twice()])
     plan = _with_held_back(plan, settings, tokenizer, data)
     plan = replace(plan, data="; ".join(notes), lengths=lengths)

@@ -36,7 +36,7 @@ from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
 from isotype.rules.kit.costs import dense_stacks, step_time
-from isotype.train.models import require_decoder, weightless_model
+from isotype.train.models import require_decoder, require_plain_head, weightless_model
 from isotype.train.policy import policy_by_ranges, sound_attention
 from isotype.train.preflight.plan import DEFAULT_LENGTH, StepPlan
 from isotype.train.preflight.synthetic import (
@@ -273,6 +273,7 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
         attn_implementation=plan.attention,
         **dict(method.model_kwargs),
     )
+    require_plain_head(model, method)
     model.config.use_cache = False
     text = model.config.get_text_config()
     if method.loss == "reward" and text.pad_token_id is None:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from isotype.compat.peft import activating, kind_of_adapter
 from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, one_line
 from isotype.data.build import undecoded
 from isotype.data.methods import METHODS
+from isotype.data.pictures import picture_columns
 from isotype.train.rows.pictured import Pictured
 
 if TYPE_CHECKING:
@@ -111,6 +113,51 @@ def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = F
     only = bool(settings.assistant_only_loss)
     name = settings.method.name
     return lengths_of(name, tokenizer, rows, field, source=source, every=every, only_assistant=only)
+
+
+def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
+    """Return notes on an adapter to train further: rows without the tokens that it needs to have an effect, and AdaLoRA.
+
+    Raises:
+        DataError: no row has these tokens, so that the adapter would learn nothing.
+    """
+    config = None if settings.start is None else settings.start.config
+    if config is not None and kind_of_adapter(config) == "ADALORA":
+        return ["AdaLoRA keeps its ranks: TRL's trainers do not call update_and_allocate, which reduces them"]
+    wanted = {} if config is None else activating(config)
+    unknown = not hasattr(rows, "__len__") or picture_columns(rows) or settings.chat_template_path
+    if not wanted or unknown:
+        return []
+    words, field = getattr(tokenizer, "tokenizer", tokenizer), settings.dataset_text_field or "text"
+    sequence = wanted.get("alora_invocation_tokens")
+    shown = words.decode(sequence or wanted["token_indices"])
+    tried = range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
+    lacking = 0
+    for at in tried:
+        ids = [token for part in _parts(words, rows[at], field) for token in part]
+        if sequence is None:
+            lacking += {*wanted["token_indices"]}.isdisjoint(ids)
+        else:
+            lacking += sequence not in (ids[start : start + len(sequence)] for start in range(len(ids)))
+    if lacking == len(tried):
+        what, expected = f"{settings.data_name}: no row has the tokens {shown!r}", "rows with these tokens"
+        fix = (
+            "write them into the rows, or give a chat template that has them: --chat_template_path FILE.jinja"
+        )
+        raise DataError.of(
+            "the adapter has an effect only with tokens that the rows lack", what, expected, fix
+        )
+    rows_lack = f"{lacking:,} of {len(tried):,} rows lack the tokens {shown!r}"
+    return [f"{rows_lack}, without which the adapter learns nothing"] if lacking else []
+
+
+def _parts(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> list[Sequence[int]]:
+    """Return the token ids of each text of a row: a prompt with an answer for each answer, or a conversation."""
+    ids = [row[name] for name in ("input_ids", "chosen_ids", "rejected_ids") if row.get(name) is not None]
+    names = ("completion", "chosen", "rejected", "messages", text_field)
+    answers = [row[name] for name in names if row.get(name) is not None]
+    tools, prompt = row.get("tools"), row.get("prompt")
+    return ids or [_ids(tokenizer, prompt, answer, tools) for answer in answers or [None]]
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
