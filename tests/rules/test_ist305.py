@@ -91,3 +91,22 @@ def test_an_operator_without_a_kernel_runs_in_float32() -> None:
     (finding,) = find(trace([adapter(BF16)], [step], optimizer="Mine"))
     assert finding.message == "aten.linalg_qr.default has no kernel for bfloat16"
     assert finding.fixes[0].text == "cast the operands at model.py:1 to float32, and the result back"
+
+
+def test_every_line_of_an_optimizer_that_mixes_dtypes_is_cast() -> None:
+    """deepspeedai/DeepSpeed #7746: a script's own Muon, with the name of torch's, keeps its momentum in float32."""
+    state = Operand("self", FP32, (8, 8), Origin("cast", FP32, "zeros_like", source="muon.py:3"))
+    gradient = Operand(
+        "end", BF16, (8, 8), Origin("gradient", BF16, "w", before=Origin("parameter", BF16, "w"))
+    )
+    other = Operand("end", FP32, (8, 8), Origin("gradient", FP32, "w"))
+    first = replace(refused("aten.lerp_.Scalar", "optimizer", state, gradient), source="muon.py:5")
+    second = refused(
+        "aten.lerp_.Scalar", "optimizer", replace(gradient, role="self"), replace(other, role="end")
+    )
+    steps = [first, replace(second, source="muon.py:6")]
+    (finding,) = find(trace([weight("w", BF16, trainable=True)], steps, optimizer="Muon"))
+    assert finding.cause == "the gradient of w is bfloat16"
+    assert "a cast to float32 at muon.py:3" in finding.evidence
+    lines = {Action("line", "muon.py:5", "float32"), Action("line", "muon.py:6", "bfloat16")}
+    assert lines in [set(fix.actions) for fix in finding.fixes]

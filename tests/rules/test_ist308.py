@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from isotype.records.trace import Call
+from isotype.records.trace import Call, Failure
 from tests.rules.samples import call, operand, trace
 from tests.rules.traces import FP32, found
 
@@ -48,3 +49,19 @@ def test_a_product_of_a_gradient_in_a_backward_of_the_user() -> None:
     assert found(RULE, trace(calls=(of_gradient("aten.mul_.Tensor"), NORM, UNSCALED), scaler=True)) == []
     other = call("aten.mul_.Tensor", operand(torch.float32), phase="backward")
     assert found(RULE, trace(calls=(NORM, other, UNSCALED), scaler=True)) == []
+
+
+def test_gradients_that_are_divided_but_not_multiplied() -> None:
+    (finding,) = found(RULE, replace(trace(calls=(BACKWARD, UNSCALED), scaler=True), unscaled=True))
+    assert finding.message == (
+        "adamw steps with gradients that are divided by the loss scale, which never multiplied the loss"
+    )
+    assert finding.fixes[0].text.startswith("call scaler.scale(loss).backward() in place of loss.backward()")
+
+
+def test_a_call_that_the_gradscaler_refuses() -> None:
+    error = "AssertionError: Attempted step but _scale is None.  This may indicate"
+    (finding,) = found(RULE, replace(trace(), failure=Failure("optimizer", "", "train.py:9", error)))
+    assert finding.severity == "error"
+    assert finding.cause == "no loss was multiplied by the loss scale"
+    assert finding.source == "train.py:9"

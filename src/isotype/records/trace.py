@@ -394,6 +394,7 @@ class Trace:
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
         scaled: whether the optimizer stepped with gradients that a GradScaler's loss scale still multiplies.
+        unscaled: whether gradients of a loss that no loss scale multiplied were divided by a GradScaler's scale.
         unheld: trainable parameters that have a gradient, but that no optimizer of the script holds.
         orphans: number of the optimizer's parameters without a gradient that no called module has.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
@@ -417,6 +418,7 @@ class Trace:
     reach: Reach | None = None
     stale_casts: bool = False
     scaled: bool = False
+    unscaled: bool = False
     unheld: tuple[str, ...] = ()
     orphans: int = 0
     unmatched: tuple[str, ...] = ()

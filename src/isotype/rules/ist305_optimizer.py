@@ -23,7 +23,7 @@ every digit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -34,7 +34,7 @@ from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import GRADIENTLESS, HALVES, Call, Operand, Trace
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import advice, cause_text, device_error, fix, setting
+from isotype.rules.kit.words import advice, cause_text, device_error, evidence, setting
 
 TITLE = "Mixed dtypes in the optimizer's step"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
@@ -73,6 +73,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
     )
     if origin.kind == "gradient":
         cause = f"the gradient of {_parameter(first, mismatched, trace) or origin.name} is {dtype}"
+    operands = tuple(operand for operand in floats if _entry(operand) == _entry(mismatched))
     return Finding(
         "IST305",
         "error",
@@ -83,9 +84,9 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         source=first.source,
         cause=cause,
         notes=device_error(first),
-        operands=tuple(operand for operand in floats if _entry(operand) == _entry(mismatched)),
-        fixes=tuple(_fixes(trace, first, mismatched)),
-        evidence=(f"{short(first.source)} {first.op}",) if first.source else (),
+        operands=operands,
+        fixes=tuple(_fixes(trace, broken, mismatched)),
+        evidence=tuple(dict.fromkeys(line for operand in operands for line in evidence(operand.origin))),
     )
 
 
@@ -116,7 +117,8 @@ def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
     return next((o.name for o in origins if o.kind == "parameter" or o.name in trace.owners), "")
 
 
-def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
+def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterator[Fix]:
+    call = broken[0]
     unlike = {
         name: trace.owners[name].dtype
         for operand in call.operands
@@ -131,13 +133,22 @@ def _fixes(trace: Trace, call: Call, mismatched: Operand) -> Iterator[Fix]:
         how = "create the optimizer after the last cast of the model, or load the optimizer's state again"
         yield advice("optimizer", how)
     optimizer = trace.setup.optimizer
-    if optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer):
-        if "fused" in optimizer:
-            yield setting("use an optimizer that is not fused", "optimizer", "adamw")
-    elif call.source:  # torch's own code has no line to change
+    by_torch = optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer)
+    if "fused" in optimizer:
+        yield setting("use an optimizer that is not fused", "optimizer", "adamw")
+    # All operators of torch's own optimizers have one line, the script's call of step(): no cast can be added there.
+    elif call.source and not (
+        by_torch and len({c.source for c in trace.calls if c.phase == call.phase}) == 1
+    ):
+        lines = {other.source: other for other in reversed(broken) if other.source}
+        casts = [Action("line", line, _common(other)) for line, other in reversed(lines.items())]
         alone = len({operand.dtype for operand in call.floats}) == 1
-        dtype = "float32" if alone else dtype_name(call.operands[0].dtype)
         why = "and the result back" if alone else "the dtype of the updated tensor"
-        yield fix(
-            f"cast the operands at {short(call.source)} to {dtype}, {why}", "line", (call.source,), dtype
-        )
+        dtypes = " and ".join(f"at {short(c.target)} to {c.value}" for c in casts)
+        yield Fix(f"cast the operands {dtypes}, {why}", "safe", actions=tuple(casts))
+
+
+def _common(call: Call) -> str:
+    """Return the dtype to which the operands of a refused call are to be cast."""
+    alone = len({operand.dtype for operand in call.floats}) == 1
+    return "float32" if alone else dtype_name(call.operands[0].dtype)

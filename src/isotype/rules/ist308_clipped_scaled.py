@@ -1,11 +1,15 @@
 """
-**What it means.** Gradients are clipped while they are still multiplied by the loss scale of a GradScaler, or the
-optimizer steps with such gradients.
+**What it means.** The calls of a GradScaler have the wrong order, or one of them is missing:
+
+- Gradients are clipped while they are still multiplied by the loss scale, or the optimizer steps with such gradients.
+- Gradients are divided by the loss scale, but the loss was not multiplied by it.
+- The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
 
 **Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling, the
 gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides most of
 the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised. An
 optimizer step with scaled gradients is up to 65,536 times too large for SGD, and skips no step with infinite gradients.
+An optimizer step with gradients that were divided, but not multiplied, is 65,536 times too small for SGD.
 
 **An example that costs**
 
@@ -25,37 +29,65 @@ The trainers of transformers, accelerate and Lightning unscale before they clip.
 
 **How safe is the fix?** The fix is safe: the limit then applies to the unscaled gradients, as intended.
 
-**Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599; harubaru/waifu-diffusion #64.
+**Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599; harubaru/waifu-diffusion #64;
+nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import Trace
+from isotype.records.trace import NOTHING_UNSCALED, Trace
 from isotype.rules.kit.words import advice
 
-TITLE = "Gradients that are clipped before they are unscaled"
+TITLE = "Calls of a GradScaler in the wrong order"
 
 _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
 
+_SCALE = "call scaler.scale(loss).backward() in place of loss.backward(); with accelerate, accelerator.backward(loss)"
+_UPDATE = "call scaler.update() once after the last scaler.step(), also if a step is left out; after several micro-batches, call unscale_() once"
+REFUSALS = {
+    "_scale is None": ("no loss was multiplied by the loss scale", _SCALE),
+    "has already been called": ("scaler.update() did not run after the earlier call", _UPDATE),
+    "is being called after step()": (
+        "scaler.step() has already unscaled these gradients",
+        "call scaler.unscale_(optimizer) before scaler.step(optimizer)",
+    ),
+    NOTHING_UNSCALED: (
+        "no parameter of this optimizer has a gradient",
+        "let the loss depend on parameters of this optimizer (no detach() or torch.no_grad() on the way), or do not call scaler.step() for it",
+    ),
+    "recorded prior to update": (
+        "scaler.update() runs, but no scaler.step() did",
+        "call scaler.step(optimizer) in place of optimizer.step()",
+    ),
+}
+"""Parts of a GradScaler's errors -> the cause, and what to do."""
+
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if the step clips gradients, or updates parameters with them, before the GradScaler unscales them."""
+    """Yield a finding if a GradScaler refuses a call, or if the step uses gradients that are scaled, or wrongly unscaled."""
+    error = Finding("IST308", "error", "", phase="optimizer")
     if trace.scaled:
         how = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
-        yield Finding(
-            "IST308",
-            "error",
-            f"{trace.setup.optimizer} steps with gradients that the loss scale multiplies",
-            phase="optimizer",
-            cause="optimizer.step() runs without scaler.unscale_(optimizer) and scaler.step(optimizer)",
-            fixes=(advice("optimizer.step()", how),),
-        )
+        message = f"{trace.setup.optimizer} steps with gradients that the loss scale multiplies"
+        cause = "optimizer.step() runs without scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        yield replace(error, message=message, cause=cause, fixes=(advice("optimizer.step()", how),))
+    if trace.unscaled:
+        message = f"{trace.setup.optimizer} steps with gradients that are divided by the loss scale, which never multiplied the loss"
+        cause = "loss.backward() runs on a loss that is not the result of scaler.scale(loss)"
+        yield replace(error, message=message, cause=cause, fixes=(advice("scaler.scale", _SCALE),))
+    refusal = "" if trace.failure is None else trace.failure.error
+    for words, (cause, how) in REFUSALS.items():
+        if trace.failure is not None and words in refusal:
+            source = trace.failure.source
+            message = f"the GradScaler refuses a call: {refusal.partition(': ')[2]}"
+            yield replace(error, message=message, cause=cause, source=source, fixes=(advice(source, how),))
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
     backward = [call for call in trace.calls[:unscaled] if call.by_script and call.of_gradient]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))

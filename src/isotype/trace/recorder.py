@@ -265,6 +265,12 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             self.inputs[origin.name] = origin.dtype
         setattr(tensor, ORIGIN, origin)
 
+    def mark_gradient(self, parameter: torch.Tensor, name: str) -> None:
+        """Let the gradient of a parameter, which has one, be known as such: until now, its origin is that of an operand."""
+        assert parameter.grad is not None
+        origin = Origin("gradient", parameter.grad.dtype, name, before=self.origin(parameter))
+        self.mark(parameter.grad, origin)
+
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
         """Return the origin of the dtype that function `name` reads from another tensor (`x` in `y.to(x.dtype)`).
 

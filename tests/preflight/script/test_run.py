@@ -359,6 +359,25 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
         ),
         (
             "",
+            "loss = mse_loss(model(x), y); optimizer.zero_grad(); scaler.scale(loss); loss.backward(); scaler.step(optimizer); scaler.update()",
+            "IST308]: SGD steps with gradients that are divided by the loss scale, which never multiplied the loss",
+            "loss.backward() runs on a loss that is not the result of scaler.scale(loss)",
+        ),
+        (
+            "scaler.scale(x.sum())",
+            "loss = mse_loss(model(x), y) * scaler.get_scale(); optimizer.zero_grad(); loss.backward(); scaler.step(optimizer); scaler.update()",
+            "",
+            "",
+        ),
+        (
+            "other = torch.optim.SGD(model[1].parameters(), lr=1e-3); optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)",
+            "scaler.scale(mse_loss(model(x), y)).backward(); scaler.unscale_(optimizer); scaler.unscale_(other)\n"
+            "    scaler.step(optimizer); scaler.step(other); scaler.update()",
+            "",
+            "",
+        ),
+        (
+            "",
             "with torch.autocast('cpu', torch.bfloat16, enabled=step == 0): loss = mse_loss(model(x), y)\n"
             "    optimizer.zero_grad(); loss.backward(); optimizer.step()",
             "IST306]: the step runs in float32, without autocast",

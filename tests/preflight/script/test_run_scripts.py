@@ -144,6 +144,20 @@ for _ in range(2):
     assert (f"addition at train.py:{line}" in err) == (dtype == "bfloat16")
 
 
+def test_a_moving_average_in_a_frozen_weight_of_the_model_is_reported(runs: Runs) -> None:
+    """AndreasBergmeister/ram #6: the average is an adapter that the model does not use."""
+    script = """
+model = Net()
+model.old = nn.Linear(8, 16, dtype=torch.float16).requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(ids, ids)[1].backward()
+    optimizer.step()
+    model.old.weight.data.mul_(0.999).add_(model.head.weight.detach(), alpha=0.001)
+"""
+    assert "warning[IST503]: a float16 tensor is changed in place" in runs(script)[2]
+
+
 def test_a_cast_that_fsdp_makes_is_named(runs: Runs) -> None:
     script = """
 import torch.distributed as dist
@@ -250,6 +264,47 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
     assert "last known step runs clean: the cause is elsewhere\n  --> " in err
     for line in lines:
         assert line in err
+
+
+@pytest.mark.parametrize(
+    ("after_backward", "cause"),
+    [
+        ("scaler.step(optimizer)", "scaler.update() did not run after the earlier call"),
+        ("scaler.unscale_(optimizer)", "scaler.update() did not run after the earlier call"),
+        ("scaler.step(idle)", "no parameter of this optimizer has a gradient"),
+    ],
+)
+def test_a_call_that_the_gradscaler_refuses_is_explained(runs: Runs, after_backward: str, cause: str) -> None:
+    script = (
+        "model = Net().float()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "idle = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)\n"
+        "scaler = torch.amp.GradScaler('cpu')\nfor _ in range(2):\n"
+        f"    scaler.scale(model(ids, ids)[1]).backward()\n    {after_backward}\n"
+    )
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 1
+    after = err.partition("Error: ")[2]
+    line = (MODEL + script).splitlines().index(f"    {after_backward}") + 1
+    assert "error[IST308]: the GradScaler refuses a call: " in after
+    assert f"train.py:{line}" in after
+    assert f"   = cause  {cause}" in after
+
+
+def test_a_loss_that_is_not_scaled_beside_one_that_is(runs: Runs) -> None:
+    """IAHispano/Applio #860, SheldonTsui/GOF_NeurIPS2021 #2: two optimizers share a GradScaler."""
+    script = (
+        "first, second = nn.Linear(8, 8), nn.Linear(8, 8)\nscaler = torch.amp.GradScaler('cpu')\n"
+        "one, two = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second))\n"
+        "with torch.autocast('cpu', torch.float16): loss = first(torch.ones(2, 8)).float().sum()\n"
+        "scaler.scale(loss).backward()\nscaler.step(one)\n"
+        "with torch.autocast('cpu', torch.float16): loss = second(torch.ones(2, 8)).float().sum()\n"
+        "SCALED.backward()\nSTEP\n"
+    )
+    for scaled, step in (("loss", "two.step()"), ("scaler.scale(loss)", "scaler.step(two)")):
+        _, _, err = runs(script.replace("SCALED", scaled).replace("STEP", step), "--steps", "2")
+        assert err.count("warning[IST303]: the backward runs in float16 without loss scaling") == (
+            scaled == "loss"
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from isotype.compat.accelerate import mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, plural
-from isotype.core.source import condition_at
+from isotype.core.source import condition_at, line_of
 from isotype.model.shard import is_gathered
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
@@ -57,6 +57,7 @@ from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
 from isotype.report.text import format_kinds, short_source, wrapped
 from isotype.rules import judge
+from isotype.rules.ist308_clipped_scaled import REFUSALS
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
@@ -195,7 +196,9 @@ class Diagnosis:
             if not self._loss_traced or setup.scaler or trace.unheld or trace.scaled or trace.no_autocast:
                 modules.add("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
-            self._say_late([finding for finding in findings if finding.module in modules])
+            # Before the step, a GradScaler that the script has created counts as one that it uses.
+            unused = {"IST303"} if self._request is not None and self._request.keywords["scaler"] else set()
+            self._say_late([f for f in findings if f.module in modules or f.code in unused])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:
@@ -298,7 +301,8 @@ class Diagnosis:
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(link).__name__))
                 break
-            if any(words in text for words in _ABOUT_GRADIENTS) or _ABOUT_DTYPES.search(text):
+            gradients = any(words in text for words in (*_ABOUT_GRADIENTS, *REFUSALS))
+            if gradients or _ABOUT_DTYPES.search(text):
                 explained = self._explain_once(partial(self._explain_elsewhere, link))
                 break
         self.watch.forget()
@@ -347,13 +351,16 @@ class Diagnosis:
                 self.watch.scaler = True
                 self._diagnose(call, headline)
                 return
-        report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
-        if report is None:
-            return
-        if report.errors:
+        of_gradients = any(words in text for words in _ABOUT_GRADIENTS)
+        refused = any(words in text for words in REFUSALS)
+        report = self._traced_again(of_gradients) if of_gradients or not refused else None
+        if report is not None and report.errors:
             self._say("a trace of the script's last known step explains the error:")
             self._render(report)
-        else:
+        elif refused and (setup := self._setup_seen or self._setup()):
+            trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
+            self._print_brief([finding for finding in judge(trace) if finding.kind != "untraced"])
+        elif report is not None:
             self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
             self._print_outside(error, report.trace)
 

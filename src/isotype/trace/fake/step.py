@@ -323,23 +323,20 @@ class _Step:
         return [parameter for parameter in self.twin.parameters() if parameter.requires_grad]
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
-        return [
-            (name, parameter)
-            for name, parameter in self.twin.named_parameters()
-            if parameter.requires_grad and parameter.grad is not None
-        ]
+        named: Iterator[tuple[str, torch.Tensor]] = self.twin.named_parameters()
+        trained = [(name, p) for name, p in named if p.requires_grad and p.grad is not None]
+        for name, parameter in trained:
+            self.recorder.mark_gradient(parameter, name)
+        return trained
 
     def _unscale(self) -> None:
         """Unscale gradients, one dtype after the other, like `GradScaler.unscale_`, which raises for float16."""
         if not self.setup.scaler:
             return
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for name, parameter in self._trained():
-            gradient = parameter.grad
-            assert gradient is not None
-            origin = self.recorder.origin(parameter)
-            self.recorder.mark(gradient, Origin("gradient", gradient.dtype, name, before=origin))
-            groups.setdefault(gradient.dtype, []).append(gradient)
+        for _, parameter in self._trained():
+            assert parameter.grad is not None
+            groups.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         if refused := [("grad", gradient) for gradient in groups.pop(torch.float16, [])]:
             self._refuse("GradScaler.unscale_", "Attempting to unscale FP16 gradients.", refused)
         for gradients in groups.values():

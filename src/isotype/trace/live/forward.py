@@ -101,6 +101,7 @@ class StaleCasts:
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects a 16-bit copy of trained weights to which the script adds between an optimizer's step and the next forward.
+    The copy may be a frozen weight of the same model, such as a second adapter's.
 
     `report` is called with the first such call. Tensors get no marks, because scripts save them between two steps.
     """
@@ -133,10 +134,10 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def _is_copy(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.dtype not in HALVES:
             return False
-        alike = [weight for weight in self._weights if weight.shape == tensor.shape]
+        alike = [weight for weight in self._weights if weight.requires_grad and weight.shape == tensor.shape]
         known = (held for weight in alike for held in (weight, weight.grad) if held is not None)
         addresses = {storage_of(held) for held in known if type(held) in _PLAIN}
-        return any(weight.requires_grad for weight in alike) and storage_of(tensor) not in addresses
+        return bool(alike) and storage_of(tensor) not in addresses
 
     def detach(self) -> None:
         """End the watch."""

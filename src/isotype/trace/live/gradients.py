@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import no_modes
 from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
 from isotype.records.reach import Unreached
@@ -19,8 +20,8 @@ from isotype.trace.recorder import ORIGIN
 def gradients_of(
     optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module], unscaled: bool
 ) -> dict[str, Any]:
-    """Return the fields of a `Trace` about the gradients that `optimizer` steps with; `unscaled` is true if a GradScaler
-    has unscaled gradients of this script."""
+    """Return the fields of a `Trace` about the gradients that `optimizer` steps with, and `plain`: whether this step has
+    computed them without a loss scale. `unscaled` is true if a GradScaler has unscaled gradients of this script."""
     used = {
         operand.origin.name: call.module
         for call in recorder.calls
@@ -41,13 +42,15 @@ def gradients_of(
     left = (w for w in left if w.grad is not None and id(w) not in held and id(w) not in elsewhere)
     # One of several optimizers may step with the gradients of a loss that is not scaled.
     alone = all(weight.grad is None for key, weight in elsewhere.items() if key in recorder.names)
-    unscaled = unscaled or getattr(optimizer, "grad_scale", None) is not None
-    unscaled = unscaled or any(
-        c.phase == "unscale" or (c.by_script and c.of_gradient) for c in recorder.calls
-    )
-    # The recorder has marked the scale if this step has multiplied a loss by it.
-    scales = map(stored_scale, living(torch.amp.GradScaler) if alone and not unscaled else ())
+    divides = any(call.phase == "unscale" for call in recorder.calls)
+    unscaled = unscaled or divides or getattr(optimizer, "grad_scale", None) is not None
+    unscaled = unscaled or any(call.by_script and call.of_gradient for call in recorder.calls)
+    scales = [scale for scaler in living(torch.amp.GradScaler) if (scale := stored_scale(scaler)) is not None]
+    graded = [weight for weight in trained if weight.grad is not None]
+    of_this_step = bool(graded) and all(id(weight) in recorder.graded for weight in graded)
+    unmultiplied = of_this_step and not _multiplied(recorder, scales)
     return {
+        "plain": unmultiplied and not divides,
         "reached": reached if all_of_model else None,
         "unreached": tuple(
             Unreached(
@@ -63,5 +66,20 @@ def gradients_of(
         ),
         "orphans": sum(origin is None for _, origin in lost),
         "unheld": tuple(dict.fromkeys(recorder.names[id(w)].name for w in left if id(w) in recorder.names)),
-        "scaled": any(hasattr(scale, ORIGIN) for scale in scales),
+        # The recorder has marked the scale if this step has multiplied a loss by it.
+        "scaled": alone and not unscaled and any(hasattr(scale, ORIGIN) for scale in scales),
+        "unscaled": unmultiplied and divides,
     }
+
+
+def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:
+    """Return whether the backward began with a loss that one of the loss scales multiplies."""
+    origins = [getattr(scale, ORIGIN, None) for scale in scales]
+    with no_modes():  # a recorded read would mark the scale
+        numbers = [float(scale) for scale in scales]  # as in `loss * scaler.get_scale()`
+    return any(
+        any(operand.origin is origin for operand in call.operands for origin in origins)
+        or any(number in numbers for _, number in call.numbers)
+        for call in recorder.calls
+        if call.phase == "backward" and not call.by_script
+    )

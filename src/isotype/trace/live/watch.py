@@ -102,7 +102,7 @@ class Watch:
         recorder: recorder of the current or last step; None before the first one, and after `forget`.
         optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: learning rate of the optimizer's first group of parameters.
-        scaler: True if a GradScaler has unscaled gradients.
+        scaler: True if the loss of the last step was scaled.
         gradients: the result of `gradients_of` at the start of the last optimizer step; empty before it.
         skipped: number of steps that the GradScaler has skipped.
         skipping: whether `after` is called for a skipped step.
@@ -370,6 +370,12 @@ class Watch:
             self.optimizer = type(optimizer).__name__
             self.learning_rate = learning_rate_of(optimizer)
             self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
+            scaled = not self.gradients.pop("plain")
+            unscales = any(call.phase == "unscale" for call in self.recorder.calls)
+            self.scaler = unscales or (self.scaler and scaled)
+            for weight in parameters_of(optimizer):
+                if weight.grad is not None and (origin := self.recorder.names.get(id(weight))) is not None:
+                    self.recorder.mark_gradient(weight, origin.name)
             self._weigh_optimizer(optimizer)
             self.recorder.turn_to("optimizer")
 
@@ -391,7 +397,6 @@ class Watch:
             self.detach()  # only a part of this step was recorded
             self.forget()
             return
-        self.scaler = self.scaler or any(call.phase == "unscale" for call in recorder.calls)
         self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record(self._held)))
         self._leave_modes()
         self._after()
