@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 import isotype
 from isotype.compat.torch_device import cpu_stands_for, written_for
@@ -214,6 +215,26 @@ def test_an_attention_kernel_of_the_device_has_a_stand_in(kernel: str) -> None:
     ops = {call.op for call in report(act, "h100", autocast=torch.bfloat16).trace.calls}
     assert any("_scaled_dot_product_flash" in op for op in ops) == (kernel != "MATH")
     assert _cur_sdpa_kernel_backends() == before
+
+
+def _mod_by_parameter(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    q = layer(x)[None, None]
+    return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + layer.bias[i])
+
+
+@pytest.mark.parametrize(
+    "act", [lambda layer, x: flex_attention(*[layer(x)[None, None]] * 3), _mod_by_parameter]
+)
+def test_flex_attention_has_a_stand_in(act: Act) -> None:
+    """verl-project/verl #994: a CPU has no backward of it, and its kernel is compiled."""
+    for autocast in (None, torch.bfloat16):
+        traced = report(act, "h100", autocast=autocast)
+        assert (traced.errors, traced.trace.failure) == ((), None)
+        assert traced.trace.reached == 2
+        (call,) = (call for call in traced.trace.calls if "flash" in call.op and call.phase == "forward")
+        assert call.operands[0].dtype == (autocast or torch.float32)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        act(nn.Linear(8, 8), X)
 
 
 @pytest.mark.parametrize(("device", "native"), [("t4", False), ("a100", True)])

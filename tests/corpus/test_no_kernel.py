@@ -169,3 +169,55 @@ def test_a_spectrogram_on_a_gpu(size: int, autocast: str, found: int) -> None:
     inputs = {"x": torch.randn(32, 8)}
     report = isotype.check(Head(spectrogram), inputs, device="a100", autocast=autocast)
     assert [finding.code for finding in report.errors] == ["IST109"] * found
+
+
+CPU_ONLY_WIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "avg_pool3d": lambda made: nnf.avg_pool3d(made.view(1, 1, 2, 4, 4), 2),
+    "bicubic": lambda made: nnf.interpolate(made[None, None], size=(2, 4), mode="bicubic", antialias=True),
+    "cholesky_solve": lambda made: torch.cholesky_solve(made, torch.eye(4, dtype=made.dtype)),
+    "gamma": lambda made: torch.distributions.Gamma(made.abs() + 1, torch.ones_like(made)).rsample(),
+    "erfcx": torch.special.erfcx,
+    "ndtri": lambda made: torch.special.ndtri(made.sigmoid()),
+    "log_ndtr": torch.special.log_ndtr,
+    "bessel_j0": lambda made: made * torch.special.bessel_j0(made.detach()),
+}
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("name", CPU_ONLY_WIDE)
+def test_kernels_that_a_cpu_has_in_float32_only(name: str) -> None:
+    model, inputs = Head(CPU_ONLY_WIDE[name]).to(BF16), {"x": torch.randn(4, 8, dtype=BF16)}
+    error = real_step(model, inputs).error
+    assert error is not None
+    report = isotype.check(model, inputs, device="cpu", wiring=False)
+    assert {finding.code for finding in report.errors} == {"IST109"}
+    assert any(str(error).partition(": ")[2] in note for note in report.errors[0].notes)
+    healthy = Head(CPU_ONLY_WIDE[name]), {"x": torch.randn(4, 8)}
+    assert isotype.check(*healthy, device="cpu", wiring=False).ok
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("device", ["cpu", "a100"])
+def test_the_first_state_of_an_lstm(device: str) -> None:
+    """A first state that the forward makes in the default dtype: cuDNN and oneDNN take one dtype."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = torch.zeros(1, len(x), 8)
+            return self.rnn(x, (first, first))[0].float().mean()
+
+    model, inputs = Recurrent().to(BF16), {"x": torch.randn(2, 3, 8, dtype=BF16)}
+    assert real_step(model, inputs).error is not None
+    (finding,) = isotype.check(model, inputs, device=device, wiring=False).errors
+    assert finding.code == "IST101"
+    assert finding.cause.startswith("zeros returns float32 at test_no_kernel.py:")
+    assert all(fix.verified for fix in finding.fixes)
+    assert isotype.check(Recurrent(), {"x": torch.randn(2, 3, 8)}, device=device, wiring=False).ok
+    healthy = isotype.check(
+        Recurrent(), {"x": torch.randn(2, 3, 8)}, device=device, autocast="bfloat16", wiring=False
+    )
+    assert not healthy.errors

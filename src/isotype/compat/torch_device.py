@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -131,12 +132,21 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     answers |= dict.fromkeys(_STREAMS, _Idle)
     answers |= {name: getattr(torch, name) for name in _LEGACY_TENSORS}
     answers["get_rng_state"] = lambda *_, **__: torch.get_rng_state()
-    changes = [(owner, name, _renamed(getattr(owner, name), simulated)) for owner, name in _BY_DEVICE]
+    changes: list[tuple[Any, str, Any]] = [
+        (owner, name, _renamed(getattr(owner, name), simulated)) for owner, name in _BY_DEVICE
+    ]
     changes += [(backend, name, new) for name, new in answers.items() if hasattr(backend, name)]
     # torch checks the arguments of `record_stream` before it calls a function mode.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if simulated == "cuda":
+        if flex is not None:  # without the switch, torch would compile the kernel
+            changes += [
+                (flex, "_validate_device", _quiet(None)),
+                (flex, "flex_attention_hop", _flex_attention),
+            ]
+            changes += [(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)]
         changes += [(torch.cuda.nvtx, name, _quiet(None)) for name in _RANGES]
         changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]
         changes += [(torch, "set_autocast_gpu_dtype", partial(torch.set_autocast_dtype, "cpu"))]
@@ -219,6 +229,34 @@ class _Generators(type):
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return isinstance(thing, cls._real)
+
+
+def _flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any,
+    _: Any,
+    scale: float,
+    *__: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Replace FlexAttention's kernel, which a CPU has only in forwards, by a kernel with the same operands and memory.
+
+    The kernel casts its operands to autocast's dtype. `score_mod` runs once, for the tensors that it contains.
+    """
+    cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    repeats = query.shape[1] // key.shape[1]
+    heads = (
+        head.to(cast).repeat_interleave(repeats, 1) if repeats > 1 else head.to(cast) for head in (key, value)
+    )
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with torch.autocast("cpu", enabled=False):
+        out, statistics = attend(query.to(cast), *heads, scale=scale)
+        index = torch.zeros((), dtype=torch.int64)
+        modified = score_mod(torch.zeros(()), index, index, index, index)
+    if modified.requires_grad:
+        out = out + 0 * modified.to(out.dtype)
+    return out, statistics, statistics
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:

@@ -110,6 +110,8 @@ _EMBEDDING_BAG = (
     "Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 'per_sample_weights'; but "
     "type {0:name} does not equal {1:name}"
 )
+_RNN = "Input and {0} tensors are not the same dtype, found input tensor with {{0:name}} and {0} tensor with {{1:name}}"
+_LSTM_ON_CPU = "could not create a primitive descriptor for the LSTM forward propagation primitive"
 _NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
 
 ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size"
@@ -125,6 +127,19 @@ _CUDA_FACTORIZATIONS = {
     "linalg_solve_triangular triangular_solve": "triangular_solve_cuda",
 }
 """For operators that are separated by spaces: the kernel that torch calls first on a GPU."""
+
+_CPU_KERNELS = {
+    "avg_pool3d": "avg_pool3d_out_frame",
+    "_upsample_bicubic2d_aa": "compute_index_ranges_weights",
+    "cholesky_solve": "cholesky_solve_cpu",
+    "_standard_gamma": "gamma_cpu",
+    "_standard_gamma_grad": "_standard_gamma_grad_cpu",
+    **{
+        f"special_{name}": f"{name}_cpu"
+        for name in ["erfcx", "ndtri", "log_ndtr", "zeta", "bessel_j0", "bessel_j1"]
+    },
+}
+"""For operators that a CPU runs in float32 and float64 only: the kernel. Measured with torch 2.13."""
 
 FAMILIES: tuple[Family, ...] = (
     # Each device's kernel checks mm with its own message. addmm is checked before any kernel, with one message.
@@ -297,6 +312,22 @@ FAMILIES: tuple[Family, ...] = (
         devices=_CUDA,
     ),
     Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
+    *(
+        Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(kernel), devices=_CPU)
+        for name, kernel in _CPU_KERNELS.items()
+    ),
+    Family(
+        _ops("rrelu_with_noise"),
+        only="fdb",
+        refusal=_NO_KERNEL.format("rrelu_with_noise_out_cpu"),
+        devices=_CPU,
+    ),
+    # Fake tensors run an LSTM with the CPU's operator: the input, four weights and biases, hidden and cell state.
+    Family(_ops("mkldnn_rnn_layer"), _LSTM_ON_CPU, devices=_CPU),
+    *(
+        Family(_ops("mkldnn_rnn_layer"), _RNN.format(name), (0, at), devices=GPUS)
+        for at, name in ((5, "hidden"), (6, "hidden"), (1, "parameter"), (2, "parameter"))
+    ),
     Family(_ops("_embedding_bag"), _EMBEDDING_BAG),
     # bitsandbytes' kernels (and their `.out` forms) take pointers: they read absmax and code as float32 without a check.
     *(

@@ -253,8 +253,22 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
                 "= help   make the optimizer after the model has its final dtypes, or load its state again",
             ),
         ),
+        (  # jsikyoon/dreamer-torch #2, SheldonTsui/GOF_NeurIPS2021 #2
+            "model, other = Net(torch.float32).float(), nn.Linear(8, 1)\noptimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]\n"
+            "scaler = torch.amp.GradScaler('cpu')\nscaler.scale(model(ids, ids)[1]).backward()\n"
+            "for optimizer in optimizers: scaler.step(optimizer)\n",
+            (
+                "= help   no parameter of this optimizer ([1, 8] and others) has a gradient: compute the loss outside of",
+            ),
+        ),
     ],
-    ids=["a moving average", "a metric", "an evaluation without autocast", "an optimizer's state"],
+    ids=[
+        "a moving average",
+        "a metric",
+        "an evaluation without autocast",
+        "an optimizer's state",
+        "an optimizer without gradients",
+    ],
 )
 def test_a_crash_between_steps_is_shown_with_what_met_there(
     runs: Runs, script: str, lines: tuple[str, ...]

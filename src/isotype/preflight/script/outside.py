@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.core.source import line_of, tensors_at_hand
-from isotype.records.trace import FLOATS, Trace
+from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
+from isotype.rules.kit.words import and_others
 
 _SHOWN = 6
 
@@ -40,6 +41,8 @@ def outside(error: BaseException, models: Iterable[nn.Module], step: Trace) -> O
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     source, variables = line_of(error), dict(tensors_at_hand(error))
+    if gradientless := _without_gradients(error, names):
+        return Outside(source, (), gradientless)
     states = dict(_of_optimizer(error))
     tensors = tuple(
         (name, tensor.dtype, tuple(tensor.shape), names.get(id(tensor), ""))
@@ -64,6 +67,27 @@ def _help(
             "torch.autocast, too, or call isotype.enforce(model, policy)"
         )
     return f"cast the tensors to one dtype at {at}" if len(dtypes) > 1 else ""
+
+
+def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
+    """Return advice for an error about missing gradients; "" for other errors."""
+    how = "compute the loss outside of torch.no_grad(), and not from detached values"
+    if NO_GRADIENT in str(error):
+        return how
+    if NOTHING_UNSCALED not in str(error):
+        return ""
+    variables = (
+        value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()
+    )
+    stepped = [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
+    held = [
+        parameter
+        for optimizer in stepped
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in held)
+    return f"no parameter of this optimizer ({named}) has a gradient: {how}, or leave this step out"
 
 
 def _owners(error: BaseException) -> Iterator[object]:
