@@ -12,7 +12,7 @@ import transformers
 from rich.console import Console
 
 import isotype
-from isotype.core.errors import DataError, UsageError
+from isotype.core.errors import DataError, IsotypeError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train.command.command import specs
 from isotype.train.preflight.step import PlannedStep
@@ -165,7 +165,7 @@ def test_of_what_a_reference_is_a_copy(argv, copied):
         ("rloo --gradient_accumulation_steps 4", 0),
         ("grpo --steps_per_generation 6", 6),
         ("grpo --generation_batch_size 24 --per_device_train_batch_size 4", 6),
-        ("grpo --use_vllm", None),
+        ("grpo --use_vllm --device t4", None),
         ("sft", None),
     ],
 )
@@ -247,3 +247,39 @@ def test_a_reward_model_of_a_model_that_takes_pictures_has_a_padding_token(
     policy = isotype.resolve_precision(path, "float32", device="cpu")
     model, _ = PlannedStep(plan, transformers.AutoConfig.from_pretrained(path), policy).model(None)
     assert model.config.get_text_config().pad_token_id == 0
+
+
+def test_what_this_machine_lacks_is_refused_as_in_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "rows.jsonl", rows("sft"))
+    file = tmp_path / "file"
+    file.write_text("")
+    base = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--max_steps", 1]
+
+    def problems(*argv: object) -> list[str]:
+        words = [str(word) for word in (*base, *argv)]
+        answers = []
+        for act in (plan, lambda *words: run(parse_settings(METHODS["sft"], words[1:]), Console(quiet=True))):
+            with pytest.raises(IsotypeError) as caught:
+                act(*words)
+            answers.append([problem.given for problem in caught.value.problems])
+        assert answers[0] == answers[1] or "--output_dir" in argv
+        return answers[0]
+
+    assert problems("--device", "cpu", "--output_dir", file / "a") == [
+        f"--output_dir {file / 'a'}: {file} is a file"
+    ]
+    assert problems("--device", "cpu", "--optim", "lomo") == ["--optim lomo"]
+    assert problems("--device", "cpu", "--router_aux_loss_coef", 0.1) == [
+        "--router_aux_loss_coef 0.1 and a model of the type llama"
+    ]
+    plan(*map(str, base), "--device", "t4", "--optim", "lomo")  # perhaps that machine has the package
+    monkeypatch.setattr("isotype.train.validate.os.access", lambda *_: False)
+    with pytest.raises(UsageError, match=r"--output_dir .*/a: .* cannot be written"):
+        plan(*map(str, base), "--device", "cpu", "--output_dir", str(tmp_path / "a"))
+    monkeypatch.undo()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    assert problems("--device", "cpu")[0].startswith(f"{model}: no tokenizer.json")
+    assert "this machine has no tokenizer of the model" in plan(*map(str, base), "--device", "t4").notes[-1]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.trl import prompts_of
+from isotype.compat.peft import without_peft
+from isotype.compat.trl import is_fused_forward, prompts_of
 from isotype.core.errors import UsageError
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import loss_of
@@ -75,7 +76,12 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch. Add the number of labels in two such micro-batches if the trainer passes it to its model."""
+    """Return the batch. Add the number of labels in two such micro-batches if the trainer passes it to its model.
+
+    `fused_lm_head` says that TRL's head computes the loss.
+    """
+    if is_fused_forward(without_peft(trainer.model).forward):
+        batch = {**batch, "fused_lm_head": True}
     labels = batch.get("labels")
     if not getattr(trainer, "model_accepts_loss_kwargs", False) or not isinstance(labels, torch.Tensor):
         return batch

@@ -333,13 +333,17 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     batch = named_inputs(request.inputs) if request.wiring is True else request.wiring
     inputs = {name: value for name, value in batch.items() if name.isidentifier() and name != "fused_lm_head"}
     with surroundings():
-        return measure_reach(
+        reach = measure_reach(
             request.model,
             inputs,
             most_bytes=most_bytes,
             others=request.others,
             sharing="fsdp" if request.fsdp else "ddp" if request.devices > 1 else "",
         )
+    if "fused_lm_head" not in batch or reach is None or reach.labels is None or reach.labels.shift != 0:
+        return reach
+    # The measured forward is the model's own. The fused head of the step shifts the labels, which BartForCausalLM does not.
+    return replace(reach, labels=replace(reach.labels, shift=1))
 
 
 logger = logging.getLogger("isotype")

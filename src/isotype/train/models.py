@@ -184,6 +184,7 @@ def require_decoder(config: Any, method: Method) -> None:
 def require_token_ids(config: Any, settings: Settings) -> None:
     """Raise UsageError for a model whose input is not token ids, such as Whisper. TRL has no trainer for such models."""
     require_decoder(config, settings.method)
+    require_router(config, settings)
     cls = concrete_class(config)
     takes = getattr(cls, "main_input_name", "input_ids")
     if takes == "input_ids":
@@ -192,6 +193,18 @@ def require_token_ids(config: Any, settings: Settings) -> None:
     expected = "a language model, with or without pictures"
     fix = "train the model in a script: isotype.load, isotype.add_lora and isotype.fuse accept it"
     raise UsageError.of(headline, f"{cls.__name__}, which takes {takes}", expected, fix)
+
+
+def require_router(config: Any, settings: Settings) -> None:
+    """Raise UsageError if `--router_aux_loss_coef` weights the routers' loss of a model that returns no router logits."""
+    coefficient = settings.router_aux_loss_coef
+    if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
+        headline, expected = (
+            "there is no loss of routers",
+            "a mixture of experts that returns its router logits",
+        )
+        what = f"--router_aux_loss_coef {coefficient} and a model of the type {config.model_type}"
+        raise UsageError.of(headline, what, expected, "leave --router_aux_loss_coef out")
 
 
 def require_plain_head(model: Any, method: Method) -> None:

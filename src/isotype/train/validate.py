@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,10 +51,19 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 def check_settings(settings: Settings) -> None:
     """Raise UsageError about the arguments, else about the optimizer and the hub, else about files for the trainer."""
-    problems = [*argument_problems(settings), *_paths(settings), *_packages(settings), *_offload(settings)]
-    problems += compiler_problems(settings.training, settings.device)
+    problems = [*argument_problems(settings), *machine_problems(settings)]
     if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
+
+
+def machine_problems(settings: Settings) -> list[Problem]:
+    """Return the problems of the arguments with this machine's files, packages, compiler and devices."""
+    return [
+        *_paths(settings),
+        *_packages(settings),
+        *_offload(settings),
+        *compiler_problems(settings.training, settings.device),
+    ]
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
@@ -190,6 +200,12 @@ def _paths(settings: Settings) -> Iterator[Problem]:
     if output and model.is_dir() and Path(output).resolve() == model.resolve():
         setting = f"--output_dir {output} is the model's own directory"
         yield Problem(setting, "another directory for the results", "give another one")
+    existing = next(path for path in (Path(output), *Path(output).absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        what = (
+            f"--output_dir {output}: {existing} {'cannot be written' if existing.is_dir() else 'is a file'}"
+        )
+        yield Problem(what, "a directory that can be created and written", "give another one")
 
 
 def _packages(settings: Settings) -> Iterator[Problem]:

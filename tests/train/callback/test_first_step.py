@@ -117,3 +117,19 @@ def test_packed_rows_of_our_own_forward_are_wired_as_meant(
         assert reach is not None
         assert not reach.undecided
         assert (reach.leak("packed row") is None) == packed
+
+
+@pytest.mark.parametrize(("put", "codes"), [(put_head, set()), (lambda model: None, {"IST903"})])
+def test_the_shift_of_labels_is_the_fused_heads(tmp_path: Path, put: Any, codes: set[str]) -> None:
+    """BartForCausalLM compares logits and labels of the same token; TRL's fused head shifts the labels."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, decoder_layers=1, decoder_ffn_dim=48, decoder_attention_heads=2,
+        max_position_embeddings=64, is_decoder=True, is_encoder_decoder=False, dropout=0.0,
+    )  # fmt: skip
+    model = transformers.BartForCausalLM(config)
+    put(model)
+    ids = torch.randint(5, 60, (2, 12))
+    fused = {"fused_lm_head": True} if codes == set() else {}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, **fused}
+    assert {finding.code for finding in report_of(model, batch, tmp_path).errors} == codes

@@ -134,11 +134,10 @@ def take_packed_rows(trainer: Any) -> bool:
 
 
 def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a batch that isotype's forward passes on to the model's layers. Packed rows get no mask."""
+    """Return the inputs of a batch that isotype's forward uses. Packed rows get no mask."""
     base = without_peft(model)
     packed = base.__dict__.get(_PACKED, False) and inputs.get("position_ids") is not None
-    left_out = ("fused_lm_head", "attention_mask") if packed else ("fused_lm_head",)
-    return {name: value for name, value in inputs.items() if name not in left_out}
+    return {name: value for name, value in inputs.items() if name != "attention_mask" or not packed}
 
 
 def put_head(model: Any) -> None:

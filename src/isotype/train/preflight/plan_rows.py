@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.opened import config_of
+from isotype.checkpoint.opened import config_of, open_checkpoint, open_model
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
 from isotype.data.build import undecoded
 from isotype.data.pictures import picture_columns, pictures_in, size_of
 from isotype.model.recompute import CHECKPOINTING, checkpointing
+from isotype.precision.devices.profile import device_profile
 from isotype.ranges.pictures import NONE, Pictures, pictures_of
 from isotype.records.memory import MemoryKind
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings, settings_of
 from isotype.train.initial_adapter import is_its_own_reference, start_of
 from isotype.train.launched import from_first, processes, requested_sharding
-from isotype.train.models import parts_to_adapt, tokenizer_here
+from isotype.train.models import parts_to_adapt, processing_class, require_router, tokenizer_here
 from isotype.train.output.resume import RECOMPUTED, decided_before
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
@@ -34,7 +36,7 @@ from isotype.train.rows.lengths import (
     packed_rows,
 )
 from isotype.train.run import Choice, Run
-from isotype.train.validate import argument_problems, check_tokenizer, plain_turns
+from isotype.train.validate import argument_problems, check_tokenizer, machine_problems, plain_turns
 
 _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
@@ -42,8 +44,12 @@ _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 def plan_of_training(options: Options, command: Command) -> StepPlan:
     """Return the step of a command. If data and tokenizer are on this machine, the step has the lengths of the rows."""
     settings = start_of(settings_of(command))
-    if problems := argument_problems(settings):
+    here = not options.bare and device_profile(settings.device).present
+    if problems := [*argument_problems(settings), *(machine_problems(settings) if here else ())]:
         raise UsageError("invalid arguments", problems)
+    if settings.router_aux_loss_coef:
+        name, revision = str(settings.model_name_or_path), settings.model_revision
+        require_router(config_of(open_model(name, revision)), settings)
     return _with_data(_of_arguments(options, settings), settings, options)
 
 
@@ -231,6 +237,9 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         plan = replace(plan, pictures=NONE)
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
+        whole = Path(source).is_dir() and open_checkpoint(source).files is not None
+        if whole and device_profile(settings.device).present:
+            processing_class(source)  # raises CheckpointError, as the training will
         return replace(
             plan,
             notes=(*plan.notes, "the rows' lengths are unknown: this machine has no tokenizer of the model"),
