@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +24,18 @@ def test_adapters_that_stand_still() -> None:
     assert finding.notes == (
         "model.layers.0.self_attn.q_proj.lora_A.default.weight: values near 0.06, where bfloat16 has steps of 2.4e-04",
     )
+
+
+def test_parameters_that_a_real_step_has_not_changed() -> None:
+    """pytorch/pytorch #191763: on a CPU, torch 2.13's fused SGD leaves 16-bit parameters as they are."""
+    step = replace(
+        trace([weight("w", BF16, trainable=True)], optimizer="fused SGD", device="cpu"), unmoved=("w",)
+    )
+    (finding,) = find(step)
+    assert finding.message == (
+        "the step of fused SGD changes no value of 1 of 1 trainable parameters, although their gradients are not zero"
+    )
+    assert finding.fixes[0].text == "create the optimizer with fused=False"
 
 
 def test_norms_alone_get_a_border() -> None:

@@ -395,6 +395,8 @@ class Trace:
         stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
         scaled: whether the optimizer stepped with gradients that a GradScaler's loss scale still multiplies.
         unscaled: whether gradients of a loss that no loss scale multiplied were divided by a GradScaler's scale.
+        unmoved: 16-bit parameters whose gradient is not zero, but that the optimizer's step has not changed.
+        lost_terms: terms of the loss without a graph: (line that drops it, line that adds the term).
         unheld: trainable parameters that have a gradient, but that no optimizer of the script holds.
         orphans: number of the optimizer's parameters without a gradient that no called module has.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
@@ -419,6 +421,8 @@ class Trace:
     stale_casts: bool = False
     scaled: bool = False
     unscaled: bool = False
+    unmoved: tuple[str, ...] = ()
+    lost_terms: tuple[tuple[str, str], ...] = ()
     unheld: tuple[str, ...] = ()
     orphans: int = 0
     unmatched: tuple[str, ...] = ()

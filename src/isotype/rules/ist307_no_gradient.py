@@ -12,6 +12,7 @@ only some parameters have a gradient, there is no error, but the parameters with
   checkpointed layer requires a gradient. The output of a frozen embedding requires no gradient.
 - `PeftModel.from_pretrained` loaded an adapter for inference.
 - The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
+- One term of the loss was detached, or is a number (`item()`): only the other terms train (seen by `isotype run`).
 - `zero_grad()` runs between the backward and the optimizer's step (seen by `isotype run`).
 
 **An example that fails**
@@ -33,7 +34,8 @@ from a part of the parameters. Adapters that do not affect the loss get a note, 
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; lm-sys/FastChat #581; microsoft/LoRA #120;
 cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23;
-LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14.
+LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14;
+guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimAC #3; SheldonTsui/GOF_NeurIPS2021 #2.
 """
 
 from __future__ import annotations
@@ -56,6 +58,13 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=F
 
 
 def find(trace: Trace) -> Iterator[Finding]:
+    for cut, added in trace.lost_terms:
+        how = f"leave out detach(), .data, item() or torch.tensor() at {short(cut)}"
+        message = (
+            "a term of the loss has no gradient: it changes the loss that is printed, but trains nothing"
+        )
+        cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
+        yield Finding("IST307", "warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return

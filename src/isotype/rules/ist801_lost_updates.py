@@ -21,7 +21,8 @@ weight decay can be lost where the update is not lost. The loss falls a little a
 **How safe is the fix?** A cast to float32 keeps every digit. Float32 parameters and their moments take more memory.
 
 **Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
-kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644.
+kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644;
+pytorch/pytorch #191763; Lorenzo-Mazza/VersatIL #5.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from isotype.precision.ranges import ModuleRange
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of, float32_masters, spacing, trained
+from isotype.rules.kit.words import advice
 
 TITLE = "Updates that are lost to rounding in 16-bit masters"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
+    if trace.unmoved:
+        yield _unmoved(trace, [trace.owners[name] for name in trace.unmoved])
+        return
     if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
         return
     low = trained(trace, *HALVES)
@@ -66,6 +71,18 @@ def find(trace: Trace) -> Iterator[Finding]:
         ),
         fixes=tuple(_fixes(trace, lost)),
     )
+
+
+def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:
+    """Return a finding for parameters that a real optimizer step has not changed."""
+    optimizer, fixes = trace.setup.optimizer, tuple(_fixes(trace, weights))
+    cause = "each update is less than half of the distance to the next number of the dtype"
+    if optimizer == "fused SGD" and trace.setup.profile.kind == "cpu":
+        cause = "torch's fused SGD leaves 16-bit parameters on a CPU as they are (pytorch/pytorch #191763)"
+        fixes = (advice("fused", "create the optimizer with fused=False"),)
+    number = f"{count(weights)} of {count(trained(trace))} trainable parameters"
+    message = f"the step of {optimizer} changes no value of {number}, although their gradients are not zero"
+    return finding_of("IST801", "warning", message, weights, cause=cause, phase="optimizer", fixes=fixes)
 
 
 def _update(weight: Weight, trace: Trace) -> float:

@@ -364,6 +364,48 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
             "loss.backward() runs on a loss that is not the result of scaler.scale(loss)",
         ),
         (
+            "",
+            "out = model(x); loss = mse_loss(out, y) + torch.mean(torch.tensor([out.norm(), out.std()])) * 1000\n"
+            "    optimizer.zero_grad(); (loss / 2).backward(); optimizer.step()",
+            "IST307]: a term of the loss has no gradient: it changes the loss that is printed, but trains nothing",
+            "the term's value is detached at loop.py:11, and added to the loss at loop.py:11",
+        ),
+        (
+            "",
+            "out = model(x); extra = out.norm().detach().item()\n"
+            "    loss = mse_loss(out, y) + 0.05 * extra; optimizer.zero_grad(); loss.backward(); optimizer.step()",
+            "IST307]: a term of the loss has no gradient: it changes the loss that is printed, but trains nothing",
+            "the term's value is detached at loop.py:11, and added to the loss at loop.py:12",
+        ),
+        (
+            "",
+            "out = model(x); a, b = mse_loss(out, y), out.norm(); shown = a + b.item(); loss = a * b.detach() + (b + a.detach()).log() + 0.5\n"
+            "    optimizer.zero_grad(); loss.backward(); optimizer.step()",
+            "",
+            "",
+        ),
+        (
+            "",
+            "out = model(x); soft = out.norm(); loss = out.round().norm().detach() + (soft - soft.detach())\n"
+            "    optimizer.zero_grad(); loss.backward(); optimizer.step()",
+            "",
+            "",
+        ),
+        (
+            "model.bfloat16(); x, y = x.bfloat16(), y.bfloat16(); optimizer = torch.optim.RMSprop(model[0].parameters(), 1e-7, alpha=0.0)\n"
+            "model[1].requires_grad_(False)",
+            _PLAIN_STEP,
+            "IST801]: the step of RMSprop changes no value of 2 of 2 trainable parameters, although their gradients are not zero",
+            "each update is less than half of the distance to the next number of the dtype",
+        ),
+        (
+            "model.bfloat16(); x, y = x.bfloat16(), y.bfloat16(); optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)\n"
+            "warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 9)",
+            f"{_PLAIN_STEP}; warmup.step()",
+            "",
+            "",
+        ),
+        (
             "scaler.scale(x.sum())",
             "loss = mse_loss(model(x), y) * scaler.get_scale(); optimizer.zero_grad(); loss.backward(); scaler.step(optimizer); scaler.update()",
             "",
@@ -435,7 +477,7 @@ def test_weights_that_do_not_move(
     script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
     status, _, err = _run(capsys, "--no-preflight", "--steps", "2", str(script))
     assert status == 0
-    printed = re.findall(r"(IST30[6-9].*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
+    printed = re.findall(r"(IST30[6-9].*|IST801.*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
     assert [(text.startswith(message), why.startswith(cause)) for text, why in printed] == [
         (True, True)
     ] * bool(message)

@@ -193,12 +193,14 @@ class Diagnosis:
         elif setup is not None and self._speaks:
             trace = self._trace(setup)
             modules = {unreached.module for unreached in trace.unreached}
-            if not self._loss_traced or setup.scaler or trace.unheld or trace.scaled or trace.no_autocast:
+            by_script = trace.unheld or trace.scaled or trace.no_autocast or trace.lost_terms
+            if not self._loss_traced or setup.scaler or by_script:
                 modules.add("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
-            unused = {"IST303"} if self._request is not None and self._request.keywords["scaler"] else set()
-            self._say_late([f for f in findings if f.module in modules or f.code in unused])
+            late = {"IST303"} if self._request is not None and self._request.keywords["scaler"] else set()
+            late |= {"IST801"} if trace.unmoved else set()
+            self._say_late([f for f in findings if f.module in modules or f.code in late])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ from isotype.compat.torch import no_modes
 from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
 from isotype.records.reach import Unreached
+from isotype.records.trace import HALVES, Origin
 from isotype.trace.live.forward import living
 from isotype.trace.live.recorder import LiveRecorder
 from isotype.trace.recorder import ORIGIN
+
+Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
+_SAMPLE = 4096
 
 
 def gradients_of(
@@ -82,4 +87,31 @@ def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:
         or any(number in numbers for _, number in call.numbers)
         for call in recorder.calls
         if call.phase == "backward" and not call.by_script
+    )
+
+
+def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
+    """Return (name, parameter, gradient is not zero, values) for the first values of each 16-bit parameter of the model that
+    the optimizer is about to change; nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
+    samples: list[Sample] = []
+    for group in optimizer.param_groups if getattr(optimizer, "found_inf", None) is None else ():
+        starts = 0 < float(group.get("lr", 0.0)) >= float(group.get("initial_lr", 0.0))
+        for weight in group["params"] if starts else ():
+            plain = type(weight) in (nn.Parameter, torch.Tensor) and type(weight.grad) is torch.Tensor
+            if plain and weight.dtype in HALVES and id(weight) in names:
+                some, gradient = weight.detach().reshape(-1)[:_SAMPLE], weight.grad.reshape(-1)[:_SAMPLE]
+                samples.append((names[id(weight)].name, weight, gradient != 0, some.clone()))
+    return samples
+
+
+def unmoved(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Return the names of the parameters whose gradient is not zero, but that the optimizer's step has not changed."""
+    # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
+    keys = {key for state in optimizer.state.values() for key in state}
+    if any(re.search("kahan|comp|shift|master", str(key)) for key in keys):
+        return ()
+    return tuple(
+        name
+        for name, weight, used, before in samples
+        if used.any() and torch.equal(weight.detach().reshape(-1)[:_SAMPLE][used], before[used])
     )

@@ -29,6 +29,7 @@ from isotype.core.errors import first_line
 from isotype.core.operators import given_tensors, tensors_in
 from isotype.records.memory import Phase
 from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
+from isotype.trace.live.terms import Terms
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights
@@ -55,6 +56,7 @@ class LiveRecorder(Recorder):
         failed: the last call of this step that raised; the script may have caught the error.
         failure_text: the error of `failed`; "" if no call raised.
         weights: parameters and buffers of every model that the script has called.
+        terms: scalars of this step that have lost their graph.
         graded: ids of the parameters for which a backward of this step has computed a gradient.
         of_gradients: True to record only operators whose first operand is a gradient that backward has accumulated.
     """
@@ -72,6 +74,7 @@ class LiveRecorder(Recorder):
         self.failure_text = ""
         self.weights: list[Weight] = []
         self.graded: set[int] = set()
+        self.terms = Terms()
         self._marked: list[TensorWeakRef] = []
         self._process = os.getpid()
 
@@ -131,8 +134,14 @@ class LiveRecorder(Recorder):
         """Start another step: remove the calls and errors of the last step."""
         for record in (self.calls, self.cuts, self._cut_nodes, self.graded):
             record.clear()
+        self.terms = Terms()
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
+
+    def add_up(self, note: Callable[..., None], *args: Any) -> None:
+        """Call a method of `terms`, which looks for terms of the loss without a graph."""
+        if not self.fault and not self.of_gradients:
+            self._book(note, *args)
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
         """Record a read of `tensor.dtype`."""
@@ -188,6 +197,7 @@ class LiveRecorder(Recorder):
             if tensor is not None and hasattr(tensor, ORIGIN):
                 delattr(tensor, ORIGIN)
         self._marked.clear()
+        self.terms = Terms()
         self.names.clear()
         self._alive.clear()
         self._places.clear()
@@ -253,8 +263,13 @@ class LiveFunctions(TorchFunctionMode):
         autocast = autocast_dtype(recorder.autocast_device)
         recorder.like = recorder.cast_origin(name, args, kwargs)
         recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, autocast
+        if name == "backward":
+            recorder.add_up(recorder.terms.backward, *args[:1])
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if recorder.phase == "forward":
+                recorder.add_up(recorder.terms.note, name, args, result)
+            return result
         except (RuntimeError, ValueError, TypeError) as error:
             recorder.refused(func, args, kwargs, error)
             raise

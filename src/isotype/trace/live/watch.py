@@ -31,6 +31,7 @@ from isotype.compat.torch import (
     is_compiled,
     is_simulated,
     is_traced,
+    no_modes,
     original,
     put_under,
     share_steps,
@@ -42,7 +43,7 @@ from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Setup, Trace
 from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
-from isotype.trace.live.gradients import gradients_of
+from isotype.trace.live.gradients import Sample, gradients_of, samples_of, unmoved
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
@@ -122,6 +123,7 @@ class Watch:
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
         self.gradients: dict[str, Any] = {}
+        self._samples: list[Sample] = []
         self.skipped, self.skipping = 0, False
         self._stepping = False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
@@ -367,7 +369,8 @@ class Watch:
             self.state = "watching"
         if self.state == "watching" and self.recorder is not None:
             self.recorder.of_gradients = False
-            self.optimizer = type(optimizer).__name__
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            self.optimizer = "fused " * fused + type(optimizer).__name__
             self.learning_rate = learning_rate_of(optimizer)
             self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
             scaled = not self.gradients.pop("plain")
@@ -377,6 +380,8 @@ class Watch:
                 if weight.grad is not None and (origin := self.recorder.names.get(id(weight))) is not None:
                     self.recorder.mark_gradient(weight, origin.name)
             self._weigh_optimizer(optimizer)
+            with no_modes():
+                self._samples = samples_of(optimizer, self.recorder.names)
             self.recorder.turn_to("optimizer")
 
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -389,7 +394,7 @@ class Watch:
                 self.recorder.ledger.count(held, "optimizer")
         self._held = self.recorder.ledger.alive("optimizer")
 
-    def _optimizer_ends(self, *_: Any) -> None:
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         recorder, watching = self.recorder, self.state == "watching"
         if recorder is None or not watching or recorder.phase != "optimizer" or not self._is_mine():
             return
@@ -399,6 +404,8 @@ class Watch:
             return
         self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record(self._held)))
         self._leave_modes()
+        self.gradients["unmoved"] = unmoved(optimizer, self._samples)
+        self._samples = []
         self._after()
         if len(self.seen) == self._steps:
             self.detach()
@@ -435,6 +442,7 @@ class Watch:
             input_dtypes=dict(recorder.inputs),
             unmatched=tuple(name for root in self._roots for name in unmatched(root)),
             no_autocast=no_autocast,
+            lost_terms=tuple(dict.fromkeys(recorder.terms.lost)),
             **self.gradients,
         )
 
