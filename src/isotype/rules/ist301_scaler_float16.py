@@ -79,10 +79,8 @@ def _refused(trace: Trace) -> tuple[Weight, ...]:
     half = trained(trace, torch.float16)
     if trace.failure is not None and trace.failure.phase not in ("unscale", "optimizer"):
         return half
-    refused = {
-        operand.origin.name
-        for call in trace.breaches()
-        if call.op == "GradScaler.unscale_"
-        for operand in call.operands
-    }
+    calls = [call for call in trace.breaches() if call.op == "GradScaler.unscale_"]
+    if any(not call.operands for call in calls):
+        return half  # in a real step, all float16 gradients count
+    refused = {operand.origin.name for call in calls for operand in call.operands}
     return tuple(weight for weight in half if refused.intersection((weight.name, *weight.tied)))

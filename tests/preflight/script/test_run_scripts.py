@@ -144,6 +144,21 @@ for _ in range(2):
     assert (f"addition at train.py:{line}" in err) == (dtype == "bfloat16")
 
 
+def test_float32_masters_beside_a_float16_model_are_no_finding(runs: Runs) -> None:
+    """openai/guided-diffusion #44: the script scales its loss itself, and its optimizer holds flat masters."""
+    script = """
+model = nn.Linear(8, 8).half()
+master = nn.Parameter(torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]))
+optimizer = torch.optim.AdamW([master], lr=1e-4)
+for _ in range(2):
+    (model(torch.ones(2, 8).half()).float().mean() * 2.0**20).backward()
+    master.grad = torch.cat([p.grad.float().reshape(-1) for p in model.parameters()]) / 2.0**20
+    optimizer.step()
+"""
+    status, _, err = runs(script)
+    assert (status, "IST30" in err) == (0, False)
+
+
 def test_a_moving_average_in_a_frozen_weight_of_the_model_is_reported(runs: Runs) -> None:
     """AndreasBergmeister/ram #6: the average is an adapter that the model does not use."""
     script = """

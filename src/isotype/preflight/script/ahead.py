@@ -24,6 +24,7 @@ from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.loss import find_loss, loss_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
+from isotype.records.trace import HALVES
 from isotype.report.check.report import Report
 from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
@@ -78,6 +79,9 @@ def request_of_script(
     here = device_of(model)
     optimizer, scaler = _helpers(model)
     autocast = autocast_of(model, here)
+    if optimizer is None and _has_masters(model):
+        # The script scales the loss itself, and what it trains are the masters.
+        scaler, phases = True, [phase for phase in phases if phase not in ("unscale", "optimizer")]
     return StepRequest(
         model,
         LossOf(loss, _inputs(beginning)),
@@ -169,6 +173,14 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
         ):
             optimizer = candidate
     return optimizer, any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+
+
+def _has_masters(model: nn.Module) -> bool:
+    """Return whether an optimizer of this process holds copies of all trainable 16-bit parameters of `model`, flat or not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in trained)
+    held = (sum(p.numel() for p in parameters_of(optimizer)) for optimizer in living(torch.optim.Optimizer))
+    return any(parameter.dtype in HALVES for parameter in trained) and elements in held
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:

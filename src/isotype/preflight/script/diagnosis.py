@@ -48,8 +48,6 @@ from isotype.records.trace import (
     Breach,
     Call,
     Failure,
-    Operand,
-    Origin,
     Setup,
     Trace,
 )
@@ -198,7 +196,9 @@ class Diagnosis:
                 modules.add("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
-            late = {"IST303"} if self._request is not None and self._request.keywords["scaler"] else set()
+            assert self._request is not None
+            asked = self._request.keywords
+            late = {"IST303"} if asked["scaler"] and "unscale" in asked["phases"] else set()
             late |= {"IST801"} if trace.unmoved else set()
             self._say_late([f for f in findings if f.module in modules or f.code in late])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
@@ -348,7 +348,8 @@ class Diagnosis:
         if _UNSCALE_REFUSED in text:
             self._request = partial(self._request, scaler=True)
             if recorder is not None:
-                call = _unscaled(model, recorder.origin)
+                breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
+                call = Call("GradScaler.unscale_", "unscale", "", "", (), (), breach=breach)
                 recorder.calls.append(call)
                 self.watch.scaler = True
                 self._diagnose(call, headline)
@@ -473,18 +474,6 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
             others = [other for other in report.findings if other is not finding]
             return replace(report, findings=(stopped, *others))
     return None
-
-
-def _unscaled(model: nn.Module, origin: Callable[[torch.Tensor], Origin]) -> Call:
-    """Return the call of `GradScaler.unscale_` with the float16 gradients that it rejects (torch/amp/grad_scaler.py)."""
-    operands = []
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.dtype == torch.float16:
-            gradient = parameter.grad
-            path = Origin("gradient", gradient.dtype, name, before=origin(parameter))
-            operands.append(Operand("grad", gradient.dtype, tuple(gradient.shape), path))
-    breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
-    return Call("GradScaler.unscale_", "unscale", "", "", tuple(operands), (), breach=breach)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
