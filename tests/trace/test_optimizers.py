@@ -118,9 +118,34 @@ def test_states_of_kernels_of_their_own_are_counted_as_they_are(name: str, kind:
 
 
 def test_paged_states_leave_a_full_device_but_not_a_cpu() -> None:
-    assert state_bytes("paged_adamw_32bit", 100_000) == 0
-    assert state_bytes("paged_adamw_32bit", 99_999) == 8 * 99_999
-    assert state_bytes("paged_adamw_32bit", 100_000, pages=False) == 800_000
+    assert state_bytes("paged_adamw_32bit", (1000, 100)) == 0
+    assert state_bytes("paged_adamw_32bit", (99_999,)) == 8 * 99_999
+    assert state_bytes("paged_adamw_32bit", (100_000,), pages=False) == 800_000
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "held"),
+    [
+        ("schedule_free_adamw", (300, 200), 2 * 2 * 60_000),  # a copy of the weights, and the second moment
+        ("schedule_free_sgd", (300, 200), 2 * 60_000),
+        ("muon", (300, 200), 2 * 60_000),
+        ("grokadamw", (300,), 3 * 2 * 300),
+        ("lomo", (300, 200), 0),
+        ("galore_adafactor", (100, 50), 0),
+        (
+            "galore_adamw",
+            (300, 200),
+            2 * 128 * (2 * 300 + 200),
+        ),  # two moments of the projected gradient, and the projection
+        ("apollo_adamw", (200, 300), 2 * 128 * (2 * 300 + 200)),
+        ("galore_adamw_8bit", (300, 200), 128 * (2 * 300 + 2 * 200)),
+        ("galore_adamw", (300, 16), 2 * 2 * 4_800),  # already of a low rank
+    ],
+)
+def test_states_of_other_packages_are_counted_by_their_moments(
+    name: str, shape: tuple[int, ...], held: int
+) -> None:
+    assert state_bytes(name, shape, 2) == held
 
 
 def test_states_of_an_embedding_are_not_quantized() -> None:

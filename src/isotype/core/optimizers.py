@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,22 +78,45 @@ def has_own_kernels(name: str) -> bool:
     return any(part.own_kernels and part.text in name for part in NAME_PARTS)
 
 
-def state_bytes(name: str, elements: int, *, float32: bool = False, pages: bool = True) -> int:
-    """Return the bytes of the states that an optimizer of bitsandbytes or torchao keeps for a parameter of `elements`.
+def state_bytes(
+    name: str, shape: Sequence[int], itemsize: int = 4, *, float32: bool = False, pages: bool = True
+) -> int:
+    """Return the bytes of the states that an optimizer with its own kernels keeps for a parameter of this shape.
 
     Paged states are not counted, because they move to the CPU's memory if the device's memory is full; `pages` is True on
-    a device that has them. For optimizers of other packages the result is 0. `float32` is True if the parameter's states
-    are not quantized.
+    a device that has them. `itemsize` is the parameter's, in bytes. `float32` is True if the parameter's states are
+    not quantized and not projected (embeddings).
     """
-    paged = pages and "paged" in name and elements >= _PAGED
-    if paged or package_of(name) not in ("bitsandbytes", "torchao"):
+    elements = math.prod(shape)
+    moments = next((count for part, count in _MOMENTS.items() if part in name), 2)
+    if package_of(name) not in ("bitsandbytes", "torchao"):
+        bytes_of_moment = 1 if "8bit" in name else itemsize
+        rank = _RANK if len(shape) == 2 and min(shape) > _RANK and not float32 else 0
+        if rank and ("galore" in name or "apollo" in name):
+            return rank * (moments * bytes_of_moment * max(shape) + itemsize * min(shape))
+        return bytes_of_moment * moments * elements
+    if pages and "paged" in name and elements >= _PAGED:
         return 0
-    moments = 3 if "ademamix" in name else 1 if "lion" in name or "rmsprop" in name else 2
     bits, block = (4, 128) if "4bit" in name else (8, 256) if "8bit" in name else (32, 0)
     if float32 or not block or elements < _SMALL:
         return 4 * moments * elements
     return moments * (elements * bits // 8 + 4 * -(-elements // block))
 
+
+_MOMENTS = {
+    "lomo": 0,
+    "adafactor": 0,
+    "schedule_free_sgd": 1,
+    "lion": 1,
+    "rmsprop": 1,
+    "muon": 1,
+    "grok": 3,
+    "ademamix": 3,
+}
+"""Part of a name -> states as large as the parameter; two in other optimizers (a copy of the weights is a state, too)."""
+
+_RANK = 128
+"""Rank to which GaLore and APOLLO project gradients by default. The projection of a matrix is kept, too."""
 
 _PAGED = 100_000
 """Parameters with fewer elements have states that are not paged."""

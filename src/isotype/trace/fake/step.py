@@ -358,7 +358,8 @@ class _Step:
                 # transformers' Trainer registers the embeddings' states in 32 bits.
                 embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
                 pages = self.setup.profile.kind != "cpu"
-                held = state_bytes(request, parameter.numel(), float32=embeds, pages=pages)
+                size = parameter.shape, parameter.itemsize
+                held = state_bytes(request, *size, float32=embeds, pages=pages)
                 ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * held))
         else:
             states = self.states
