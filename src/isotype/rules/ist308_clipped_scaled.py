@@ -41,7 +41,7 @@ from dataclasses import replace
 
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import NOTHING_UNSCALED, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
 TITLE = "Calls of a GradScaler in the wrong order"
@@ -57,10 +57,6 @@ REFUSALS = {
     "is being called after step()": (
         "scaler.step() has already unscaled these gradients",
         "call scaler.unscale_(optimizer) before scaler.step(optimizer)",
-    ),
-    NOTHING_UNSCALED: (
-        "no parameter of this optimizer has a gradient",
-        "let the loss depend on parameters of this optimizer (no detach() or torch.no_grad() on the way), or do not call scaler.step() for it",
     ),
     "recorded prior to update": (
         "scaler.update() runs, but no scaler.step() did",

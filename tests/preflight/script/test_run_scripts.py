@@ -300,13 +300,11 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
     [
         ("scaler.step(optimizer)", "scaler.update() did not run after the earlier call"),
         ("scaler.unscale_(optimizer)", "scaler.update() did not run after the earlier call"),
-        ("scaler.step(idle)", "no parameter of this optimizer has a gradient"),
     ],
 )
 def test_a_call_that_the_gradscaler_refuses_is_explained(runs: Runs, after_backward: str, cause: str) -> None:
     script = (
         "model = Net().float()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "idle = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)\n"
         "scaler = torch.amp.GradScaler('cpu')\nfor _ in range(2):\n"
         f"    scaler.scale(model(ids, ids)[1]).backward()\n    {after_backward}\n"
     )

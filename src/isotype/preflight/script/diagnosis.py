@@ -197,8 +197,7 @@ class Diagnosis:
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
             assert self._request is not None
-            asked = self._request.keywords
-            late = {"IST303"} if asked["scaler"] and "unscale" in asked["phases"] else set()
+            late = {"IST303"} if self._request.keywords["scaler"] else set()
             late |= {"IST801"} if trace.unmoved else set()
             self._say_late([f for f in findings if f.module in modules or f.code in late])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
@@ -247,10 +246,14 @@ class Diagnosis:
         if model is None or watch.recorder is None:
             return None
         autocast, profile = watch.autocast(), device_profile(self._device or device_of(model))
+        assert self._request is not None
+        asked = self._request.keywords
         return Setup(
             profile=profile,
             autocast=autocast,
-            scaler=watch.scaler,
+            # Without the phase "unscale", the script itself scales the loss.
+            scaler=watch.scaler or (asked["scaler"] and "unscale" not in asked["phases"]),
+            phases=asked["phases"],
             optimizer=watch.optimizer or "an optimizer",
             compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),
             learning_rate=watch.learning_rate,
@@ -354,16 +357,17 @@ class Diagnosis:
                 self.watch.scaler = True
                 self._diagnose(call, headline)
                 return
-        of_gradients = any(words in text for words in _ABOUT_GRADIENTS)
-        refused = any(words in text for words in REFUSALS)
-        report = self._traced_again(of_gradients) if of_gradients or not refused else None
-        if report is not None and report.errors:
-            self._say("a trace of the script's last known step explains the error:")
-            self._render(report)
-        elif refused and (setup := self._setup_seen or self._setup()):
+        if any(words in text for words in REFUSALS) and (setup := self._setup_seen or self._setup()):
             trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
             self._print_brief([finding for finding in judge(trace) if finding.kind != "untraced"])
-        elif report is not None:
+            return
+        report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
+        if report is None:
+            return
+        if report.errors:
+            self._say("a trace of the script's last known step explains the error:")
+            self._render(report)
+        else:
             self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
             self._print_outside(error, report.trace)
 
