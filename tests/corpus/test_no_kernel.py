@@ -221,3 +221,29 @@ def test_the_first_state_of_an_lstm(device: str) -> None:
         Recurrent(), {"x": torch.randn(2, 3, 8)}, device=device, autocast="bfloat16", wiring=False
     )
     assert not healthy.errors
+
+
+EDGES = torch.sparse_coo_tensor(torch.arange(4).expand(2, 4), torch.ones(4), (4, 4), check_invariants=True)
+
+
+def _built(made: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(4).expand(2, 4), edges, (4, 4)), made)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [lambda made, edges: torch.sparse.mm(edges, made), lambda made, edges: edges @ made, _built],
+    ids=["sparse.mm", "matmul", "built in the forward"],
+)
+def test_sparse_products_on_a_gpu(product: Callable[..., torch.Tensor]) -> None:
+    """pytorch/pytorch #144040, cai4cai/torchsparsegradutils #53: autocast casts the operands of these products."""
+    inputs = {"x": torch.randn(4, 8), "edges": torch.ones(4) if product is _built else EDGES}
+    (finding,) = isotype.check(Head(product), inputs, device="t4", autocast="float16", wiring=False).errors
+    assert (finding.code, finding.notes[0]) == (
+        "IST109",
+        "the device raises: \"addmm_sparse_cuda\" not implemented for 'Half'",
+    )
+    (fix,) = finding.fixes
+    assert (fix.text.partition(" around ")[0], fix.verified) == ("switch autocast off", True)
+    healthy = isotype.check(Head(product), inputs, device="t4", wiring=False)
+    assert (healthy.errors, healthy.trace.failure) == ((), None)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from isotype.preflight.check import check
 from tests.reality import real_step
 from tests.rules.traces import BF16, FP32, found, traced, verified
 
@@ -41,3 +42,23 @@ def test_a_query_in_another_dtype() -> None:
 
 def test_one_dtype() -> None:
     assert found(RULE, traced(Attention(BF16), {"x": X})) == []
+
+
+@pytest.mark.parametrize(("device", "codes"), [("a100", ["IST104"]), ("h100", []), ("t4", [])])
+def test_a_trained_bias_in_float32(device: str, codes: list[str]) -> None:
+    """The memory-efficient kernel takes no other dtype; cuDNN's kernel (H100) and plain operators (bfloat16 on a T4) do."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.table = nn.Linear(8, 8, dtype=BF16), nn.Parameter(torch.zeros(1, 1, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = self.q(x)
+            return functional.scaled_dot_product_attention(query, query, query, attn_mask=self.table)
+
+    errors = check(Biased(), {"x": X}, device=device, wiring=False).errors
+    assert [finding.code for finding in errors] == codes
+    for finding in errors:
+        assert finding.notes[0] == "the device raises: invalid dtype for bias - should match query's dtype"
+        assert any(fix.verified for fix in finding.fixes)

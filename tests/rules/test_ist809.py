@@ -346,3 +346,32 @@ def test_a_step_that_is_not_finite_in_float32_either(name: str) -> None:
 def test_guarded_steps_are_silent(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.cat([torch.ones(1, 4), torch.zeros(1, 4)])
     assert check(Squashed(act), {"x": x}, device="t4", autocast="float16", wiring=False).findings == ()
+
+
+class Masked(nn.Module):
+    """Attention whose mask is a product with -1e9, or is filled with -9e15."""
+
+    def __init__(self, mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.query, self.mask = nn.Linear(8, 8), mask
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        query = self.query(x)
+        return self.mask(query @ query.transpose(1, 2), kept[:, None]).softmax(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("mask", "findings"),
+    [
+        (lambda scores, kept: scores + (1 - kept.to(scores.dtype)) * -1e9, [("IST809", "warning")]),
+        (lambda scores, kept: scores.masked_fill(kept == 0, -9e15), [("IST802", "error")]),
+        (lambda scores, kept: scores + (1 - kept.to(scores.dtype)) * -1e4, []),
+    ],
+)
+def test_numbers_in_the_code_are_no_values_of_the_model(mask: Any, findings: list[tuple[str, str]]) -> None:
+    inputs = {"x": torch.randn(2, 3, 8), "kept": torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])}
+    report = check(Masked(mask), inputs, device="t4", autocast="float16", wiring=False)
+    assert [(finding.code, finding.severity) for finding in report.findings] == findings
+    if findings == [("IST809", "warning")]:
+        real = Masked(mask).half()(inputs["x"].half(), inputs["kept"])
+        assert real.isfinite()  # as long as no row is masked completely

@@ -452,34 +452,6 @@ def fake_errors_unlogged() -> Iterator[None]:
         logger.disabled = disabled
 
 
-def enabled_attention() -> frozenset[str]:
-    """Return the enabled attention kernels: all, except inside of `torch.nn.attention.sdpa_kernel` and similar switches."""
-    cuda = torch.backends.cuda
-    switches = {
-        "cudnn": cuda.cudnn_sdp_enabled,
-        "flash": cuda.flash_sdp_enabled,
-        "efficient": cuda.mem_efficient_sdp_enabled,
-        "math": cuda.math_sdp_enabled,
-    }
-    return frozenset(name for name, is_on in switches.items() if is_on())  # type: ignore[no-untyped-call]
-
-
-def cudnn_is_on() -> bool:
-    """Return whether cuDNN's attention kernel is enabled (`torch.backends.cuda.enable_cudnn_sdp`)."""
-    return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Disable cuDNN's attention kernel inside the `with` block."""
-    was_on = cudnn_is_on()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_on)
-
-
 def forget_parametrized(module: nn.Module, name: str) -> None:
     """Drop the cached value of a parametrized tensor (`torch.nn.utils.parametrize.cached`)."""
     parametrize._cache.pop((id(module), name), None)

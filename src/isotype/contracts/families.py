@@ -85,7 +85,7 @@ _ADDMM = _ops("addmm addmm_ _addmm_activation")
 _NORMS = _ops("native_batch_norm native_layer_norm native_group_norm")
 
 _ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{}:name}}, and {{{}:name}}"
-_MASK = "invalid dtype for bias - should match query's dtype"
+MASK_DTYPE = "invalid dtype for bias - should match query's dtype"
 _SCALAR_TYPE = "expected scalar type {0:name} but found {1:name}"
 _SAME_DTYPE = "expected {} to have the same dtype, but got: {{0}} != {{1}}"
 _MATRICES = "mat1 and mat2 must have the same dtype, but got {0:name} and {1:name}"
@@ -163,6 +163,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
     Family(_ops("baddbmm.dtype"), _BATCHES, alike=(1, 2), exact=True, devices=GPUS),
     Family(_ops("addmm.dtype"), _MATRICES, alike=(1, 2), exact=True, devices=GPUS),
+    Family(_ops("_sparse_addmm"), only="fd", refusal=_NO_KERNEL.format("addmm_sparse_cuda"), devices=_CUDA),
     # On fake tensors, which are dense, `torch.sparse.mm` passes the sparse matrix last.
     Family(_ops("_sparse_addmm"), _SCALAR_TYPE, alike=(2, 1), exact=True),
     # The kernels take three dtypes since torch 2.10: only the fake kernel raises "Expected inputs of BF16 type".
@@ -228,7 +229,7 @@ FAMILIES: tuple[Family, ...] = (
     *(
         Family(
             _ops("_scaled_dot_product_flash_attention_for_cpu"),
-            _MASK,
+            MASK_DTYPE,
             devices=_NVIDIA,
             majors=majors,
             matches=matches,
@@ -249,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
             ((0,), "fh", "cutlassF: no kernel found to launch!", _NVIDIA, _BELOW_8),
         )
     ),
-    Family(_ops("_scaled_dot_product_efficient_attention"), _MASK, devices=_CUDA),
+    Family(_ops("_scaled_dot_product_efficient_attention"), MASK_DTYPE, devices=_CUDA),
     # cuDNN's kernel is chosen only for 16-bit dtypes; this error is raised if no other kernel is allowed. The mask may
     # have another dtype.
     Family(

@@ -2,7 +2,7 @@
 **What it means.** The operands have one dtype, but the device has no kernel for it.
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and
-some losses exist in float32 and float64 only. Other operators do not support float16 on a CPU, or bfloat16 on an older
+some losses exist in float32 and float64 only; so do products with a sparse matrix on a GPU. Other operators do not support float16 on a CPU, or bfloat16 on an older
 GPU. On a GPU, autocast refuses `binary_cross_entropy` in any dtype, because the logarithm of a rounded probability
 can overflow.
 
@@ -17,7 +17,8 @@ can overflow.
 **How safe is the fix?** A float32 result that is rounded once is more exact than the result of any 16-bit kernel.
 
 **Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
-pytorch/pytorch #61098, #117844.
+pytorch/pytorch #61098, #117844, #144040; cai4cai/torchsparsegradutils #53; thuml/Time-Series-Library #761;
+innnky/so-vits-svc #11; ldeecke/gmm-torch #27.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def find(trace: Trace) -> Iterator[Finding]:
             what = f"keep the integers of {cause.name}, which a cast to {dtype} rounds"
             masks = what if stored else f"use bool or integer tensors at {where}"
             finding = replace(finding, fixes=(advice(finding.source, masks),))
+        if "sparse" in finding.op and trace.setup.autocast is not None:  # autocast would cast float32 again
+            how = f"switch autocast off around {where}, and multiply in float32"
+            finding = replace(finding, fixes=(fix(how, "line", (finding.source,), "float32"),))
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")
     refused = {call.source: call for call in trace.breaches() if _is_unsafe(call)}
     yield from map(_unsafe, refused.values())

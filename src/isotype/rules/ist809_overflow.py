@@ -34,7 +34,7 @@ so the report gives the headroom: 65504 divided by the largest measured value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,7 +44,7 @@ from isotype.precision.by_ranges import decide_by_ranges, number
 from isotype.precision.facts import ModelFacts
 from isotype.precision.ranges import FLOAT16_LARGEST, OperatorRange, Ranges
 from isotype.records.finding import Finding, Fix, Kind, RangeBoundaries, finding_at
-from isotype.records.trace import Trace
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, held
 from isotype.rules.kit.words import advice
@@ -60,15 +60,38 @@ def find(trace: Trace) -> Iterator[Finding]:
     if ranges is None:
         return
     if ranges.undefined is not None:
-        if not any(call.undefined for call in trace.calls):  # IST814 names these calls
+        if not any(call.undefined for call in trace.calls):  # another rule names these calls
             yield _undefined(ranges, ranges.undefined)
         return
-    # A fill value that float16 refuses (a mask's -1e9) is not a value of the model.
-    refused = {abs(value) for call in trace.breaches() for _, value in call.numbers}
+    # A number that float16 refuses (a mask's -1e9) is not a value of the model.
+    refused, written = _numbers(trace.breaches()), _numbers(trace.calls)
     beyond = [value for value in held(trace) if value.value > FLOAT16_LARGEST and value.value not in refused]
-    forward = [value for value in beyond if value.call.phase == "forward"]
-    if beyond:
-        yield _finding(trace, ranges, forward or beyond)  # infinite values in the forward have no gradient
+    of_model = [value for value in beyond if value.value not in written]
+    forward = [value for value in of_model if value.call.phase == "forward"]
+    if of_model:
+        yield _finding(trace, ranges, forward or of_model)  # infinite values in the forward have no gradient
+    elif beyond:
+        yield _mask(beyond)
+
+
+def _numbers(calls: Iterable[Call]) -> set[float]:
+    """Return the magnitudes, in float32, of the numbers in the arguments of `calls`."""
+    return {abs(torch.tensor(value).item()) for call in calls for _, value in call.numbers}
+
+
+def _mask(beyond: Sequence[Held]) -> Finding:
+    """Return the finding for a number in the code that a product makes infinite, as in `(1 - mask) * -1e9`."""
+    first = beyond[0]
+    value, where = number(first.value), short(first.call.source)
+    return finding_at(
+        "IST809",
+        "warning",
+        f"the number {value} becomes infinite in float16: a row that is masked completely becomes NaN",
+        first.call,
+        places=tuple(dict.fromkeys(held.module for held in beyond)),
+        cause=f"{_short(first.call.op)} by {value} at {where}",
+        fixes=(advice(first.call.source, f"write torch.finfo(dtype).min instead of the number at {where}"),),
+    )
 
 
 def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:

@@ -46,7 +46,7 @@ _MOST = 0.5
 
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
-    undefined = setup.ranges is not None and setup.ranges.undefined is not None  # IST809
+    undefined = setup.ranges is not None and setup.ranges.undefined is not None
     shares = flushed(trace) if setup.scaler and not undefined else None
     if shares is None or shares.scaled <= _MOST:
         return

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.compat.torch import cudnn_is_on
+from isotype.compat.torch_attention import enabled_attention
 from isotype.core.names import plural
 from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, may_return_nan
 from isotype.records.finding import Finding, Kind, finding_at
@@ -45,7 +45,7 @@ _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    if not cudnn_is_on():
+    if "cudnn" not in enabled_attention():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]
     if all(call.phase != "backward" for call in fused):

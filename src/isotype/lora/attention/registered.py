@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor, enabled_attention, is_transformed
+from isotype.compat.torch import FakeTensor, is_transformed
+from isotype.compat.torch_attention import enabled_attention
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural

@@ -63,7 +63,7 @@ def attention_kernel(
 ) -> Kernel | None:
     """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU of known capability.
 
-    `enabled` are the enabled kernels, see `isotype.compat.torch.enabled_attention`. "none": no enabled kernel takes the call.
+    `enabled` are the enabled kernels, see `isotype.compat.torch_attention.enabled_attention`. "none": no enabled kernel takes the call.
     """
     if not _is_known(profile):
         return None

@@ -237,7 +237,8 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     if frozen and any(_is_master(operand, owners) for operand in floats):
         return frozen[0]
     if len({operand.dtype for operand in floats}) < 2:
-        return (floats or list(call.operands))[0]
+        chosen = [operand for operand in floats if operand.origin.cause.kind != "constant"]
+        return (chosen or floats or list(call.operands))[0]
     scratch = [operand for operand in floats if operand.origin.cause.kind == "scratch"]
     if scratch:
         return scratch[0]  # another module that uses the tensor may have another dtype

@@ -36,10 +36,10 @@ def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]
 
 
 def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
-    """Return an operand that is a weight, or its cast, as this weight; None for other operands."""
+    """Return an operand that is a weight, or its cast, as this weight; None for others, such as a buffer of codes."""
     origin = next((step for step in operand.origin.path() if step.kind == "parameter"), operand.origin)
     owner = owners.get(origin.name)
-    whole = owner is not None and math.prod(owner.shape) == math.prod(operand.shape)
+    whole = owner is not None and not owner.buffer and math.prod(owner.shape) == math.prod(operand.shape)
     return replace(operand, origin=origin) if whole and len(operand.shape) == 2 else None
 
 

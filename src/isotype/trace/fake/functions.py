@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.torch import enabled_attention
+from isotype.compat.torch_attention import enabled_attention
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
-from isotype.contracts.families import ONLY_POWERS_OF_TWO
+from isotype.contracts.families import MASK_DTYPE, ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
 from isotype.core.operators import given_tensors
@@ -41,6 +41,7 @@ from isotype.trace.fake.transforms import (
     is_half_transform,
     transformed_sizes,
 )
+from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
 # Python functions -> the function that they call, whose name the autocast lists contain.
@@ -54,6 +55,14 @@ _ALIASES = {
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
 """Attributes that are read often, and whose reads run no operator and depend on no device."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
+_PRODUCTS = (
+    torch.mm,
+    torch.spmm,
+    torch.matmul,
+    torch.Tensor.mm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+)
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 
 
@@ -104,6 +113,10 @@ class Functions(TorchFunctionMode):
             args = (args[0], self._within(args[0], args[1]))
         if self._foreign:
             func, args, kwargs = on_cpu(func, args, kwargs, self._names)
+        if func is torch.sparse_coo_tensor and len(args) > 2:
+            return self._sparse(*args[:3])
+        if self._foreign and func in _PRODUCTS and getattr(args[0], SPARSE, False):
+            func = torch.sparse.mm
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
         name, recorder = name_of(func), self._recorder
@@ -117,6 +130,12 @@ class Functions(TorchFunctionMode):
             return self._call(func, args, kwargs)
         finally:
             recorder.function, recorder.autocast, recorder.like = before
+
+    def _sparse(self, indices: Any, values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+        """Return a dense fake with the values' dtype and graph for a sparse tensor."""
+        dense = torch.zeros(tuple(size), dtype=values.dtype) + 0 * values.sum()
+        setattr(dense, SPARSE, True)
+        return dense
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
         """Return `index` as the number of an existing row of `tensor`: an assumed expert number may be too large."""
@@ -168,7 +187,9 @@ class Functions(TorchFunctionMode):
             floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
             widest = floats.pop() if len(floats) == 1 else torch.float32
             return self._call(func, *(_cast(part, widest, HALVES) for part in (args, kwargs)))
-        if name in lists.lower and name not in self._cpu.lower:
+        # A sparse product calls `addmm`, which autocast casts on a GPU.
+        sparse = func is torch.sparse.mm and self._recorder.edited() is None
+        if sparse or (name in lists.lower and name not in self._cpu.lower):
             low = torch.get_autocast_dtype("cpu")
             return self._call(func, *(_cast(part, low, _LOWERED) for part in (args, kwargs)))
         if name in self._cpu.float32 or name in self._cpu.promote:
@@ -208,11 +229,19 @@ class Attention:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: FakeRecorder
     ) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which attention with these arguments runs with the kernel that the device would use."""
-        call = _call_of(args, kwargs, recorder.edited() or recorder.autocast)
+        cast, mask = (
+            recorder.edited() or recorder.autocast,
+            kwargs.get("attn_mask", next(iter(args[3:]), None)),
+        )
+        call = _call_of(args, kwargs, cast)
         enabled = enabled_attention()
         kernel = None if call is None else attention_kernel(self._profile, call[0], enabled=enabled)
         if kernel == "none":
             recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(NO_ATTENTION_KERNEL, True, None))
+        # Fake tensors run plain operators, which take any mask, if the mask gets a gradient.
+        trained = kernel == "efficient" and mask is not None and mask.requires_grad and cast is None
+        if trained and mask.dtype != args[0].dtype:
+            recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(MASK_DTYPE, True, args[0].dtype))
         if call is None or kernel not in ("math", "none"):
             # A CPU has two of the kernels: it stands in for a device whose other kernels are enabled.
             as_cpu = self._profile.kind == "cpu" or enabled in (KERNELS, {"math"})

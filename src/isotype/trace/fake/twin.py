@@ -44,6 +44,10 @@ def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     return mode
 
 
+SPARSE = "_isotype_sparse"
+"""Name of the attribute that marks the dense fake of a sparse tensor."""
+
+
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """Return a fake on the CPU with the shape, strides and dtype of a tensor on any device."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
@@ -53,7 +57,10 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         else:
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, memory, _CPU)
+    fake = FakeTensor(mode, memory, _CPU)
+    if tensor.layout != torch.strided:
+        setattr(fake, SPARSE, True)
+    return fake
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
