@@ -26,7 +26,7 @@ gradients of parameters without an optimizer cost memory and time, too.
 **How safe is the fix?** The fix changes what is trained, as the line intended.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
-udacity/deep-learning-v2-pytorch #12; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.
+udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     warning = partial(Finding, "IST309", "warning")
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
-        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} that no called module has: it was created before they were replaced"
+        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of no module that ran with gradients: they were replaced later, or ran in torch.no_grad()"
         how = "create the optimizer after the last change of the model, with all parameters to train; freeze the others (requires_grad_(False)) to save their gradients"
         yield warning(
             f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters",

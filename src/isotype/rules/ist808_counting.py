@@ -17,7 +17,7 @@ so Adam's bias correction stops too, and every later update is too small.
 
 **How safe is the fix?** Safe: the positions are exact, and only the values computed from them are rounded.
 
-**Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915.
+**Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915; vllm-project/speculators #411, #899.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
             "model[1] = torch.nn.Linear(8, 1)",
             _PLAIN_STEP,
             "IST309]: no optimizer updates 2 of 4 trainable parameters",
-            "SGD holds 2 parameters that no called module has: it was created before they were replaced",
+            "SGD holds 2 parameters of no module that ran with gradients",
         ),
         (
             "optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)",
@@ -461,6 +461,14 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
             "IST811]: an epsilon of 1e-12 is zero in float16",
             "add of a float16 tensor and 1e-12 at loop.py:11",
         ),
+        (
+            "optimizer = torch.optim.Adam(model.parameters())  # vllm-project/speculators #899\n"
+            "for p in model.parameters(): optimizer.state[p] = {'step': torch.zeros((), dtype=torch.bfloat16),"
+            " 'exp_avg': torch.zeros_like(p), 'exp_avg_sq': torch.zeros_like(p)}",
+            _PLAIN_STEP,
+            "IST808]: a count in bfloat16 stops at 256",
+            "the optimizer's step is bfloat16",
+        ),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_move(
@@ -477,10 +485,52 @@ def test_weights_that_do_not_move(
     script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
     status, _, err = _run(capsys, "--no-preflight", "--steps", "2", str(script))
     assert status == 0
-    printed = re.findall(r"(IST30[6-9].*|IST801.*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
+    printed = re.findall(r"(IST30[6-9].*|IST80[18].*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
     assert [(text.startswith(message), why.startswith(cause)) for text, why in printed] == [
         (True, True)
     ] * bool(message)
+
+
+_SCALED_STEP = (
+    "loss = mse_loss(model(x), y); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "message", "cause"),
+    [
+        (
+            "model = torch.nn.Linear(8, 1)",  # huggingface/diffusers #4733
+            _SCALED_STEP,
+            "IST309]: no optimizer updates 2 of 2 trainable parameters",
+            "SGD holds 4 parameters of no module that ran with gradients",
+        ),
+        (
+            "",
+            _SCALED_STEP.replace("scaler.step", "optimizer.zero_grad(); scaler.step"),
+            "IST307]: the optimizer finds no gradient of 4 of 4 trainable parameters",
+            "zero_grad() or `grad = None` runs between",
+        ),
+    ],
+)  # fmt: skip
+def test_a_scaler_that_finds_no_gradient_says_why(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    before: str,
+    step: str,
+    message: str,
+    cause: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    script = tmp_path / "loop.py"
+    script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
+    status, _, err = _run(capsys, "--no-preflight", str(script))
+    assert status == 1
+    assert "no parameter of this optimizer (" in err
+    ((text, why),) = re.findall(r"(IST30[79].*)\n  -->.*\n   = cause  (.*)", err)
+    assert text.startswith(message)
+    assert why.startswith(cause)
 
 
 def test_warnings_of_a_watched_step_name_the_lines_of_an_unwatched_one(

@@ -37,7 +37,7 @@ from isotype.preflight.script.ahead import (
 from isotype.preflight.script.branch import Branch
 from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.numbers import Numbers
-from isotype.preflight.script.outside import outside
+from isotype.preflight.script.outside import outside, stepped_at
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -198,7 +198,7 @@ class Diagnosis:
             # Before the step, a GradScaler that the script has created counts as one that it uses.
             assert self._request is not None
             late = {"IST303"} if self._request.keywords["scaler"] else set()
-            late |= {"IST801"} if trace.unmoved else set()
+            late |= {"IST801", "IST808"} if trace.unmoved else {"IST808"}
             self._say_late([f for f in findings if f.module in modules or f.code in late])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
@@ -359,7 +359,7 @@ class Diagnosis:
                 return
         if any(words in text for words in REFUSALS) and (setup := self._setup_seen or self._setup()):
             trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
-            self._print_brief([finding for finding in judge(trace) if finding.kind != "untraced"])
+            self._print_brief([finding for finding in judge(trace) if finding.code == "IST308"])
             return
         report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
         if report is None:
@@ -370,6 +370,11 @@ class Diagnosis:
         else:
             self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
             self._print_outside(error, report.trace)
+            stepped = stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []
+            for optimizer in stepped:
+                self.watch.weigh_gradients(optimizer)
+                findings = judge(self.watch.trace(self._setup() or report.trace.setup))
+                self._print_brief([finding for finding in findings if finding.code in ("IST307", "IST309")])
 
     def _print_outside(self, error: BaseException, step: Trace) -> None:
         model = self.watch.model

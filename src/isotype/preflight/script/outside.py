@@ -76,18 +76,22 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
         return how
     if NOTHING_UNSCALED not in str(error):
         return ""
-    variables = (
-        value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()
-    )
-    stepped = [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
     held = [
         parameter
-        for optimizer in stepped
+        for optimizer in stepped_at(error)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
     named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in held)
     return f"no parameter of this optimizer ({named}) has a gradient: {how}, or leave this step out"
+
+
+def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
+    """Return the optimizer in the innermost traceback frame with such a variable, in a list; [] if there is none."""
+    variables = (
+        value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()
+    )
+    return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
 
 
 def _owners(error: BaseException) -> Iterator[object]:

@@ -41,7 +41,7 @@ from isotype.compat.torch import (
 from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
-from isotype.records.trace import Call, Failure, Setup, Trace
+from isotype.records.trace import Call, Failure, Origin, Setup, Trace
 from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
 from isotype.trace.live.gradients import Sample, gradients_of, samples_of, unmoved
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
@@ -369,29 +369,37 @@ class Watch:
             self.state = "watching"
         if self.state == "watching" and self.recorder is not None:
             self.recorder.of_gradients = False
-            fused = any(group.get("fused") for group in optimizer.param_groups)
-            self.optimizer = "fused " * fused + type(optimizer).__name__
-            self.learning_rate = learning_rate_of(optimizer)
-            self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
-            scaled = not self.gradients.pop("plain")
-            unscales = any(call.phase == "unscale" for call in self.recorder.calls)
-            self.scaler = unscales or (self.scaler and scaled)
-            for weight in parameters_of(optimizer):
-                if weight.grad is not None and (origin := self.recorder.names.get(id(weight))) is not None:
-                    self.recorder.mark_gradient(weight, origin.name)
+            self.weigh_gradients(optimizer)
             self._weigh_optimizer(optimizer)
             with no_modes():
                 self._samples = samples_of(optimizer, self.recorder.names)
             self.recorder.turn_to("optimizer")
 
+    def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the optimizer, and which parameters have gradients when it steps."""
+        assert self.recorder is not None
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        self.optimizer = "fused " * fused + type(optimizer).__name__
+        self.learning_rate = learning_rate_of(optimizer)
+        self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
+        scaled = not self.gradients.pop("plain")
+        unscales = any(call.phase == "unscale" for call in self.recorder.calls)
+        self.scaler = unscales or (self.scaler and scaled)
+        for weight in parameters_of(optimizer):
+            if weight.grad is not None and (origin := self.recorder.names.get(id(weight))) is not None:
+                self.recorder.mark_gradient(weight, origin.name)
+
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count what the optimizer has held since before the step: states, and master weights outside of the model."""
         assert self.recorder is not None
-        weights = parameters_of(optimizer)
-        states = (value for state in optimizer.state.values() for value in tree_leaves(state))
-        for held in (*(weight for weight in weights if id(weight) not in self.recorder.names), *states):
-            if isinstance(held, torch.Tensor):
-                self.recorder.ledger.count(held, "optimizer")
+        for weight in parameters_of(optimizer):
+            if id(weight) not in self.recorder.names:
+                self.recorder.ledger.count(weight, "optimizer")
+            for key, state in optimizer.state.get(weight, {}).items():
+                for held in tree_leaves(state):
+                    if isinstance(held, torch.Tensor):
+                        self.recorder.ledger.count(held, "optimizer")
+                        self.recorder.mark(held, Origin("outside", held.dtype, f"the optimizer's {key}"))
         self._held = self.recorder.ledger.alive("optimizer")
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
