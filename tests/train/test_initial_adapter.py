@@ -18,7 +18,7 @@ import isotype
 from isotype.checkpoint.adapter import quiet_peft
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.core.errors import CheckpointError, DataError, UsageError
+from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
 from isotype.records.request import DEFAULT_PHASES
 from isotype.train import training
@@ -390,3 +390,14 @@ def test_an_adapter_on_the_head_is_refused_by_check_and_run(path: Path, tmp_path
     assert check_plan(
         plan_of(*parse_options(["sft", *argv[:3], "(?!lm_head).*proj", *argv[-2:]])), ("forward",)
     ).ok
+
+
+@pytest.mark.parametrize("more", ["--init_lora_weights loftq --dtype bfloat16", "--bf16 False"])
+def test_arguments_that_contradict_the_decided_policy_are_refused_by_check_and_run(
+    tmp_path: Path, more: str
+) -> None:
+    path = save_chat_model(tmp_path / "model", "bfloat16")
+    flags = ["--dtype", "auto", "--device", "cpu-amx", *more.split()]
+    plan = plan_of(*parse_options(["sft", "--model_name_or_path", str(path), *flags]))
+    with pytest.raises(PrecisionError):
+        check_plan(plan, ("forward",))

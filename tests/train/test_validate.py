@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
+from transformers import BloomConfig
 
 from isotype.checkpoint.opened import open_checkpoint, require_weights
 from isotype.core import names
@@ -16,7 +17,7 @@ from isotype.core.errors import CheckpointError, DataError, PrecisionError, Usag
 from isotype.data.methods import METHODS
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
-from isotype.train.models import processing_class
+from isotype.train.models import adapted_model, processing_class
 from isotype.train.rows.data import dropped_examples
 from isotype.train.training import run
 from isotype.train.validate import (
@@ -272,3 +273,14 @@ def test_dropped_examples_are_counted():
     )
     with pytest.raises(DataError, match="all 16 examples were dropped"):
         dropped_examples(sft, range(16), [])
+
+
+def test_an_attention_that_the_class_lacks_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BloomConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, architectures=["BloomForCausalLM"])
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr("isotype.train.models.load", pytest.fail)
+    asked = settings("--attn_implementation", "sdpa", model=tmp_path)
+    message = refused(CheckpointError, adapted_model, asked, open_checkpoint(tmp_path), POLICY)
+    assert message.startswith("the attention implementation cannot be used\n  - BloomForCausalLM fails")

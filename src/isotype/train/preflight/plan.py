@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from isotype.train.command.command import Command, with_dtype, without_absent_de
 
 if TYPE_CHECKING:
     from isotype.model.targets import Adapt
+    from isotype.precision.policy import PrecisionPolicy
     from isotype.ranges.pictures import Pictures
     from isotype.records.memory import MemoryKind
     from isotype.train.rows.lengths import Lengths
@@ -88,6 +89,7 @@ class StepPlan:
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
         adapt: parts of the model that get adapters, or None for all parts.
         pictures: the pictures of each row, or None for the default of the model's config.
+        check_policy: raises PrecisionError if the arguments contradict the decided policy.
     """
 
     source: str
@@ -127,6 +129,7 @@ class StepPlan:
     lengths: Lengths | None = None
     adapt: Adapt | None = None
     pictures: Pictures | None = None
+    check_policy: Callable[[PrecisionPolicy], None] = field(default=lambda policy: None, compare=False)
 
 
 @dataclass(frozen=True)

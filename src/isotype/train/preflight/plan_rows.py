@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,13 @@ from isotype.train.rows.lengths import (
     packed_rows,
 )
 from isotype.train.run import Choice, Run
-from isotype.train.validate import argument_problems, check_tokenizer, machine_problems, plain_turns
+from isotype.train.validate import (
+    argument_problems,
+    check_policy,
+    check_tokenizer,
+    machine_problems,
+    plain_turns,
+)
 
 _UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
@@ -149,6 +156,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         ranges=settings.ranges,
         # A training with torch.compile does not fuse; only the choice of checkpointing depends on this in a check.
         fuse=settings.fuse and not (settings.auto_checkpointing and settings.torch_compile),
+        check_policy=partial(check_policy, settings),
     )
 
 

@@ -219,6 +219,7 @@ class PlannedStep:
 def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
     checkpoint = open_model(plan.source, plan.revision)  # raises CheckpointError if it is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
+    plan.check_policy(policy)
     config = config_of(checkpoint)
     require_complete_gguf(checkpoint)
     step = PlannedStep(plan, config, policy, ranges, phases)

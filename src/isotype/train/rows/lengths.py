@@ -134,7 +134,7 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
     tried = range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
     lacking = 0
     for at in tried:
-        ids = [token for part in _parts(words, rows[at], field) for token in part]
+        ids = [token for part in _ids_of(settings.method.name, words, rows[at], field) for token in part]
         if sequence is None:
             lacking += {*wanted["token_indices"]}.isdisjoint(ids)
         else:
@@ -149,15 +149,6 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
         )
     rows_lack = f"{lacking:,} of {len(tried):,} rows lack the tokens {shown!r}"
     return [f"{rows_lack}, without which the adapter learns nothing"] if lacking else []
-
-
-def _parts(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> list[Sequence[int]]:
-    """Return the token ids of each text of a row: a prompt with an answer for each answer, or a conversation."""
-    ids = [row[name] for name in ("input_ids", "chosen_ids", "rejected_ids") if row.get(name) is not None]
-    names = ("completion", "chosen", "rejected", "messages", text_field)
-    answers = [row[name] for name in names if row.get(name) is not None]
-    tools, prompt = row.get("tools"), row.get("prompt")
-    return ids or [_ids(tokenizer, prompt, answer, tools) for answer in answers or [None]]
 
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
@@ -243,26 +234,34 @@ def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bo
 
 def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
     """Return the token ids of an SFT row, which is a conversation, a prompt with a completion, or a text."""
-    if row.get("input_ids") is not None:
-        return list(row["input_ids"])
-    chat = row.get("messages")
-    text = chat if chat is not None else row.get(text_field)
-    answer = row["completion"] if row.get("completion") is not None else text
-    return list(_ids(tokenizer, row.get("prompt"), answer, row.get("tools")))
+    return list(_ids_of("sft", tokenizer, row, text_field)[0])
+
+
+def _ids_of(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> list[Sequence[int]]:
+    """Return the token ids of a row, for each answer with the prompt in front."""
+    ids = _stored_ids(row)
+    return ids or [_ids(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field)]
+
+
+def _stored_ids(row: Mapping[str, Any]) -> list[Sequence[int]]:
+    names = ("input_ids", "chosen_ids", "rejected_ids")
+    return [row[name] for name in names if row.get(name) is not None]
+
+
+def _parts(method: str, row: Mapping[str, Any], text_field: str) -> list[tuple[Any, Any]]:
+    """Return (prompt, answer) for each answer of a row; the prompt is None in a conversation or a text."""
+    prompt = row.get("prompt")
+    if METHODS[method].loss == "policy":
+        return [(prompt, None)]
+    answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
+    text = row.get(text_field) if row.get("messages") is None else row["messages"]
+    return [(prompt, answer) for answer in answers] or [(prompt if text is None else None, text)]
 
 
 def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> int:
-    for ids in ("input_ids", "chosen_ids"):
-        if row.get(ids) is not None:
-            return max(len(row[ids]), len(row.get("rejected_ids") or ()))
-    tools = row.get("tools")
-    prompt = row.get("prompt")
-    if METHODS[method].loss == "policy":
-        return _tokens(tokenizer, prompt, None, tools)
-    if answers := [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]:
-        return max(_tokens(tokenizer, prompt, answer, tools) for answer in answers)
-    chat = row.get("messages")
-    return _tokens(tokenizer, None, chat if chat is not None else row[text_field], tools)
+    if ids := _stored_ids(row):
+        return max(map(len, ids))
+    return max(_tokens(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field))
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant: bool) -> int:
