@@ -443,8 +443,8 @@ def test_inputs_have_names_where_a_call_by_name_is_the_same() -> None:
     assert named_inputs(_block(), (1,), {"scale": 2}) == {"hidden": 1, "scale": 2}
     assert named_inputs(_block(), (), {"hidden": 1}) == {"hidden": 1}
     assert named_inputs(nn.Sequential(), (1,), {}) == {"input": 1}
-    assert named_inputs(Unnamed(), (1,), {}) is None
-    assert named_inputs(_block(), (1, 2, 3), {}) is None
+    assert named_inputs(Unnamed(), (1,), {}) == {"argument 0": 1}
+    assert list(named_inputs(_block(), (1, 2, 3), {})) == ["argument 0", "argument 1", "argument 2"]
 
 
 # ------------------------------------------------------------------------------------------------- measurement

@@ -396,6 +396,7 @@ class Trace:
         scaled: whether the optimizer stepped with gradients that a GradScaler's loss scale still multiplies.
         unscaled: whether gradients of a loss that no loss scale multiplied were divided by a GradScaler's scale.
         unmoved: 16-bit parameters whose gradient is not zero, but that the optimizer's step has not changed.
+        spoiled: 16-bit parameters with values that the optimizer's step has made NaN or infinite.
         lost_terms: terms of the loss without a graph: (line that drops it, line that adds the term).
         unheld: trainable parameters that have a gradient, but that no optimizer of the script holds.
         orphans: number of the optimizer's parameters without a gradient that no called module has.
@@ -422,6 +423,7 @@ class Trace:
     scaled: bool = False
     unscaled: bool = False
     unmoved: tuple[str, ...] = ()
+    spoiled: tuple[str, ...] = ()
     lost_terms: tuple[tuple[str, str], ...] = ()
     unheld: tuple[str, ...] = ()
     orphans: int = 0

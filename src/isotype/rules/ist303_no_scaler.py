@@ -22,7 +22,7 @@ few steps.
 number. A cast of the parameters to float32 keeps every digit.
 
 **Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39;
-huggingface/sentence-transformers #3233.
+huggingface/sentence-transformers #3233; afiaka87/glide-finetune #5; matanbt/TROPT #8.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def find(trace: Trace) -> Iterator[Finding]:
     cause, notes, unused = "", list(_measured(trace)), None
     if half:
         message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
-        if any(_divides(call) for call in trace.calls):
+        spoiled = [weight for weight in half if weight.name in trace.spoiled]
+        if spoiled:
+            unused = spoiled[0]
+            message += f": the first update makes values of {count(spoiled)} parameters NaN or infinite"
+            notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
+        elif any(_divides(call) for call in trace.calls):
             notes.insert(0, "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0")
             unused = next(_unused_rows(trace, half), None)
             if unused is not None:

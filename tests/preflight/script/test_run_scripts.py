@@ -148,6 +148,34 @@ for _ in range(2):
     assert (f"addition at train.py:{line}" in err) == (dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-preflight",)])
+def test_a_step_that_makes_float16_weights_nan_is_an_error(runs: Runs, flags: tuple[str, ...]) -> None:
+    """afiaka87/glide-finetune #5: Adam's epsilon and the squares of small gradients are zero in float16."""
+    script = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).half()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for _ in range(2):
+    (model(torch.ones(2, 8).half()).float() * 1e-2).mean().backward()
+    optimizer.step()
+"""
+    _, _, err = runs(script, *flags)
+    assert err.count("error[IST303]: 4 float16 parameters are trained without loss scaling: the first") == 1
+
+
+def test_an_embedding_that_no_optimizer_holds_is_not_trained(runs: Runs) -> None:
+    """matanbt/TROPT #8: the embedding only gives a prompt its first values."""
+    script = """
+model = nn.Embedding(32, 8).half()
+prompt = model(ids[0]).detach().clone().requires_grad_(True)
+optimizer = torch.optim.Adam([prompt], lr=1e-2)
+for _ in range(2):
+    prompt.float().square().mean().backward()
+    optimizer.step()
+"""
+    assert "error[" not in runs(script)[2]
+
+
 def test_float32_masters_beside_a_float16_model_are_no_finding(runs: Runs) -> None:
     """openai/guided-diffusion #44: the script scales its loss itself, and its optimizer holds flat masters."""
     script = """

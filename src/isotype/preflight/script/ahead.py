@@ -28,7 +28,7 @@ from isotype.records.trace import HALVES
 from isotype.report.check.report import Report
 from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
-from isotype.trace.live.forward import enumerate_inputs, living
+from isotype.trace.live.forward import living
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
@@ -79,12 +79,12 @@ def request_of_script(
     here = device_of(model)
     optimizer, scaler = _helpers(model)
     autocast = autocast_of(model, here)
-    if optimizer is None and _has_masters(model):
-        # The script scales the loss itself, and what it trains are the masters.
-        scaler, phases = True, [phase for phase in phases if phase not in ("unscale", "optimizer")]
+    if optimizer is None:  # nothing is known of the update
+        phases = [phase for phase in phases if phase not in ("unscale", "optimizer")]
+        scaler = scaler or _has_masters(model)  # then the script scales the loss itself
     return StepRequest(
         model,
-        LossOf(loss, _inputs(beginning)),
+        LossOf(loss, beginning.inputs),
         device=device or here,
         autocast=autocast or False,
         scaler=scaler,
@@ -146,12 +146,6 @@ def _unnoticed() -> Iterator[None]:
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _inputs(beginning: Beginning) -> Mapping[str, Any]:
-    if beginning.inputs is not None:
-        return beginning.inputs
-    return dict(enumerate_inputs(beginning.args, beginning.kwargs))
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:

@@ -197,7 +197,7 @@ class Diagnosis:
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
             assert self._request is not None
-            late = {"IST303"} if self._request.keywords["scaler"] else set()
+            late = {"IST303"} if trace.spoiled or self._request.keywords["scaler"] else set()
             late |= {"IST801", "IST808"} if trace.unmoved else {"IST808"}
             self._say_late([f for f in findings if f.module in modules or f.code in late])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
@@ -232,9 +232,9 @@ class Diagnosis:
             self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report those findings of the real step whose codes have not been reported yet."""
-        codes = {finding.code for finding in (*self._findings(), *self._late)}
-        if new := [finding for finding in findings if finding.code not in codes]:
+        """Report those findings of the real step whose codes have not been reported yet, or only with a lower severity."""
+        known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
+        if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
             number = len(self.watch.seen) + self.watch.skipped
             self._say("after the first step:" if number <= 1 else f"after step {number}:")

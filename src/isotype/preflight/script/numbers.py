@@ -22,12 +22,13 @@ from torch.optim import optimizer as optimizers
 from isotype.compat.replaced import Replacements
 from isotype.compat.torch import around_backward, around_scaler_step, no_modes
 from isotype.core.errors import first_line
+from isotype.core.optimizers import parameters_of
 from isotype.core.random_states import RandomStates
 from isotype.core.source import asking_line, shown
 from isotype.model.loss import find_loss
 from isotype.report.nonfinite import problem_of
 from isotype.report.text import short_source
-from isotype.trace.live.forward import enumerate_inputs, named_inputs
+from isotype.trace.live.forward import named_inputs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.nonfinite.again import Verdict, first_nonfinite
 
@@ -145,12 +146,8 @@ class Numbers:
         if self._scaler is not None:  # the GradScaler has checked the gradients already
             self._judge(0.0, 0.0, self._scaler)
         else:
-            gradients = [
-                parameter.grad
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None and parameter.grad.layout is torch.strided
-            ]
+            held = (parameter.grad for parameter in parameters_of(optimizer))
+            gradients = [grad for grad in held if grad is not None and grad.layout is torch.strided]
             norms = [torch.nn.utils.get_total_norm(gradients)] if gradients else []
             numbers = self._read([*self._losses, *norms])
             norm = numbers.pop() if gradients else None
@@ -201,11 +198,7 @@ class Numbers:
                         torch.autograd.backward((loss if scale is None else loss * scale).sum())
                     yield loss
 
-        batches = [
-            named_inputs(inner, forward.args, forward.kwargs)
-            or dict(enumerate_inputs(forward.args, forward.kwargs))
-            for forward in forwards
-        ]
+        batches = [named_inputs(inner, forward.args, forward.kwargs) for forward in forwards]
         try:
             with no_modes():
                 first = first_nonfinite(inner, step, batches, scale)

@@ -11,6 +11,7 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
+from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
 from isotype.rules.kit.words import and_others
@@ -76,12 +77,7 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
         return how
     if NOTHING_UNSCALED not in str(error):
         return ""
-    held = [
-        parameter
-        for optimizer in stepped_at(error)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    held = [parameter for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)]
     named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in held)
     return f"no parameter of this optimizer ({named}) has a gradient: {how}, or leave this step out"
 
@@ -105,7 +101,7 @@ def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
     """If an optimizer raised the error, yield the parameter, gradient and state whose dtypes differ."""
     optimizers = (owner for owner in _owners(error) if isinstance(owner, torch.optim.Optimizer))
     for optimizer in optimizers:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in parameters_of(optimizer):
             state = {"grad": parameter.grad, **optimizer.state.get(parameter, {})}
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
             if any(tensor.dtype != parameter.dtype for tensor in tensors.values()):

@@ -34,32 +34,29 @@ def living(kind: type[Kind]) -> Iterator[Kind]:
     yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
-def named_inputs(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call; None if that is impossible."""
+def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call.
+
+    If that is impossible, the positional arguments are named `argument 0`, `argument 1`, …
+    """
+    by_position = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
     if not args:
-        return dict(kwargs)
+        return by_position
     try:
         signature = inspect.signature(module.forward)
         bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return None
+        return by_position
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         elif kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            return None
+            return by_position
         else:
             named[name] = value
     return named
-
-
-def enumerate_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a forward's inputs with a name for each: `argument 0` for a positional argument."""
-    return [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]
 
 
 class StaleCasts:

@@ -25,8 +25,8 @@ _SAMPLE = 4096
 def gradients_of(
     optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module], unscaled: bool
 ) -> dict[str, Any]:
-    """Return the fields of a `Trace` about the gradients that `optimizer` steps with, and `plain`: whether this step has
-    computed them without a loss scale. `unscaled` is true if a GradScaler has unscaled gradients of this script."""
+    """Return the fields of a `Trace` about the gradients that `optimizer` steps with; `plain`: whether this step has
+    computed them without a loss scale; and `idle`: parameters without a gradient that no optimizer holds. `unscaled` is true if a GradScaler has unscaled gradients of this script."""
     used = {
         operand.origin.name: call.module
         for call in recorder.calls
@@ -43,8 +43,8 @@ def gradients_of(
     elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
     # Without a name, these are master copies of the model's parameters.
     all_of_model = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
-    left = (weight for root in roots for weight in root.parameters() if all_of_model and weight.requires_grad)
-    left = (w for w in left if w.grad is not None and id(w) not in held and id(w) not in elsewhere)
+    left = [weight for root in roots for weight in root.parameters() if weight.requires_grad]
+    left = [w for w in left if id(w) in recorder.names and id(w) not in held and id(w) not in elsewhere]
     # One of several optimizers may step with the gradients of a loss that is not scaled.
     alone = all(weight.grad is None for key, weight in elsewhere.items() if key in recorder.names)
     divides = any(call.phase == "unscale" for call in recorder.calls)
@@ -70,7 +70,10 @@ def gradients_of(
             if origin is not None and origin.name in used
         ),
         "orphans": sum(origin is None for _, origin in lost),
-        "unheld": tuple(dict.fromkeys(recorder.names[id(w)].name for w in left if id(w) in recorder.names)),
+        "idle": {recorder.names[id(weight)].name for weight in left if weight.grad is None},
+        "unheld": tuple(
+            dict.fromkeys(recorder.names[id(w)].name for w in left if all_of_model and w.grad is not None)
+        ),
         # The recorder has marked the scale if this step has multiplied a loss by it.
         "scaled": alone and not unscaled and any(hasattr(scale, ORIGIN) for scale in scales),
         "unscaled": unmultiplied and divides,
@@ -104,14 +107,17 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
     return samples
 
 
-def unmoved(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the names of the parameters whose gradient is not zero, but that the optimizer's step has not changed."""
+def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the parameters that the optimizer's step has not changed (`unmoved`), although their gradient is
+    not zero, and of those with values that have become NaN or infinite (`spoiled`)."""
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
-    keys = {key for state in optimizer.state.values() for key in state}
-    if any(re.search("kahan|comp|shift|master", str(key)) for key in keys):
-        return ()
-    return tuple(
-        name
-        for name, weight, used, before in samples
-        if used.any() and torch.equal(weight.detach().reshape(-1)[:_SAMPLE][used], before[used])
-    )
+    keys = {str(key) for state in optimizer.state.values() for key in state}
+    later = any(re.search("kahan|comp|shift|master", key) for key in keys)
+    still, spoiled = [], []
+    for name, weight, used, before in samples:
+        now = weight.detach().reshape(-1)[:_SAMPLE]
+        if not later and used.any() and torch.equal(now[used], before[used]):
+            still.append(name)
+        if before.isfinite().all() and not now.isfinite().all():
+            spoiled.append(name)
+    return {"unmoved": tuple(still), "spoiled": tuple(spoiled)}

@@ -42,8 +42,8 @@ from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Origin, Setup, Trace
-from isotype.trace.live.forward import enumerate_inputs, named_inputs, trains
-from isotype.trace.live.gradients import Sample, gradients_of, samples_of, unmoved
+from isotype.trace.live.forward import named_inputs, trains
+from isotype.trace.live.gradients import Sample, after_step, gradients_of, samples_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
@@ -70,12 +70,12 @@ class Beginning:
 
     Attributes:
         model: the called module.
-        inputs: the inputs of the forward by argument name; None if a name is unknown.
+        inputs: the inputs of the forward by argument name.
         args, kwargs: the original arguments.
     """
 
     model: nn.Module
-    inputs: Mapping[str, Any] | None
+    inputs: Mapping[str, Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -323,7 +323,7 @@ class Watch:
             self._roots.append(inner)
             self._without_modes(lambda: self._recording.enter_context(recorder.weigh(inner, prefix)))
         self._names.setdefault(module, "")
-        recorder.mark_inputs(named_inputs(inner, args, kwargs) or dict(enumerate_inputs(args, kwargs)))
+        recorder.mark_inputs(named_inputs(inner, args, kwargs))
 
     def _without_modes(self, act: Callable[[], Any]) -> None:
         modes = self._modes
@@ -382,7 +382,9 @@ class Watch:
         self.optimizer = "fused " * fused + type(optimizer).__name__
         self.learning_rate = learning_rate_of(optimizer)
         self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
-        scaled = not self.gradients.pop("plain")
+        scaled, idle = not self.gradients.pop("plain"), self.gradients.pop("idle")
+        weights = self.recorder.weights
+        weights[:] = [replace(w, trainable=w.trainable and w.name not in idle) for w in weights]
         unscales = any(call.phase == "unscale" for call in self.recorder.calls)
         self.scaler = unscales or (self.scaler and scaled)
         for weight in parameters_of(optimizer):
@@ -412,7 +414,7 @@ class Watch:
             return
         self.seen.append(StepSeen(len(recorder.calls), recorder.ledger.record(self._held)))
         self._leave_modes()
-        self.gradients["unmoved"] = unmoved(optimizer, self._samples)
+        self.gradients |= after_step(optimizer, self._samples)
         self._samples = []
         self._after()
         if len(self.seen) == self._steps:
