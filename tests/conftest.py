@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -104,19 +103,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Fewer random examples a run where the exhaustive forms are left out."""
     if config.option.markexpr:
         hypothesis.settings.load_profile("few")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """In a fresh clone pytest compiles each test file: of two workers, the second begins with the last file.
-
-    Each then finds half of the files compiled by the other.
-    """
-    whole = session.config.args == session.config.getini("testpaths")
-    if not whole or os.environ.get("PYTEST_XDIST_WORKER") != "gw1":
-        return
-    for path in sorted(Path(__file__).parent.rglob("test_*.py"), reverse=True):
-        importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
