@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from isotype.preflight.check import check
 from tests.rules.traces import FP32, found, of_llama, on, traced
 
 RULE = "ist606_float64"
@@ -64,3 +65,19 @@ def test_devices_with_float64(device: str) -> None:
 def test_float32_is_silent() -> None:
     assert found(RULE, on(traced(Turned(FP32), X), "mps")) == []
     assert found(RULE, on(of_llama(FP32), "mps")) == []
+
+
+def test_a_grad_scaler_on_an_arc_gpu() -> None:
+    """pytorch/pytorch #147731: the GradScaler inverts its scale in float64."""
+    inputs = {"input": torch.ones(2, 8)}
+    (finding,) = check(nn.Linear(8, 8), inputs, device="a770", autocast="float16").errors
+    assert (finding.code, finding.phase) == ("IST606", "unscale")
+    assert "Required aspect fp64" in finding.notes[0]
+    (fix,) = finding.fixes
+    assert (fix.text, fix.verified) == ("run the step in bfloat16", True)
+    for device, autocast in (("a770", "bfloat16"), ("xpu", "float16")):
+        assert check(nn.Linear(8, 8), inputs, device=device, autocast=autocast).ok
+    (finding,) = check(nn.Linear(8, 8).double(), {"input": torch.ones(2, 8).double()}, device="a770").errors[
+        :1
+    ]
+    assert finding.message == "Intel Arc A770 has no float64"

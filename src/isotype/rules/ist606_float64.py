@@ -1,11 +1,11 @@
 """
-**What it means.** The step computes in float64 on an Apple GPU, which does not support float64.
+**What it means.** The step computes in float64 on an Apple GPU or an Intel Arc A-series GPU, which do not support float64.
 
 **Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
-doesn't support float64. Please use float32 instead."
+doesn't support float64. Please use float32 instead." On an Arc GPU: "Required aspect fp64 is not supported on the device".
 
 **Why it happens.** The code computes rotary angles or time steps in float64 for more digits, calls `.double()`, or
-makes a tensor from NumPy numbers, which are float64 by default.
+makes a tensor from NumPy numbers, which are float64 by default. On Intel GPUs, a GradScaler inverts its scale in float64.
 
 **An example that fails**
 
@@ -21,7 +21,8 @@ diffusers, because their code uses float32 on an Apple GPU.
 **How safe is the fix?** float32 has 24 significant bits, so integer positions up to 16 million are exact. Angles are
 rounded to 7 digits.
 
-**Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3.
+**Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3; pytorch/pytorch #147731;
+intel/torch-xpu-ops #1742.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import torch
 from isotype.core.names import distinct_names, plural, short
 from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
 from isotype.records.trace import Call, Origin, Trace
-from isotype.rules.kit.words import LIBRARIES, advice, and_others, cause_text, fix
+from isotype.rules.kit.slow_dtype import step_in
+from isotype.rules.kit.words import LIBRARIES, advice, and_others, cause_text, device_error, fix
 
 TITLE = "float64 on a device without it"
 KIND: Kind = "device"
@@ -46,6 +48,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
         return
+    if trace.setup.scaler and profile.kind == "xpu":
+        yield _scaler(trace)
     by_cause: dict[str, dict[str, tuple[Origin, Call]]] = {}
     for call in trace.calls:
         # The backward of a cast mirrors the forward's.
@@ -56,6 +60,20 @@ def find(trace: Trace) -> Iterator[Finding]:
     for entries in by_cause.values():
         origins, calls = zip(*entries.values(), strict=True)
         yield _finding(trace, origins, calls)
+
+
+def _scaler(trace: Trace) -> Finding:
+    """Return the finding for a GradScaler, which inverts its scale in float64 (torch/amp/grad_scaler.py, torch 2.13)."""
+    return Finding(
+        "IST606",
+        "error",
+        f"a GradScaler computes in float64, which {trace.setup.profile.title} does not have",
+        op="GradScaler.unscale_",
+        phase="unscale",
+        cause="GradScaler.unscale_ converts its scale to float64",
+        notes=device_error("Required aspect fp64 is not supported on the device"),
+        fixes=(step_in(trace, torch.float16, torch.bfloat16),),
+    )
 
 
 def _entries(call: Call) -> Iterator[Origin]:

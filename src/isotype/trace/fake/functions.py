@@ -114,7 +114,7 @@ class Functions(TorchFunctionMode):
         if self._foreign:
             func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         if func is torch.sparse_coo_tensor and len(args) > 2:
-            return self._sparse(*args[:3])
+            return _sparse(args[1], args[2])
         if self._foreign and func in _PRODUCTS and getattr(args[0], SPARSE, False):
             func = torch.sparse.mm
         if func in _FROM_LISTS and args:
@@ -130,12 +130,6 @@ class Functions(TorchFunctionMode):
             return self._call(func, args, kwargs)
         finally:
             recorder.function, recorder.autocast, recorder.like = before
-
-    def _sparse(self, indices: Any, values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        """Return a dense fake with the values' dtype and graph for a sparse tensor."""
-        dense = torch.zeros(tuple(size), dtype=values.dtype) + 0 * values.sum()
-        setattr(dense, SPARSE, True)
-        return dense
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
         """Return `index` as the number of an existing row of `tensor`: an assumed expert number may be too large."""
@@ -196,6 +190,13 @@ class Functions(TorchFunctionMode):
             with torch.autocast("cpu", enabled=False):
                 return self._call(func, args, kwargs)
         return self._call(func, args, kwargs)
+
+
+def _sparse(values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Return a dense fake with the values' dtype and graph for a sparse tensor."""
+    dense = torch.zeros(tuple(size), dtype=values.dtype) + 0 * values.sum()
+    setattr(dense, SPARSE, True)
+    return dense
 
 
 def name_of(func: Any) -> str:
