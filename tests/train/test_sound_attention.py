@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.compat.torch_attention import enabled_attention
 from isotype.precision.devices import attention
-from isotype.precision.devices.attention import AttentionCall, attention_kernel, has_faulty_cudnn
+from isotype.precision.devices.attention import (
+    AttentionCall,
+    attention_kernel,
+    enabled_attention,
+    has_faulty_cudnn,
+)
 from isotype.precision.devices.profile import device_profile
 from isotype.train.policy import sound_attention
 

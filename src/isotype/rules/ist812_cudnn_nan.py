@@ -28,9 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.compat.torch_attention import enabled_attention
 from isotype.core.names import plural
-from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, may_return_nan
+from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, enabled_attention, may_return_nan
 from isotype.records.finding import Finding, Kind, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import advice

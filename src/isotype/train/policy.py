@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isotype.checkpoint.damage import measure_quality
 from isotype.checkpoint.measure_ranges import measure_ranges
 from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import read_measurement, resolve_request, with_storage_reason
-from isotype.compat.torch_attention import without_cudnn_attention
 from isotype.compat.torch_scaler import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
@@ -163,9 +163,12 @@ def enforce_trainer(
     return changes
 
 
+_ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
     """Return a context that disables cuDNN attention on devices where its gradients can be NaN (IST812)."""
-    return without_cudnn_attention() if has_faulty_cudnn(profile) else nullcontext()
+    return sdpa_kernel(_ALL_BUT_CUDNN) if has_faulty_cudnn(profile) else nullcontext()
 
 
 def masters_of(model: Any) -> dict[str, torch.Tensor]:

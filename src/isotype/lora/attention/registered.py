@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, is_transformed
-from isotype.compat.torch_attention import enabled_attention
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
@@ -44,6 +43,7 @@ from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
     AttentionCall,
     attention_kernel,
+    enabled_attention,
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile

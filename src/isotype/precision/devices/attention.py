@@ -58,12 +58,24 @@ class AttentionCall:
     masked: bool = False
 
 
+def enabled_attention() -> frozenset[str]:
+    """Return the enabled attention kernels: all, except inside of `torch.nn.attention.sdpa_kernel` and similar switches."""
+    cuda = torch.backends.cuda
+    switches = {
+        "cudnn": cuda.cudnn_sdp_enabled,
+        "flash": cuda.flash_sdp_enabled,
+        "efficient": cuda.mem_efficient_sdp_enabled,
+        "math": cuda.math_sdp_enabled,
+    }
+    return frozenset(name for name, is_on in switches.items() if is_on())  # type: ignore[no-untyped-call]
+
+
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
     """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU of known capability.
 
-    `enabled` are the enabled kernels, see `isotype.compat.torch_attention.enabled_attention`. "none": no enabled kernel takes the call.
+    `enabled` are the enabled kernels, see `enabled_attention`. "none": no enabled kernel takes the call.
     """
     if not _is_known(profile):
         return None

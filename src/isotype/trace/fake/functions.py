@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.torch_attention import enabled_attention
 from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import MASK_DTYPE, ONLY_POWERS_OF_TWO
@@ -29,6 +28,7 @@ from isotype.precision.devices.attention import (
     KERNELS,
     AttentionCall,
     attention_kernel,
+    enabled_attention,
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
