@@ -71,7 +71,8 @@ def parse(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=int, default=1, metavar="N", help="number of optimizer steps to watch (default: 1)")
+    steps = "number of optimizer steps to watch (default: 1, or a step of each of up to three optimizers)"
+    add("--steps", type=int, default=1, metavar="N", help=steps)
     add(
         "--device",
         help="the device profile (t4, h100) for which the step is judged; default: the device in use",

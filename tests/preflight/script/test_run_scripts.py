@@ -360,7 +360,7 @@ def test_a_loss_that_is_not_scaled_beside_one_that_is(runs: Runs) -> None:
         "SCALED.backward()\nSTEP\n"
     )
     for scaled, step in (("loss", "two.step()"), ("scaler.scale(loss)", "scaler.step(two)")):
-        _, _, err = runs(script.replace("SCALED", scaled).replace("STEP", step), "--steps", "2")
+        _, _, err = runs(script.replace("SCALED", scaled).replace("STEP", step))
         assert err.count("warning[IST303]: the backward runs in float16 without loss scaling") == (
             scaled == "loss"
         )

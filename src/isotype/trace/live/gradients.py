@@ -93,6 +93,12 @@ def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def optimizers_of(names: Mapping[int, Origin]) -> int:
+    """Return the number of optimizers that hold a parameter in `names`; a wrapper and its optimizer count once."""
+    unwrapped = (other for other in living(torch.optim.Optimizer) if not hasattr(other, "optimizer"))
+    return sum(any(id(weight) in names for weight in parameters_of(other)) for other in unwrapped)
+
+
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
     """Return (name, parameter, gradient is not zero, values) for the first values of each 16-bit parameter of the model that
     the optimizer is about to change; nothing while a scheduler warms up, or if the optimizer itself may skip the step."""

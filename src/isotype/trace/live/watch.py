@@ -43,7 +43,7 @@ from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Origin, Setup, Trace
 from isotype.trace.live.forward import named_inputs, trains
-from isotype.trace.live.gradients import Sample, after_step, gradients_of, samples_of
+from isotype.trace.live.gradients import Sample, after_step, gradients_of, optimizers_of, samples_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
@@ -60,6 +60,9 @@ _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
 
 _EVALUATION_CALLS = 20_000
 """Maximum number of recorded operators in the forwards before the first training step."""
+
+_OPTIMIZERS = 3
+"""If the models have several optimizers, like a GAN, at least so many steps are recorded."""
 
 _COMPILED_WARNING = "Using `torch.compile"
 
@@ -417,6 +420,8 @@ class Watch:
         self.gradients |= after_step(optimizer, self._samples)
         self._samples = []
         self._after()
+        if len(self.seen) == 1:
+            self._steps = max(self._steps, min(optimizers_of(recorder.names), _OPTIMIZERS))
         if len(self.seen) == self._steps:
             self.detach()
             self.forget()
