@@ -193,6 +193,11 @@ CHAT = {"prompt": [{"role": "user", "content": "w1"}], "answer": "w2"}
             "--columns gold=COLUMN, or give the parameter a default value",
         ),
         (
+            "{}.scorer", "--columns prompt=q",
+            " needs a column 'gold'; the columns for rewards are 'answer'",
+            "--columns prompt=q,gold=COLUMN, or give the parameter a default value",
+        ),
+        (
             "{}.singular", "",
             " needs a column 'prompt'; the columns for rewards are 'answer'",
             "name the parameter prompts",

@@ -39,19 +39,16 @@ def rewards_of(settings: Settings) -> dict[str, Any]:
     functions = reward_functions(settings.reward_funcs, settings.reward_model_name_or_path)
     weights = settings.reward_weights
     if weights is not None and len(weights) != len(functions):
-        what, expected = (
-            f"--reward_weights with {len(weights)} values",
-            f"{len(functions)}, one for each reward",
-        )
+        what = f"--reward_weights with {len(weights)} values"
+        expected = f"{len(functions)}, one for each reward"
         raise UsageError.of("rewards that cannot be used", what, expected, "give a weight for each reward")
     return {"reward_funcs": functions}
 
 
 def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Raise DataError if a reward function does not fit the columns that the trainer will pass to it."""
-    functions = [
-        function for function in rewards.get("reward_funcs", ()) if callable(function)
-    ]  # no path of a model
+    # Without the path of a reward model.
+    functions = [function for function in rewards.get("reward_funcs", ()) if callable(function)]
     names = settings.reward_funcs or () if functions else ()
     splits = [settings.dataset_train_split]
     splits += [settings.dataset_test_split] * (settings.eval_strategy != "no" and settings.eval_split is None)
@@ -62,7 +59,7 @@ def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[
         problem: None
         for row in rows
         for name, function in zip(names, functions, strict=True)
-        for problem in _unfit(f"--reward_funcs {name}", function, row)
+        for problem in _unfit(f"--reward_funcs {name}", function, row, settings.columns)
     }
     if problems:
         raise DataError("a reward function does not fit the data", list(problems))
@@ -84,7 +81,8 @@ def rewards_here(settings: Settings, say: Callable[[str], object]) -> dict[str, 
         return {}
 
 
-def _unfit(flag: str, function: Any, row: Mapping[str, Any]) -> Iterator[Problem]:
+def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None) -> Iterator[Problem]:
+    """Yield a problem if TRL cannot call the function for such a row. `renamed` is the value of `--columns`."""
     if isinstance(function, nn.Module):
         return
     try:
@@ -98,8 +96,8 @@ def _unfit(flag: str, function: Any, row: Mapping[str, Any]) -> Iterator[Problem
         if optional or parameter.default is not parameter.empty or name in passed:
             continue
         columns = sorted(row.keys() - _UNPASSED)
-        other = near(name, columns)
-        fix = f"--columns {name}={other or 'COLUMN'}, or give the parameter a default value"
+        pairs = ",".join(filter(None, (renamed, f"{name}={near(name, columns) or 'COLUMN'}")))
+        fix = f"--columns {pairs}, or give the parameter a default value"
         if f"{name}s" in _VALUES:
             fix = f"name the parameter {name}s"
         elif name in _UNPASSED:
@@ -112,11 +110,14 @@ def _unfit(flag: str, function: Any, row: Mapping[str, Any]) -> Iterator[Problem
     except TypeError as error:
         expected = f"a function that takes {', '.join(_VALUES)} and each column by keyword"
         yield Problem(f"{flag}: {error}", expected, "add **kwargs to the parameters of the function")
-    of_trl = str(getattr(function, "__module__", "")).startswith("trl.rewards")
-    if of_trl and "completions" in signature.parameters and isinstance(row.get("prompt"), str):
+    if _of_trl(function) and "completions" in signature.parameters and isinstance(row.get("prompt"), str):
         expected = "conversations: the function reads the content of a message"
         fix = "--apply_chat_template True, which turns prompts into user messages"
         yield Problem(f"{flag} with prompts of plain text", expected, fix)
+
+
+def _of_trl(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("trl.rewards")
 
 
 def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> list[Any]:
@@ -125,7 +126,8 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
     problems = []
     for name in names or ():
         function = _built_in(name) if name in BUILT_IN else _dotted(name)
-        if function in _verifiers() and find_spec("math_verify") is None:
+        verifies = getattr(function, "__name__", "").endswith("accuracy_reward") and _of_trl(function)
+        if verifies and find_spec("math_verify") is None:
             what, expected = f"--reward_funcs {name}", "the package math_verify, which is not installed"
             function = Problem(what, expected, "pip install math-verify, or leave the function out")
         if isinstance(function, Problem):
@@ -175,13 +177,6 @@ def _line_in(function: Any, error: Exception) -> str:
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else line_of(error)
-
-
-def _verifiers() -> tuple[Any, ...]:
-    """Return TRL's reward functions that need the package math_verify."""
-    from trl import rewards
-
-    return rewards.accuracy_reward, rewards.reasoning_accuracy_reward
 
 
 def _built_in(name: str) -> Any:

@@ -140,17 +140,15 @@ def run(settings: Settings, console: Console) -> Outcome:
             launcher = f"torchrun --standalone --nproc_per_node {gpus} -m isotype {settings.method.name} …"
             say(console, f"note: training on the first of {gpus} GPUs; {launcher} trains on all of them")
         rewards = rewards_of(settings)
-    with output_directory(settings):
+        check_settings(settings)
+    with output_directory(settings), locked_directory(settings, console), sound_attention(profile):
         with interrupts_kept():
-            check_settings(settings)
-        with locked_directory(settings, console), sound_attention(profile):
+            decided = _decided(settings, profile, rewards)
+        with day_held(date.fromisoformat(decided.identity[TEMPLATE_DATE])):
             with interrupts_kept():
-                decided = _decided(settings, profile, rewards)
-            with day_held(date.fromisoformat(decided.identity[TEMPLATE_DATE])):
-                with interrupts_kept():
-                    built = _build(decided, console)
-                identity = {**decided.identity, RECOMPUTED: built.choice.arguments}
-                return _train(replace(decided, identity=identity), built, console)
+                built = _build(decided, console)
+            identity = {**decided.identity, RECOMPUTED: built.choice.arguments}
+            return _train(replace(decided, identity=identity), built, console)
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:

@@ -17,7 +17,7 @@ from isotype.checkpoint.adapter import is_adapter, read_adapter
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.compat.templates import writes_date
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import CheckpointError, Problem, UsageError
+from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import only_writer, recover
 from isotype.core.terminal import printed_command
 from isotype.data.fingerprint import fingerprint_of_rows
@@ -59,13 +59,7 @@ def output_directory(settings: Settings) -> Iterator[None]:
     root = Path(settings.output_dir)
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            headline = "cannot write to the output directory"
-            what = f"--output_dir {root}: {error.strerror}"
-            expected = "a directory that can be created"
-            raise UsageError.of(headline, what, expected, "give another one") from error
+        root.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         for path in missing:
