@@ -5,8 +5,10 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from isotype.model.adapters import unmatched
 from tests.rules.samples import trace
 from tests.rules.traces import found, llama, traced
 
@@ -69,3 +71,14 @@ def test_names_that_match_no_module(targets: str | list[str], missing: list[str]
 
 def test_a_step_with_nothing_wrong() -> None:
     assert found(RULE, trace()) == []
+
+
+def test_a_head_that_peft_names_itself_is_not_missing() -> None:
+    """PEFT adds `classifier` and `score` to the saved modules of a sequence classifier, whichever the model has."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )  # fmt: skip
+    model = transformers.LlamaForSequenceClassification(config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
+    assert "classifier" in adapted.peft_config["default"].modules_to_save
+    assert unmatched(adapted) == ()

@@ -82,6 +82,7 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
         ("kto", "--per_device_train_batch_size 1 --loss_type apo_zero_unpaired", None),
         ("kto", "--train_sampling_strategy random", "--train_sampling_strategy random with kto"),
         ("dpo", "--loss_type sigmoid exo_pair", "--loss_type exo_pair"),
+        ("sft", "--train_sampling_strategy group_by_length", None),
         ("dpo", "--loss_type exo_pair --label_smoothing 1e-3", None),
         ("dpo", "--sync_ref_model", "--sync_ref_model True with adapters"),
         ("dpo", "--sync_ref_model --use_peft False", None),
@@ -284,3 +285,10 @@ def test_an_attention_that_the_class_lacks_is_refused_before_a_weight_is_read(
     asked = settings("--attn_implementation", "sdpa", model=tmp_path)
     message = refused(CheckpointError, adapted_model, asked, open_checkpoint(tmp_path), POLICY)
     assert message.startswith("the attention implementation cannot be used\n  - BloomForCausalLM fails")
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_pairs_have_no_length_by_which_they_could_be_grouped(method: str) -> None:
+    asked = settings("--train_sampling_strategy", "group_by_length", method=method)
+    (problem,) = argument_problems(asked)
+    assert problem.given == f"--train_sampling_strategy group_by_length with {method}"

@@ -20,7 +20,15 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.parts import ALL, PARTS, read_parts
-from isotype.model.targets import Adapt, choose_targets, save_drawn, task_type_of, what_is_adapted
+from isotype.model.targets import (
+    TRAINED_WHOLE,
+    Adapt,
+    choose_targets,
+    save_drawn,
+    task_of,
+    task_type_of,
+    what_is_adapted,
+)
 from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -167,6 +175,8 @@ def unmatched(model: Any) -> tuple[str, ...]:
     configs = [config for by_name in held if isinstance(by_name, dict) for config in by_name.values()]
     asked = [getattr(c, key, None) or () for c in configs for key in ("target_modules", "modules_to_save")]
     wanted = {name for names in asked if not isinstance(names, str) for name in names}
+    for config in configs:
+        wanted.difference_update(TRAINED_WHOLE.get(task_of(config) or "", ()))  # PEFT names every usual head
     modules = [f".{name}" for name, _ in model.named_modules()] if wanted else []
     return tuple(sorted(n for n in wanted if not any(module.endswith(f".{n}") for module in modules)))
 

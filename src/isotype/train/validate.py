@@ -136,6 +136,9 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
             what = f"--train_sampling_strategy {order} with {method.name}"
             fix = "leave it out, or --loss_type apo_zero_unpaired"
             yield Problem(what, "sequential, because the loss pairs neighbouring rows", fix)
+    if settings.train_sampling_strategy == "group_by_length" and method.loss in ("preference", "reward"):
+        what, expected = f"--train_sampling_strategy group_by_length with {method.name}", "rows with one text"
+        yield Problem(what, expected, "leave it out")
     if "exo_pair" in losses and not settings.label_smoothing:
         yield Problem("--loss_type exo_pair", "label smoothing above 0", "add --label_smoothing 1e-3")
     if settings.sync_ref_model and settings.use_peft:
