@@ -56,6 +56,8 @@ def test_masters_beside_bfloat16_parameters() -> None:
 
 def test_one_dtype_and_pinned_parameters_are_silent() -> None:
     assert not list(find(trace([adapter(FP32)])))
+    mixed = [norm(FP32, trainable=True), weight("lm_head.weight", BF16, trainable=True)]
+    assert not list(find(trace(mixed, scaler=True)))  # IST302
     assert not list(find(trace([adapter(FP32), adapter(BF16, "model.norm.lora_B.default.weight")])))  # IST502
     assert not list(find(trace([adapter(BF16), norm(FP32, trainable=True, pinned=True)])))
 

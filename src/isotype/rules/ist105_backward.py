@@ -20,7 +20,8 @@ Or the forward ran under autocast, but the backward runs outside of autocast.
 **How safe is the fix?** A new dtype in the quantization state changes neither the packed codes nor their scales.
 Only you can write the casts inside of the Function.
 
-**Seen in** unslothai/unsloth #4005, #4918, #5766, #212.
+**Seen in** unslothai/unsloth #4005, #4918, #5766, #212;
+pytorch/ao #4616; unslothai/unsloth #320.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ gradients.`
 Float32 adapters take only a small part of the memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
-yk7333/d3po #6; koda-dernet/Side-Step #39.
+yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28.
 """
 
 from __future__ import annotations

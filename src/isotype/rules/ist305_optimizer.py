@@ -17,7 +17,7 @@ parameters lose small updates, but float32 parameters do not.
 **How safe is the fix?** The other implementations of AdamW compute the same update. A cast to float32 keeps
 every digit.
 
-**Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358.
+**Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     low = trained(trace, *HALVES)
     high = [weight for weight in trained(trace, torch.float32) if not weight.pinned]
-    # Adapters of several dtypes belong to IST502.
-    if all(weight.adapter for weight in (*low, *high)):
+    # Adapters of several dtypes belong to IST502, and 16-bit parameters beside a GradScaler to IST301 or IST302.
+    if all(weight.adapter for weight in (*low, *high)) or trace.setup.scaler:
         return
     if low and high and "optimizer" in trace.setup.phases:
         dtypes = Counter(dtype_name(weight.dtype) for weight in low)

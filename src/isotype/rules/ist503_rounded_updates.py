@@ -36,7 +36,7 @@ sums that are computed in float32.
 checkpoint has their digits.
 
 **Seen in** huggingface/peft #1388; huggingface/trl #6688; modelscope/ms-swift #10154;
-d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16.
+d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16; AndreasBergmeister/ram #6.
 """
 
 from __future__ import annotations
