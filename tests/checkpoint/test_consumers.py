@@ -10,11 +10,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from isotype.checkpoint.consumers import CONSUMERS, Fit, fit_of
+from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.cli.main import main
-from isotype.core.errors import UsageError
+from isotype.core.errors import CheckpointError, UsageError
 from tests.models import quiet
 from tests.zoo import ARCHITECTURES
 from tests.zoo.processors import tiny_vision_model
@@ -49,6 +50,30 @@ def trained(models: Mapping[str, Path], directory: Path, zero: str = "", **setti
 
 def effects(fit: Fit) -> dict[str, str]:
     return {use.module.rpartition(".")[2]: use.effect for use in fit.uses}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("base_model", "module.base_model"), ("self_attn", "_orig_mod.self_attn")]
+)
+def test_names_that_a_wrapper_has_changed(
+    models: Mapping[str, Path], tmp_path: Path, before: str, after: str
+) -> None:
+    """MakazhanAlpamys/Soup #351: PEFT ignores the tensors of a checkpoint under torch.compile."""
+    import transformers
+
+    path = trained(models, tmp_path, target_modules=["q_proj"])
+    file = path / "adapter_model.safetensors"
+    save_file({name.replace(before, after): value for name, value in load_file(file).items()}, file)
+    with quiet():
+        base = transformers.AutoModelForCausalLM.from_pretrained(models["text"])
+        with pytest.warns(UserWarning, match="Found missing adapter keys"):
+            applied = peft.PeftModel.from_pretrained(base, str(path))
+    assert not any(bool(value.any()) for name, value in applied.named_parameters() if "lora_B" in name)
+    (use,) = fit_of(path, "peft").uses
+    assert use.effect == "ignored"
+    assert use.fix.startswith(f"remove `{after.partition('.')[0]}.`")
+    with pytest.raises(CheckpointError, match="from the names in the file"):
+        merge_adapter(path, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("program", CONSUMERS)

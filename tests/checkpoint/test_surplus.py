@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,33 @@ def test_a_layer_more_than_its_config_is_refused_by_every_command(tmp_path: Path
     assert not (tmp_path / "out").exists()
     policy = isotype.PrecisionPolicy(torch.float32, "float32")
     assert "holds more than LlamaForCausalLM has" in refused(CheckpointError, isotype.load, path, policy)
+
+
+_WRAPPED = "remove `{}.`, which a wrapper of the model added, from the names in the file"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fix"),
+    [
+        (r"^", "module.", _WRAPPED.format("module")),
+        (r"^", "_orig_mod.", _WRAPPED.format("_orig_mod")),  # karpathy/nanoGPT #325
+        (r"(layers\.\d+\.)", r"\1_orig_module.", _WRAPPED.format("_orig_module")),  # transformers #29659
+        (r"^", "_fsdp_wrapped_module.", _WRAPPED.format("_fsdp_wrapped_module")),
+        (r"^", "base_model.model.", "merge_and_unload()"),
+        (r"(q_proj)", r"\1.base_layer", "merge_and_unload()"),  # OpenGVLab/InternVL #525
+    ],
+)
+def test_names_that_a_wrapper_has_changed(tmp_path: Path, before: str, after: str, fix: str) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        renamed = {re.sub(before, after, name): value for name, value in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+    path = checkpoint(tmp_path / "model", change)
+    policy = isotype.PrecisionPolicy(torch.float32, "float32")
+    text = refused(CheckpointError, isotype.load, path, policy)
+    assert f"{path} does not hold the weights of LlamaForCausalLM" in text
+    assert fix in text
 
 
 @pytest.mark.parametrize(

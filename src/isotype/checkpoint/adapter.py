@@ -28,7 +28,7 @@ from isotype.checkpoint.weightless import skeleton
 from isotype.compat.peft import kind_of_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.core.names import base_name, listed, pattern_problems
+from isotype.core.names import base_name, listed, pattern_problems, unwrapping
 from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
@@ -308,6 +308,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     weights = load_file(str(adapter.headers.tensors[0].file))
     require_finite(adapter.directory, ((base_name(name), value) for name, value in weights.items()))
     base = peft_model.get_base_model()
+    if wrapped := [name for name in weights if unwrapping(name)]:
+        expected = "the names of the base model after base_model.model."
+        problem = Problem(listed(wrapped, 2), expected, unwrapping(wrapped[0]))
+        raise _incompatible(adapter, base, [problem])
     try:
         result = set_peft_model_state_dict(peft_model, weights)
     except KeyError as error:

@@ -28,7 +28,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import UsageError
-from isotype.core.names import base_name, grouped, starred
+from isotype.core.names import base_name, grouped, starred, unwrapping
 from isotype.model.parts import LANGUAGE, Parts
 
 Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
@@ -158,6 +158,8 @@ class _Judge:
         for option, why in rules.refuses.items():
             if getattr(config, option, None):
                 return "refused", why, _MERGE
+        if how := unwrapping(tensor.name):
+            return rules.unplaced, "its name in the file is not the module's name", how
         if not _SUFFIX.search(tensor.name):
             other = rules.other
             return ("applied", "", "") if other is None else (other, "it is not a LoRA matrix", _MERGE)

@@ -6,7 +6,7 @@ from typing import Final
 
 ORIGINAL: Final = "_orig_mod"
 """Attribute of `torch.compile(module)` that holds `module`."""
-BETWEEN: Final = frozenset(
-    {"base_layer", "original_module", ORIGINAL, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-)
-"""Parts of module names that PEFT, FSDP, torch.compile and activation checkpointing add."""
+WRAPPERS: Final = frozenset({ORIGINAL, "_orig_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts of module names that torch.compile, torch_xla, FSDP and activation checkpointing add."""
+BETWEEN: Final = WRAPPERS | {"base_layer", "original_module"}
+"""`WRAPPERS`, and the parts that PEFT adds."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from isotype.compat.wrappers import BETWEEN
+from isotype.compat.wrappers import BETWEEN, WRAPPERS
 from isotype.core.errors import Problem
 
 if TYPE_CHECKING:
@@ -47,6 +47,15 @@ def plain_name(name: str) -> str:
     while f"{name}.".startswith(("base_model.model.", "module.")):
         name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
     return ".".join(part for part in unparametrized(name).split(".") if part not in BETWEEN)
+
+
+def unwrapping(name: str) -> str:
+    """Return how to repair the name of a saved tensor to which a wrapper of the model has added a part; "" if none has."""
+    parts = name.split(".")
+    part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
+    again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"
+    remove = f"remove `{part}.`, which a wrapper of the model added, from the names in the file, or {again}"
+    return remove if part else ""
 
 
 def unparametrized(name: str) -> str:

@@ -21,7 +21,7 @@ from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.formats import STORED
-from isotype.core.names import distinct_names, grouped, listed, plural, starred
+from isotype.core.names import distinct_names, grouped, listed, plural, starred, unwrapping
 from isotype.precision.facts import QuantizationFacts
 
 _SHOWN = 12  # patterns of names in one error
@@ -37,6 +37,15 @@ _KNOWN = (
 _MASKS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$")
 # Scales of the keys and values in a cache: they do not belong to a weight.
 _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
+
+
+def _as_saved(name: str) -> str:
+    """Return how to repair a tensor's name that a model with an adapter or a wrapper has; "" for any other name."""
+    if name.startswith("base_model.model.") or ".base_layer." in name:
+        return (
+            "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
+        )
+    return unwrapping(name)
 
 
 def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
@@ -87,10 +96,14 @@ class Match:
 
     def problems(self) -> tuple[Problem, ...]:
         """Return why the checkpoint cannot be loaded; tensors whose names differ only in numbers share a problem."""
-        if self.missing and not self.weights.sources:
-            held = listed([tensor.weight.name for tensor in self.surplus] or ["nothing"], 2)
+        names = [tensor.weight.name for tensor in self.surplus]
+        wrapped = [name for name in names if _as_saved(name)]
+        if self.missing and (wrapped or not self.weights.sources):
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
-            return (Problem(f"{self.path} holds {held}", expected, _SAME_PLACE),)
+            fix = _as_saved(wrapped[0]) if wrapped else _SAME_PLACE
+            return (
+                Problem(f"{self.path} holds {listed(wrapped or names or ['nothing'], 2)}", expected, fix),
+            )
         return (
             *_unread_problems(self),
             *_missing_problems(self),
@@ -111,7 +124,8 @@ class Match:
                 *([] if self.gguf else [(_shape_problems, ": config.json contradicts the weights")]),
             ]
             default = f" does not hold the weights of {self.model}"
-            what = next((words for kind, words in kinds if len(list(kind(self))) == len(problems)), default)
+            alike = (words for kind, words in kinds if len(list(kind(self))) == len(problems))
+            what = default if self.missing else next(alike, default)
             raise CheckpointError(f"{self.path}{what}", problems[:_SHOWN], hint)
 
 
