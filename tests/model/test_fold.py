@@ -151,3 +151,31 @@ def test_a_check_may_trace_equal_layers_once():
     assert folded.trace.memory.peak == pytest.approx(whole.trace.memory.peak, rel=0.02)
     assert folded.trace.flops == whole.trace.flops
     assert [each.key for each in folded.findings] == [each.key for each in whole.findings]
+
+
+class _Looped(nn.Module):
+    """Five blocks, of which the middle three run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(5))
+        for layer in self.layers:
+            layer.mlp = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers[:4], *self.layers[1:]]:
+            x = layer(x)
+        return x
+
+
+class _Whole(_Looped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: self.num_hidden_layers]:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_a_forward_takes_by_number_are_not_folded():
+    assert stands_for(fold(_Whole())) == {"layers.0": 1, "layers.4": 4}
+    assert stands_for(fold(_Looped())) == {}
+    assert stands_for(fold(nn.Sequential(_Looped()))) == {}

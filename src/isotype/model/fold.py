@@ -6,8 +6,10 @@ Folding changes the model in place: use it only for models without weights and f
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +28,8 @@ STANDS_FOR = "_stands_for"
 _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
 _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
+_ALL = re.compile(r"^[\s\w.]*(n|num)_(hidden_)?layers?\s*$")
+"""The end of a slice that takes every layer."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
@@ -60,7 +64,8 @@ def fold(model: nn.Module) -> nn.Module:
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
         config = _config_of(model, owner)
-        if isinstance(layers, FoldedList) or any(getattr(config, name, 0) for name in _NOT_FOLDED):
+        by_number = any(getattr(config, name, 0) for name in _NOT_FOLDED) or _is_sliced(model, owner, layers)
+        if isinstance(layers, FoldedList) or by_number:
             continue
         plan = _plan([_signature(layer) for layer in layers.children()])
         if len(plan.kept) < len(plan.represents):
@@ -78,6 +83,23 @@ def fold(model: nn.Module) -> nn.Module:
             patched[id(config)] = plan
             _patch_config(config, plan)
     return model
+
+
+def _is_sliced(model: nn.Module, owner: nn.Module, layers: nn.Module) -> bool:
+    """Return whether a forward takes a part of the list, for example to run its middle layers several times."""
+    name = next(name for name, child in owner.named_children() if child is layers)
+    taken = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
+    slices = (part for module in _around(model, owner) for part in taken.findall(_source(type(module))))
+    return any(start.strip() or not _ALL.search(end) for start, end in slices)
+
+
+@functools.cache
+def _source(kind: type[nn.Module]) -> str:
+    """Return the source of a class's forward, or "" if there is none on this machine."""
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
@@ -181,14 +203,17 @@ def _is_config(value: object) -> bool:
 
 def _config_of(model: nn.Module, owner: nn.Module) -> Any:
     """Return the config of `owner`, or else the config of the nearest module around `owner`."""
+    configs = (vars(module).get("config") for module in _around(model, owner))
+    return next(filter(_is_config, configs), None)
+
+
+def _around(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module]:
+    """Yield `owner` and the modules around it, the nearest first."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:
-        config = vars(module).get("config")
-        if _is_config(config):
-            return config
+        yield module
         module = holder.get(id(module))
-    return None
 
 
 def _patch_config(config: Any, plan: _Fold) -> None:

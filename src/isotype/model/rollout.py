@@ -12,6 +12,9 @@ import torch
 
 from isotype.records.request import LossOf
 
+_CACHES = ("cache", "past_key_values")
+"""Names of the argument and the output with keys and values: of transformers from 5.24 on, and before."""
+
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
     """Return the code that needs the most memory in `generate`, for a model's inputs and `completion` tokens in each row.
@@ -23,7 +26,9 @@ def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
 
 def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    cache: Any = getattr(model(**batch, use_cache=True, **last), "past_key_values", None)
+    output = model(**batch, use_cache=True, **last)
+    name = next((name for name in _CACHES if getattr(output, name, None) is not None), "")
+    cache: Any = getattr(output, name, None) if name else None
     # A folded layer counts the caches of the layers that it represents when it ends. So all caches are counted before a
     # forward computes the activations beside them, here and for the last token.
     output = model(**batch, use_cache=False, **last)
@@ -32,7 +37,7 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
         for tokens in filter(None, (completion - 1, 1)):
             text = {"input_ids": ids, "attention_mask": mask.repeat(1, cache.get_seq_length() + tokens)}
             with _standing_for(tokens, cache):
-                output = model(**text, past_key_values=cache, use_cache=True, **last)
+                output = model(**text, **{name: cache}, use_cache=True, **last)
     return torch.softmax(output.logits[:, -1].float(), dim=-1)
 
 
