@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +190,11 @@ def test_experts_are_said_not_to_be_measured(name: str, stacks: int) -> None:
     assert damages.notes == ((expected,) if stacks else ())
 
 
-@pytest.mark.parametrize("by", ["peft", "transformers"])
-def test_adapters_are_not_measured(by: str) -> None:
-    model, config = tiny_model("llama").float().eval(), peft.LoraConfig(r=2, target_modules=["q_proj"])
-    if by == "peft":
-        model = peft.get_peft_model(model, config)
-    else:
-        model.add_adapter(config)
+@pytest.mark.parametrize(
+    "add", [peft.get_peft_model, lambda m, config: peft.inject_adapter_in_model(config, m)]
+)
+def test_adapters_are_not_measured(add: Callable[..., Any]) -> None:
+    model = add(tiny_model("llama").float().eval(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     damages = isotype.measure_quality(model, tiny_batch("llama"), exact=(), progress=False)
     assert len(damages.layers) == LAYERS["llama"]
     assert damages.notes == ()

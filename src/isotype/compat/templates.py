@@ -1,4 +1,4 @@
-"""Chat templates of transformers (5.20 to 5.23): limits their time, memory and text, and sets the date that they write."""
+"""Chat templates of transformers (5.20 to 5.24): limits their time, memory and text, and sets the date that they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers (5.20 to 5.23): gives private names of models, configs and the Trainer public names for isotype.
+"""transformers (5.20 to 5.24): gives private names of models, configs and the Trainer public names for isotype.
 
 Only the functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or has changed
 its meaning.

@@ -9,7 +9,9 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,6 +37,19 @@ _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
 # Gemma 3n and 4 have an embedding outside of the layers with a slice for each layer, which folding cannot shorten.
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
+
+calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
+"""The number of equal calls that a call represents in a trace, beside the repeats of its module."""
+
+
+@contextmanager
+def representing(count: int) -> Iterator[None]:
+    """In this context, each operator represents `count` equal calls in a trace."""
+    token = calls_represented.set(count)
+    try:
+        yield
+    finally:
+        calls_represented.reset(token)
 
 
 @dataclass(frozen=True)
@@ -89,15 +104,17 @@ def _is_sliced(model: nn.Module, owner: nn.Module, layers: nn.Module) -> bool:
     """Return whether a forward takes a part of the list, for example to run its middle layers several times."""
     name = next(name for name, child in owner.named_children() if child is layers)
     taken = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
-    slices = (part for module in _around(model, owner) for part in taken.findall(_source(type(module))))
+    slices = (
+        part for module in _around(model, owner) for part in taken.findall(_source(type(module).forward))
+    )
     return any(start.strip() or not _ALL.search(end) for start, end in slices)
 
 
 @functools.cache
-def _source(kind: type[nn.Module]) -> str:
-    """Return the source of a class's forward, or "" if there is none on this machine."""
+def _source(forward: Callable[..., Any]) -> str:
+    """Return the source of a forward, or "" if this machine has none."""
     try:
-        return inspect.getsource(kind.forward)
+        return inspect.getsource(forward)
     except (OSError, TypeError):
         return ""
 

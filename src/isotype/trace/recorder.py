@@ -27,7 +27,7 @@ from isotype.compat.torch import (
 )
 from isotype.core.operators import leaves, numbers_in, operator_name
 from isotype.core.source import asking_line, is_called_by, shown
-from isotype.model.fold import repeats_of
+from isotype.model.fold import calls_represented, repeats_of
 from isotype.model.loss import ends_behind
 from isotype.model.walk import listening, plain_tensors
 from isotype.records.finding import in_library
@@ -319,7 +319,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 operands,
                 tuple((tensor.dtype, tuple(tensor.shape)) for tensor in outputs),
                 flops,
-                place.repeats,
+                place.repeats * calls_represented.get(),
                 breach,
                 self._recomputing,
                 self.autocast,

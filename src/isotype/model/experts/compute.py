@@ -16,8 +16,8 @@ w needs no y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ +
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from isotype.compat.torch import FakeTensor
 from isotype.core.dtypes import NoAutocast
+from isotype.model.fold import representing
 from isotype.precision.devices.simulated import simulates_cpu
 
 _DENSE_BYTES = 1 << 27
@@ -121,7 +122,8 @@ def experts_output(
 class _Group:
     """The experts `first` to `stop - 1`, with the rows `begin` to `end - 1` of all rows, which are sorted by expert.
 
-    `offsets` says where each expert's rows end, counted from `begin`, in int32; None if there is only one expert.
+    `offsets` says where each expert's rows end, counted from `begin`, in int32; None if there is only one expert. In a
+    trace, the group represents `times` equal groups.
     """
 
     first: int
@@ -129,6 +131,7 @@ class _Group:
     begin: int
     end: int
     offsets: torch.Tensor | None
+    times: int = 1
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Multiply each row of `rows` `[n, in]` by its expert's matrix in `matrices` `[experts, in, out]`."""
@@ -162,12 +165,21 @@ def _sorted(
     """Return (order of the flattened `index` by expert, groups of experts that are computed together)."""
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    if isinstance(x, FakeTensor) or x.is_meta:
+    if without_values := isinstance(x, FakeTensor) or x.is_meta:
         share, more = divmod(flat.numel(), spec.count)  # as if the router were balanced
         counts = [share + (expert < more) for expert in range(spec.count)]
     else:
         counts = torch.bincount(flat, minlength=spec.count)[: spec.count].tolist()
-    return order, list(_groups(spec, counts, x.device, _together(spec, x, sum(counts), factors)))
+    groups = list(_groups(spec, counts, x.device, _together(spec, x, sum(counts), factors)))
+    return order, list(_representatives(groups)) if without_values else groups
+
+
+def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
+    """Yield the first group, and then one group for each run of groups with equally many experts and rows."""
+    yield from groups[:1]
+    for _, run in groupby(groups[1:], lambda group: (group.stop - group.first, group.end - group.begin)):
+        same = list(run)
+        yield replace(same[0], times=len(same))
 
 
 def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch.Tensor]) -> int:
@@ -327,25 +339,31 @@ class _Experts(torch.autograd.Function):
             tokens, weights = order // index.shape[-1], _weights(spec, scores, order)
             out: torch.Tensor | None = None
             saved: list[torch.Tensor] = []
+            others: list[torch.Tensor] = []
             for group in groups:
-                at = tokens[group.begin : group.end]
-                rows = x[at].to(spec.working)
-                hidden = [low.down(rows, group) for low in ups]
-                h = _output(spec, spec.up, rows, group, ups, hidden).to(spec.compute)
-                a = spec.gate(h).to(spec.working)
-                small = [low.down(a, group) for low in downs]
-                y = _output(spec, spec.down, a, group, downs, small)
-                if spec.normed is not None:
-                    y = spec.normed(y.to(spec.compute))
-                y = y.to(spec.summed)
-                if out is None:
-                    out = y.new_zeros(x.shape[0], y.shape[1])
-                out.index_add_(0, at, y if weights is None else y * weights[group.begin : group.end])
-                if saves:
-                    saved += [h, *hidden, *small]
+                if saves and group.times > 1:  # what the groups save that this one represents
+                    rows_of_others = (group.times - 1) * (group.end - group.begin)
+                    step = 1 + len(ups) + len(downs)
+                    others += [t.new_empty(rows_of_others, *t.shape[1:]) for t in saved[:step]]
+                with representing(group.times):
+                    at = tokens[group.begin : group.end]
+                    rows = x[at].to(spec.working)
+                    hidden = [low.down(rows, group) for low in ups]
+                    h = _output(spec, spec.up, rows, group, ups, hidden).to(spec.compute)
+                    a = spec.gate(h).to(spec.working)
+                    small = [low.down(a, group) for low in downs]
+                    y = _output(spec, spec.down, a, group, downs, small)
+                    if spec.normed is not None:
+                        y = spec.normed(y.to(spec.compute))
+                    y = y.to(spec.summed)
+                    if out is None:
+                        out = y.new_zeros(x.shape[0], y.shape[1])
+                    out.index_add_(0, at, y if weights is None else y * weights[group.begin : group.end])
+                    if saves:
+                        saved += [h, *hidden, *small]
             ctx.spec, ctx.seed, ctx.groups, ctx.k = spec, seed, groups, index.shape[-1]
             ctx.shape = None if scores is None else scores.shape
-            ctx.save_for_backward(x, order, scores, *factors, *saved)
+            ctx.save_for_backward(x, order, scores, *factors, *saved, *others)
             return (x.new_zeros(x.shape) if out is None else out).to(x.dtype)
 
     @staticmethod
@@ -366,35 +384,36 @@ class _Experts(torch.autograd.Function):
             d_x = x.new_zeros(x.shape, dtype=spec.summed) if ctx.needs_input_grad[3] else None
             step = 1 + adapters
             for number, group in enumerate(ctx.groups):
-                h, *low = saved[number * step : (number + 1) * step]
-                rows_of_group = slice(group.begin, group.end)
-                at = tokens[rows_of_group]
-                d_y = d_out[at]
-                weight = None if weights is None else weights[rows_of_group]
-                with torch.enable_grad():
-                    leaf = h.detach().requires_grad_()
-                    gated = spec.gate(leaf)
-                a = gated.detach().to(spec.working)
-                small = low[len(ups) :]
-                if spec.normed is not None:
-                    d_y, d_weight = _through_norm(spec, downs, small, a, d_y, group, weight)
-                    d_a, _ = _through_down(spec, downs, small, a, d_y, group, None, gradients)
-                else:
-                    d_a, d_weight = _through_down(
-                        spec, downs, small, a, d_y.to(spec.working), group, weight, gradients
+                with representing(group.times):
+                    h, *low = saved[number * step : (number + 1) * step]
+                    rows_of_group = slice(group.begin, group.end)
+                    at = tokens[rows_of_group]
+                    d_y = d_out[at]
+                    weight = None if weights is None else weights[rows_of_group]
+                    with torch.enable_grad():
+                        leaf = h.detach().requires_grad_()
+                        gated = spec.gate(leaf)
+                    a = gated.detach().to(spec.working)
+                    small = low[len(ups) :]
+                    if spec.normed is not None:
+                        d_y, d_weight = _through_norm(spec, downs, small, a, d_y, group, weight)
+                        d_a, _ = _through_down(spec, downs, small, a, d_y, group, None, gradients)
+                    else:
+                        d_a, d_weight = _through_down(
+                            spec, downs, small, a, d_y.to(spec.working), group, weight, gradients
+                        )
+                    if d_weights is not None and d_weight is not None:
+                        d_weights[rows_of_group] = d_weight
+                    (d_h,) = torch.autograd.grad(gated, leaf, d_a.to(gated.dtype))
+                    d_h = d_h.to(spec.working)
+                    rows = x[at].to(spec.working)
+                    d_rows = group.product(
+                        d_h, spec.up.matrices(group.first, group.stop, spec.working).transpose(1, 2)
                     )
-                if d_weights is not None and d_weight is not None:
-                    d_weights[rows_of_group] = d_weight
-                (d_h,) = torch.autograd.grad(gated, leaf, d_a.to(gated.dtype))
-                d_h = d_h.to(spec.working)
-                rows = x[at].to(spec.working)
-                d_rows = group.product(
-                    d_h, spec.up.matrices(group.first, group.stop, spec.working).transpose(1, 2)
-                )
-                for up, hidden in zip(ups, low, strict=False):
-                    up.through(rows, d_rows, hidden, d_h, group, None, gradients)
-                if d_x is not None:
-                    d_x.index_add_(0, at, d_rows.to(spec.summed))
+                    for up, hidden in zip(ups, low, strict=False):
+                        up.through(rows, d_rows, hidden, d_h, group, None, gradients)
+                    if d_x is not None:
+                        d_x.index_add_(0, at, d_rows.to(spec.summed))
         d_scores = None
         if d_weights is not None and ctx.needs_input_grad[5]:
             flat = torch.empty_like(d_weights)
