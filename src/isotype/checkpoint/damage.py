@@ -33,25 +33,10 @@ from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
 from isotype.ranges.measure import Batches, Measured, on_device, undisturbed
 from isotype.ranges.twin import twin_of
-from isotype.ranges.weights import Weight, Weights, give_gradient, rows_of, whole
+from isotype.ranges.weights import Weights, give_gradient, rows_of, whole
 
 _PIECE = 1 << 20
 _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
-
-
-class PlainWeights(Weights):
-    """`Weights` that only reads values and records nothing."""
-
-    def materialized(self, weight: Weight) -> torch.Tensor:
-        with torch.no_grad():
-            return weight.read().detach().to(self.device, self.dtype)
-
-    def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distinct rows that `indices` selects, and the position of each index's row among them."""
-        with torch.no_grad():
-            stored = weight.read().detach()
-            wanted, inverse = torch.unique(indices, return_inverse=True)
-            return stored[wanted.to(stored.device)].to(self.device, self.dtype), inverse
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
@@ -303,7 +288,7 @@ class Session:
         named = [n for n, _ in base.named_parameters(remove_duplicate=False) if n in chosen]
         wanted = (n for n in named if ".base_layer." in n or not n.startswith(adapted))
         self.layers = Layers([base_name(n.removesuffix(".weight")) for n in wanted])
-        weights = PlainWeights(torch.float32, self.device)
+        weights = Weights(torch.float32, self.device, records=False)
         self.bar = Bar("measuring quantization damage", progress)
         self.twin = twin_of(measured.model, weights, self.layers, self.bar.advance, measured.read)
         self.bar.total = passes * len(run.batches) * sum(map(len, self.twin.blocks))
@@ -317,7 +302,6 @@ class Session:
                 self.reference.append(rows)
                 if logits.requires_grad:
                     logits.backward(_of_signs(rows, counted, logits, generator))  # type: ignore[no-untyped-call]
-                self.twin.weights.end_step()
         return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:

@@ -110,7 +110,6 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _LATER = "_isotype_weight"
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +135,14 @@ class WeightRange:
 class Weights:
     """The weights of a model in a measurement's dtype and device, created when they are used.
 
-    `embedding` is True while an embedding runs: its frozen weight is a placeholder until its rows are looked up.
+    Attributes:
+        records: record the magnitudes of the weights, and of the gradients of trainable weights.
+        embedding: True while an embedding runs: its frozen weight is a placeholder until its rows are looked up.
     """
 
     dtype: torch.dtype
     device: torch.device
+    records: bool = True
     _open: list[dict[Hashable, torch.Tensor]] = field(default_factory=list)
     _sizes: dict[Hashable, tuple[float, float]] = field(default_factory=dict)  # largest and median magnitude
     _gradients: dict[Hashable, torch.Tensor] = field(default_factory=dict)
@@ -182,10 +184,8 @@ class Weights:
         """Read and return the values of `weight`; a trainable weight's gradient is added to the weight's earlier gradients."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
-            if weight.key not in self._sizes:
-                self._sizes[weight.key] = (magnitude(value).value, median(value))
-            remember(value, Magnitude(self._sizes[weight.key][0]))
-        if weight.trainable and torch.is_grad_enabled():
+            self._note(weight, value, value)
+        if self.records and weight.trainable and torch.is_grad_enabled():
             value = attached(value, lambda gradient: self._add(weight.key, gradient))
             remember(value, Magnitude(self._sizes[weight.key][0]))
         return value
@@ -194,14 +194,17 @@ class Weights:
         """Return the rows of `weight` at `indices`, without duplicates, and the position of each index among these rows."""
         with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
-            if weight.key not in self._sizes:
-                chunks = torch.split(stored.flatten(), _CHUNK)
-                largest = max(magnitude(chunk).value for chunk in chunks)
-                self._sizes[weight.key] = (largest, median(stored))
             wanted, inverse = torch.unique(indices, return_inverse=True)
             value = stored[wanted.to(stored.device)].to(self.device, self.dtype)
-            remember(value, Magnitude(self._sizes[weight.key][0]))
+            self._note(weight, stored, value)
         return value, inverse
+
+    def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
+        """Record the magnitudes of the values `stored` once, and cache the largest for `value`, which has some of them."""
+        if self.records:
+            if weight.key not in self._sizes:
+                self._sizes[weight.key] = (magnitude(stored).value, median(stored))
+            remember(value, Magnitude(self._sizes[weight.key][0]))
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
         """Return a placeholder of the weight's shape that takes no memory."""
