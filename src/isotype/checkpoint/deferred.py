@@ -25,7 +25,7 @@ from isotype.model.experts.stack import QuantizedStack, codes_of, place_stack, q
 from isotype.model.finite import refuse
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import align_4bit, align_8bit
-from isotype.model.walk import blocks_in, kind_of
+from isotype.model.walk import kind_of, outermost_blocks
 
 
 @dataclass
@@ -196,17 +196,6 @@ class DeferredBlocks:
         if block is not None:
             self.read(block)
         self._used = block
-
-
-def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each block that is in no other block, in the model's order."""
-    # A ModuleList has no forward, also as an element of another list.
-    blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
-    last = None
-    for name, module in model.named_modules():
-        if id(module) in blocks and (last is None or not name.startswith(f"{last}.")):
-            last = name
-            yield name, module
 
 
 def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:

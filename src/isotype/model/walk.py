@@ -113,6 +113,17 @@ def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
+def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and module of each block that is in no other block, in the model's order."""
+    # A ModuleList has no forward, also as an element of another list.
+    blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
+    last = None
+    for name, module in model.named_modules():
+        if id(module) in blocks and (last is None or not name.startswith(f"{last}.")):
+            last = name
+            yield name, module
+
+
 def _is_block(layer: nn.Module) -> bool:
     """Return whether a layer is a block: it has attention, a mixer or an MLP inside."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.deferred import outermost_blocks
 from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.core.errors import Problem
 from isotype.core.names import plural
+from isotype.model.walk import outermost_blocks
 
 Options = tuple[tuple[str, Any], ...]
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
-from isotype.checkpoint.deferred import DeferredBlocks, outermost_blocks
+from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import (
     as_stored,
@@ -34,6 +34,7 @@ from isotype.checkpoint.merge.layers import (
 from isotype.checkpoint.merge.report import ENOUGH, Form, LogitsDifference, compare_logits
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
+from isotype.model.walk import outermost_blocks
 from isotype.precision.policy import PrecisionPolicy
 from isotype.ranges.measure import LENGTH, Rows, made_batches, positions, token_rows
 

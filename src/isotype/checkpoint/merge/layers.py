@@ -15,7 +15,7 @@ from torch import nn
 
 from isotype.checkpoint import damage
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
-from isotype.checkpoint.deferred import Block, DeferredBlocks, outermost_blocks
+from isotype.checkpoint.deferred import Block, DeferredBlocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
 from isotype.checkpoint.resolve import resolve_precision
@@ -27,7 +27,7 @@ from isotype.core.formats import FOUR_BITS, QUANTIZATIONS
 from isotype.core.names import base_name
 from isotype.core.pretrained import pretrained
 from isotype.model.quantize import quantize_4bit, quantize_int8
-from isotype.model.walk import kind_of
+from isotype.model.walk import kind_of, outermost_blocks
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 _MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it together with its base"
