@@ -39,6 +39,10 @@ class _Part:
     prepare: Callable[[Reading], Sequence[tuple[str, Prepared]]]
 
     @property
+    def problems(self) -> list[Problem]:
+        return [problem for _, item in self.splits for problem in item.problems]
+
+    @property
     def row(self) -> dict[str, Any]:
         return next((item.first for _, item in self.splits if item.first is not None), {})
 
@@ -56,14 +60,8 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
         fix = "--test_split_size 0.1, or --eval_strategy no"
         raise data_error("datasets", [Problem(conflict, "a share of the mixture to evaluate on", fix)])
     job = dataclasses.replace(job, reading=dataclasses.replace(job.reading, listed=True))
-    parts: list[_Part] = []
-    problems: list[Problem] = []
-    for entry in args.datasets:
-        part, wrong = _part(entry, job, args.streaming)
-        problems += wrong
-        if part is not None:
-            parts.append(part)
-    if problems:
+    parts = [_part(entry, job, args.streaming) for entry in args.datasets]
+    if problems := [problem for part in parts for problem in part.problems]:
         raise data_error("datasets", problems)
     parts = _of_one_form(parts, job)
     for line in dict.fromkeys(note for part in parts for _, item in part.splits for note in item.notes):
@@ -85,7 +83,7 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
     return type(splits)({name: splits[name] for name in job.wanted})
 
 
-def _part(entry: Any, job: Job, streaming: bool) -> tuple[_Part | None, Sequence[Problem]]:
+def _part(entry: Any, job: Job, streaming: bool) -> _Part:
     only = entry.columns if isinstance(entry.columns, (list, tuple)) else None
     reading = job.reading
     if entry.columns is not None:
@@ -93,32 +91,26 @@ def _part(entry: Any, job: Job, streaming: bool) -> tuple[_Part | None, Sequence
         reading = dataclasses.replace(reading, columns=columns)
     local = None if entry.data_files or entry.data_dir else find_local(entry.path)
 
-    def read(reading: Reading) -> tuple[list[tuple[str, Prepared]], list[Problem]]:
+    def read(reading: Reading) -> list[tuple[str, Prepared]]:
         by_reading = dataclasses.replace(job, reading=reading)
         if local is not None:
             return _from_here(entry, local, by_reading, only)
-        return _from_hub(entry, by_reading, only, streaming)
+        return [("", _from_hub(entry, by_reading, only, streaming))]
 
-    splits, problems = read(reading)
-    problems = [*problems, *(problem for _, item in splits for problem in item.problems)]
-    if problems:
-        return None, problems
-    return _Part(entry.path, reading, splits, lambda other: read(other)[0]), ()
+    return _Part(entry.path, reading, read(reading), read)
 
 
 def _from_here(
     entry: Any, local: LocalData, job: Job, only: Sequence[str] | None
-) -> tuple[list[tuple[str, Prepared]], list[Problem]]:
+) -> list[tuple[str, Prepared]]:
     named = [part.strip() for part in entry.split.split("+")]
     problems = splits_problems(local.name, local.splits, [name.split("[")[0] for name in named])
     if problems:
-        return [], problems
-    return [(name, prepare(local, name.split("[")[0], job, only)) for name in named], []
+        return [("", Prepared(problems))]
+    return [(name, prepare(local, name.split("[")[0], job, only)) for name in named]
 
 
-def _from_hub(
-    entry: Any, job: Job, only: Sequence[str] | None, streaming: bool
-) -> tuple[list[tuple[str, Prepared]], list[Problem]]:
+def _from_hub(entry: Any, job: Job, only: Sequence[str] | None, streaming: bool) -> Prepared:
     import datasets
 
     why = ""
@@ -135,8 +127,8 @@ def _from_hub(
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         failure = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
         fix = "check the path, name and split of the data set, or name a local file; an unreachable hub needs local files"
-        return [], [Problem(failure, "a hub data set of plain data files", fix)]
-    return [("", opened(loaded, [(entry.path, None)], job, only))], []
+        return Prepared([Problem(failure, "a hub data set of plain data files", fix)])
+    return opened(loaded, [(entry.path, None)], job, only)
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
@@ -172,11 +164,10 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
 
 def _again(part: _Part, **changes: Any) -> _Part:
     reading = dataclasses.replace(part.reading, **changes)
-    splits = part.prepare(reading)
-    problems = [problem for _, item in splits for problem in item.problems]
-    if problems:
-        raise data_error("datasets", problems)
-    return dataclasses.replace(part, reading=reading, splits=splits)
+    again = dataclasses.replace(part, reading=reading, splits=part.prepare(reading))
+    if again.problems:
+        raise data_error("datasets", again.problems)
+    return again
 
 
 def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
