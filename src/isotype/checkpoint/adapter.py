@@ -50,7 +50,6 @@ _SIZE_MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[(.*?)\]\) from checkpoint, "
     r"the shape in current model is torch\.Size\(\[(.*?)\]\)"
 )
-_MAX_PROBLEMS = 8
 
 
 @dataclass(frozen=True)
@@ -346,12 +345,8 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
 
 
 def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:
-    more = len(problems) - _MAX_PROBLEMS
-    return CheckpointError(
-        f"the adapter {adapter.directory} does not fit the base model, a {type(model).__name__}",
-        problems[:_MAX_PROBLEMS],
-        hint=f"and {more} more tensors" if more > 0 else None,
-    )
+    headline = f"the adapter {adapter.directory} does not fit the base model, a {type(model).__name__}"
+    return CheckpointError.first_of(headline, problems)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
 """Number of bytes of each tensor that a fingerprint contains, because some checkpoints differ only in their values."""
-_SHOWN = 12  # problems in one error
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")  # beginnings of file names
 
 
@@ -198,7 +197,7 @@ def require_loadable(name: str | Path, revision: str | None = None) -> None:
         require_complete_gguf(checkpoint)
         problems = list(filter(None, [unreadable(checkpoint.facts)]))
     if problems:
-        raise CheckpointError(f"{name}: quantized weights that cannot be read", problems[:_SHOWN])
+        raise CheckpointError.first_of(f"{name}: quantized weights that cannot be read", problems)
 
 
 def require_readable(directory: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+_SHOWN = 10
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -40,6 +42,13 @@ class IsotypeError(Exception):
     def of(cls, headline: str, given: str, expected: str, fix: str, *, hint: str | None = None) -> Self:
         """Return an error with one `Problem`."""
         return cls(headline, [Problem(given, expected, fix)], hint)
+
+    @classmethod
+    def first_of(cls, headline: str, problems: Sequence[Problem]) -> Self:
+        """Return an error with the first ten problems, and a hint that counts the others."""
+        more = len(problems) - _SHOWN
+        hint = f"{more} more {'problem' if more == 1 else 'problems'} not shown" if more > 0 else None
+        return cls(headline, problems[:_SHOWN], hint)
 
     def __str__(self) -> str:
         lines = [self.headline]

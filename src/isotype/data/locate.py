@@ -13,7 +13,7 @@ from pathlib import Path
 
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import DataError, Problem
-from isotype.core.names import grouped, listed, plural
+from isotype.core.names import grouped, listed
 from isotype.data import drawn
 from isotype.data.columns import quoted
 from isotype.data.pictures import SUFFIXES
@@ -27,7 +27,6 @@ _SPECIAL = {
 }
 
 EMBEDDED = "embedded:"
-MOST_PROBLEMS = 10
 
 PARQUET = ".parquet"
 _SUFFIXES = (*READERS, PARQUET)
@@ -71,9 +70,7 @@ class LocalData:
 
 
 def data_error(name: str, problems: Sequence[Problem]) -> DataError:
-    more = len(problems) - MOST_PROBLEMS
-    hint = f"{plural(more, 'more problem')} not shown" if more > 0 else None
-    return DataError(f"The data set '{name}' cannot be trained on", problems[:MOST_PROBLEMS], hint)
+    return DataError.first_of(f"The data set '{name}' cannot be trained on", problems)
 
 
 def embedded_root() -> Path:

@@ -13,7 +13,6 @@ from isotype.core.errors import CheckpointError, Problem
 if TYPE_CHECKING:
     import torch
 
-_MAX_PROBLEMS = 12  # in one error: a damaged header can have thousands
 MAX_TENSORS = 250_000  # a mixture of 384 experts in 61 layers has 140,000 tensors
 DAMAGED = "the file is damaged: download, copy or save it again"
 
@@ -67,10 +66,8 @@ def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:
 
 
 def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
-    """Return the error for a file that cannot be read, with its first problems."""
-    left_out = len(problems) - _MAX_PROBLEMS
-    hint = f"and {left_out} more like these" if left_out > 0 else None
-    return CheckpointError(f"cannot read {path}", problems[:_MAX_PROBLEMS], hint)
+    """Return the error for a file that cannot be read, with its first problems: a damaged header can have thousands."""
+    return CheckpointError.first_of(f"cannot read {path}", problems)
 
 
 def broken(path: Path, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:

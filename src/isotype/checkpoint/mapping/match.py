@@ -24,7 +24,6 @@ from isotype.core.formats import STORED
 from isotype.core.names import distinct_names, grouped, listed, plural, starred, unwrapping
 from isotype.precision.facts import QuantizationFacts
 
-_SHOWN = 12  # patterns of names in one error
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
 # Buffers that training does not use, and that older checkpoints lack.
 _COUNTERS = (".num_batches_tracked",)
@@ -116,8 +115,6 @@ class Match:
         """Raise one CheckpointError with the `problems`, if there are any."""
         problems = self.problems()
         if problems:
-            left_out = len(problems) - _SHOWN
-            hint = f"and {plural(left_out, 'more problem')} like these" if left_out > 0 else None
             kinds = [
                 (_unread_problems, ": quantized weights that cannot be read"),
                 (_unused_problems, f" holds more than {self.model} has"),
@@ -126,7 +123,7 @@ class Match:
             default = f" does not hold the weights of {self.model}"
             alike = (words for kind, words in kinds if len(list(kind(self))) == len(problems))
             what = default if self.missing else next(alike, default)
-            raise CheckpointError(f"{self.path}{what}", problems[:_SHOWN], hint)
+            raise CheckpointError.first_of(f"{self.path}{what}", problems)
 
 
 def match(model: Any, headers: CheckpointHeaders) -> Match:
