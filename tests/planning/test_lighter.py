@@ -11,6 +11,7 @@ import transformers
 import isotype
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.planning.from_request import lighter, plan_of_request
+from isotype.planning.nearest import nearest
 from isotype.planning.request import parse_request
 from tests.models import CONFIGS
 
@@ -117,3 +118,25 @@ def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path, formu
     assert "--max_length 256" in str(plans[2].command)
     asked, _ = parse_request([str(experts), "--device", "a100-80g", "--quantization", "int8"], {})
     assert not any("nested" in words for words, _ in lighter(asked, config_of(open_model(experts))))
+
+
+def test_nothing_is_given_up_where_the_weights_alone_do_not_fit(
+    experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(
+        "isotype.planning.from_request.lighter", lambda *_: iter(tried.append("lighter") or ())
+    )
+    weights = 1 << 19  # 0.9 million nf4 weights, with the embedding in bfloat16, take more
+    plan = _plan(experts, weights)
+    assert plan.chosen is None
+    assert {row.fits for row in plan.rows} == {False}
+    assert min(row.kinds["weights"] for row in plan.rows) > weights
+    assert tried == []
+    assert (
+        nearest(replace(parse_request([str(experts), "--device", "a100-80g"], SETTINGS)[0], memory=weights))
+        is None
+    )
+    assert tried == []
+    _plan(experts, _peak(experts) - 1)
+    assert tried == ["lighter"]

@@ -148,7 +148,8 @@ def plan_of_request(request: PlanRequest) -> Plan:
             rows[row.device].append(row)
         for profile in alike:
             chosen[profile.name] = _chosen(search, rows[profile.name], request.goal)
-    if request.longest and not any(chosen.values()):
+    every = [row for device_rows in rows.values() for row in device_rows]
+    if request.longest and not any(chosen.values()) and not is_out_of_reach(every):
         for given_up, less in lighter(request, config):
             answer = plan_of_request(replace(less, longest=False))
             if answer.chosen is not None:
@@ -186,6 +187,12 @@ def plan_of_request(request: PlanRequest) -> Plan:
         tuple(refused),
         (*notes, *shortened, *_left_out(request)),
     )
+
+
+def is_out_of_reach(rows: Sequence[Row]) -> bool:
+    """Return True if the weights alone exceed the memory of every row, so that no lighter setting can fit."""
+    # 8-bit constants of quantized weights save less than a tenth of the weights.
+    return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > (row.room or 0) for row in rows)
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:

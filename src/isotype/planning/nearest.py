@@ -9,7 +9,7 @@ from isotype.core.names import format_bytes
 from isotype.core.terminal import printed_command
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
-from isotype.planning.from_request import plan_of_request
+from isotype.planning.from_request import is_out_of_reach, plan_of_request
 from isotype.planning.record import Row, picked
 from isotype.planning.request import PlanRequest, request_of
 from isotype.precision.devices.profile import device_profile
@@ -33,7 +33,7 @@ def nearest(request: PlanRequest) -> Row | None:
     for longest in (False, True):  # the search for the longest row takes most of the time
         others = plan_of_request(replace(request, step=again, quantize=True, longest=longest))
         fits = picked([row for row in others.rows if row.fits], "balanced")
-        if fits is not None:
+        if fits is not None or is_out_of_reach(others.rows):
             return fits
     shorter = plan_of_request(replace(request, step=again, quantize=False))
     return shorter.chosen or others.chosen
