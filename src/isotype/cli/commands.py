@@ -219,18 +219,16 @@ def find_rule(code: str) -> Rule:
 
 
 def _rule_table(rules: Sequence[Rule]) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
+    from isotype.report.text import table_of
     from isotype.rules import by_family
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("code", no_wrap=True, style="bold")
-    table.add_column("what it finds", overflow="fold")
+    table = table_of("code", "what it finds", folded=("what it finds",))
     for _, about, family in by_family(rules):
         table.add_row("", Text(about, style="dim italic"))
         for rule in family:
-            table.add_row(rule.code, Text(rule.title))
+            table.add_row(Text(rule.code, style="bold"), Text(rule.title))
     return table
 
 

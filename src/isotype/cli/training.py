@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
 from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
 from isotype.core.files import unused
 from isotype.core.terminal import printed_command
-from isotype.report.text import chat_commands, say, show_commands, wrapped
+from isotype.report.text import chat_commands, pair_table, say, show_commands, wrapped
 
 if TYPE_CHECKING:
     from isotype.train.command.command import Command
@@ -132,19 +130,11 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     for warning in reward_warnings(record.steps):
         say(console, f"warning: {warning}", style="yellow")
     for sample in record.samples:
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column()
-        for name, text in (
-            ("asked", sample.question),
-            ("before", sample.before),
-            ("after", sample.after),
-            ("reference", sample.reference),
-        ):
-            if text is not None:
-                table.add_row(name, Text(text))
+        labels = ("asked", "before", "after", "reference")
+        texts = (sample.question, sample.before, sample.after, sample.reference)
+        rows = ((label, text) for label, text in zip(labels, texts, strict=True) if text is not None)
         put()
-        console.print(table, highlight=False)
+        console.print(pair_table(rows), highlight=False)
     put()
     if outcome.adapter is not None:
         put(f"{'adapter' if settings.use_peft else 'model':<8} {outcome.adapter}")

@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from isotype.core import VERSION
 from isotype.core.console import TerminalConsole
@@ -24,6 +23,7 @@ from isotype.report.text import (
     format_share,
     say,
     show_commands,
+    table_of,
     width_of,
 )
 
@@ -142,9 +142,7 @@ def _print_table(
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
     heads = [head for head in _filled(lines) if whole or head not in _DETAILS]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for head in heads:
-        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
+    table = table_of(*heads, numbers={*heads}.difference(_WORDS))
     for line, (_, row) in zip(lines, rows, strict=True):
         style = "bold green" if row is not None and row == chosen else "" if row and row.fits else "dim"
         table.add_row(*(line.get(head, "") for head in heads), style=style)

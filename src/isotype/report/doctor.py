@@ -23,7 +23,7 @@ from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.versions import Incompatibility, pip_command
-from isotype.report.text import fitting
+from isotype.report.text import fitting, pair_table, table_of
 
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
@@ -135,25 +135,17 @@ def _heading(text: str) -> Text:
 
 
 def _grid(rows: Sequence[tuple[Text | str, Text | str]]) -> Padding:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in (label, value)))
-    return Padding(table, (0, 0, 0, 2), expand=False)
+    return Padding(pair_table(rows, "dim"), (0, 0, 0, 2), expand=False)
 
 
 _SUPPORT_STYLES = {"native": "green", "emulated": "yellow", "refused": "red"}
 
 
 def _dtype_table(report: DoctorReport) -> Table:
-    profile = report.profile
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for name in ("dtype", "runs"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("measured" if profile.present else "data sheet", justify="right", no_wrap=True)
-    table.add_column("cost here", overflow="fold")
-    rates = speeds(report)
+    profile, rates = report.profile, speeds(report)
+    speed = "measured" if profile.present else "data sheet"
+    table = table_of("dtype", "runs", speed, "cost here", numbers=(speed,), folded=("cost here",))
+    table.padding = (0, 3, 0, 0)
     for dtype in COMPUTE_DTYPES:
         support = profile.supports(dtype)
         rate = rates.get(dtype)

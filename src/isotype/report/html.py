@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -119,44 +120,7 @@ def write_report(path: Path, text: str) -> Path:
         raise SaveError.of("the report could not be written", what, expected, fix) from error
 
 
-PLOTTABLE = 1e150
-"""The largest magnitude that a chart may contain. The difference of two larger numbers could overflow."""
-
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def nice_ticks(high: float, target: int = 5) -> tuple[float, ...]:
-    """Return round values from 0 to `high` for the ticks of an axis. Their distance is 1, 2 or 5 times a power of ten.
-
-    Args:
-        high: end of the axis, more than 1e-300.
-        target: maximum number of intervals between ticks; the result has at least a fifth of this number.
-
-    Raises:
-        ValueError: `high` is not above 1e-300, or exceeds ten times `PLOTTABLE`.
-    """
-    if not 1e-300 < high <= 10 * PLOTTABLE:
-        raise ValueError(f"no axis from 0 to {high}")
-    raw = high / target
-    exponent = math.floor(math.log10(raw))
-    mantissa = next((m for m in (1, 2, 5) if m * 10.0**exponent >= raw), 10)
-    last = math.floor(high / (mantissa * 10.0**exponent) + 1e-9)
-    # 3 / 10 is 0.3, but 3 * 0.1 is 0.30000000000000004.
-    scale = 10.0 ** abs(exponent)
-    return tuple(i * mantissa * scale if exponent >= 0 else i * mantissa / scale for i in range(last + 1))
-
-
-def tick_labels(ticks: Sequence[float]) -> tuple[str, ...]:
-    """Label each tick with the decimals that the tick distance needs, or with an exponent for very large or small ticks."""
-    if len(ticks) < 2:
-        return tuple(_minus(f"{tick:,.10g}") for tick in ticks)
-    largest = max(abs(tick) for tick in ticks)
-    # Ticks are rounded, so their distance is rounded to four digits before its exponent is read.
-    step = int(f"{(ticks[-1] - ticks[0]) / (len(ticks) - 1):.3e}".split("e")[1])
-    if not 1e-3 <= largest < 1e6:
-        digits = int(f"{largest:.3e}".split("e")[1]) - step
-        return tuple(_exponent(tick, digits) for tick in ticks)
-    return tuple(_minus(f"{tick + 0.0:,.{max(0, -step)}f}") for tick in ticks)
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -186,9 +150,15 @@ def _minus(text: str) -> str:
 
 
 def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]]:
-    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a share of the axis, 0 to 1."""
-    ticks = nice_ticks(high, target)
-    return [(tick / high, f"{label}{unit}") for tick, label in zip(ticks, tick_labels(ticks), strict=True)]
+    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a share of the axis, 0 to 1.
+
+    The distance of the ticks is 1, 2 or 5 times a power of ten. There are at most `target` distances.
+    """
+    exponent = math.floor(math.log10(high / target))
+    distances = [Decimal(f"{digit}e{exponent}") for digit in (1, 2, 5)]
+    distance = next((step for step in distances if step * target >= high), Decimal(f"1e{exponent + 1}"))
+    ticks = [number * distance for number in range(int(Decimal(high) // distance) + 1)]
+    return [(float(tick) / high, f"{tick:,f}{unit}") for tick in ticks]
 
 
 def stacked(

@@ -20,7 +20,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
 from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
-from isotype.report.text import chat_commands, fitting, say, show_commands
+from isotype.report.text import chat_commands, fitting, pair_table, say, show_commands, table_of
 
 if TYPE_CHECKING:
     from isotype.checkpoint.consumers import Fit
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from isotype.checkpoint.merge.report import LogitsDifference, MergeReport
 
 _NAMES_SHOWN = 4
+_NUMBERS = ("count", "weights", "bytes", "share")
 _PLAN_KEYS = {
     PlanInspection: "path model file_bytes loaded_bytes groups tensors=plan.tensors tied=plan.match.tied "
     "initialised=plan.match.initialised buffers=plan.match.buffers",
@@ -68,7 +69,7 @@ _STYLES = {
 def render_fit(fit: Fit, console: Console) -> None:
     """Print if a program applies an adapter: the effect on each kind of module, the reasons and the fixes."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
-    table = _table("module", "tensors", f"in {fit.consumer}")
+    table = table_of("module", "tensors", f"in {fit.consumer}", numbers=("tensors",))
     for use in fit.uses:
         table.add_row(Text(use.module), str(use.tensors), Text(use.effect, style=_STYLES[use.effect]))
     console.print(fitting(table, console))
@@ -81,15 +82,6 @@ def render_fit(fit: Fit, console: Console) -> None:
         say(console, f"note: {note}", "yellow")
     if fit.ok:
         say(console, f"{fit.consumer} applies every tensor as it was trained.", "green")
-
-
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True)
-    for name in columns:
-        number = name in ("tensors", "count", "weights", "bytes", "share")
-        table.add_column(name, justify="right" if number else "left", no_wrap=name != "conversion")
-    return table
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
@@ -113,7 +105,7 @@ def inspection_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _group_table(inspection: Inspection) -> Table:
-    table = _table("tensors", "count", "dtype", "shape", "bytes", "share")
+    table = table_of("tensors", "count", "dtype", "shape", "bytes", "share", numbers=_NUMBERS)
     for group in inspection.groups:
         marked = bool(group.mismatched) or group.unlike is not None
         table.add_row(
@@ -128,7 +120,7 @@ def _group_table(inspection: Inspection) -> Table:
 
 
 def _total_table(inspection: Inspection) -> Table:
-    table = _table("dtype", "tensors", "weights", "bytes", "share")
+    table = table_of("dtype", "tensors", "weights", "bytes", "share", numbers=("tensors", *_NUMBERS))
     rows = [
         (Text(total.dtype), total.tensors, total.values, total.bytes, _share(total.bytes, inspection.bytes))
         for total in inspection.totals
@@ -219,7 +211,8 @@ def plan_json(inspection: PlanInspection) -> dict[str, Any]:
 
 
 def _plan_table(inspection: PlanInspection) -> Table:
-    table = _table("tensors", "count", "stored", "loaded", "conversion", "shape", "bytes")
+    heads = ("tensors", "count", "stored", "loaded", "conversion", "shape", "bytes")
+    table = table_of(*heads, numbers=_NUMBERS, folded=("conversion",))
     renamed = _all_renamed(inspection)
     for group in inspection.groups:
         changed = group.stored != group.storage
@@ -251,12 +244,7 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
 
     `export` is the command, as a list of words, that writes a GGUF file; this function appends the words for the format.
     """
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _rows(report):
-        table.add_row(name, text)
-    console.print(fitting(table, console), highlight=False, markup=False)
+    console.print(fitting(pair_table(_rows(report)), console), highlight=False, markup=False)
     for note in report.notes:
         console.print(Text.assemble(("note: ", "dim"), note), highlight=False)
     for warning in report.warnings:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,29 @@ _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
+def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] = ()) -> Table:
+    """Return a table with these columns. Columns in `numbers` are aligned at the right; cells in `folded` may break."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head in heads:
+        table.add_column(
+            head,
+            justify="right" if head in numbers else "left",
+            no_wrap=head not in folded,
+            overflow="fold" if head in folded else "ellipsis",
+        )
+    return table
+
+
+def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **options: Any) -> Table:
+    """Return a table without heads. Each row has a label in this style, and a text that may break."""
+    table = Table(box=None, show_header=False, pad_edge=False, **options)
+    table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return table
+
+
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
     """Return the indented table. On a console narrower than `NARROW`, return a list instead: a line for each cell.
 
@@ -99,12 +122,8 @@ def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[s
         name = first if isinstance(first, Text) else Text(str(first))
         shown = Text(_at_dots(name.plain, console.width - indent), style=name.style)
         lines.add_row(Padding(shown, (0, 0, 0, indent)))
-        inner = Table.grid(padding=(0, 2))
-        inner.add_column(no_wrap=True)
-        inner.add_column(overflow="fold")
-        for head, cell in zip(heads[1:], others, strict=True):
-            inner.add_row(head, cell)
-        lines.add_row(Padding(inner, (0, 0, 0, indent + 2)))
+        inner = pair_table(zip(heads[1:], others, strict=True), "")
+        lines.add_row(Padding(inner, (0, 0, 0, indent + 2), expand=False))
     return lines
 
 

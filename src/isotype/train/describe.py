@@ -29,7 +29,7 @@ from isotype.model.parts import PARTS, Parts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
-from isotype.report.text import NARROW, fitting, format_share, say
+from isotype.report.text import NARROW, fitting, format_share, say, table_of
 from isotype.train.chat import Prompt, with_pictures
 from isotype.train.command.settings import Settings
 from isotype.train.monitor.recorder import RunRecorder
@@ -119,10 +119,8 @@ def show_model(console: Console, model: Any) -> None:
         highlight=False,
     )
     if rows := part_rows(model):
-        table = Table(box=None, pad_edge=False)
-        for name in ("part", "parameters", "trainable", "stored as"):
-            number = name in ("parameters", "trainable")
-            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        numbers = ("parameters", "trainable")
+        table = table_of("part", *numbers, "stored as", numbers=numbers)
         for part, total, trainable, dtypes in rows:
             table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", dtypes)
         console.print(fitting(table, console), highlight=False)

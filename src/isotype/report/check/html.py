@@ -127,7 +127,10 @@ def _part(row: Row, findings: Sequence[Finding]) -> Content:
     }
 
 
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+def _unit(most: float) -> tuple[int, str]:
+    """Return the bytes and the name of the unit for an axis up to `most` bytes."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((unit for unit in units if most >= unit[0]), (1, "B"))
 
 
 def _memory(report: Record) -> Content | None:
@@ -139,7 +142,7 @@ def _memory(report: Record) -> Content | None:
     shown = capacity if capacity is not None and capacity <= 2.5 * memory.peak else None
     scale = 1.04 * max(memory.peak, shown or 0)
     peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
-    size, unit = next((size, unit) for size, unit in _UNITS if scale >= size)
+    size, unit = _unit(scale)
     return {
         "limit": _limit(memory.peak, capacity, shown),
         "capacity": shown and shown / scale,
@@ -173,7 +176,7 @@ def timeline(memory: Memory, capacity: int | None) -> Content | None:
     points = memory.timeline
     if len(points) < 2:
         return None
-    size, unit = next((size, unit) for size, unit in _UNITS if memory.peak >= size)
+    size, unit = _unit(memory.peak)
     high = 1.06 * max(capacity or 0, *(point.total for point in points)) / size
     areas = [
         (kind, [point.kinds.get(kind, 0) / size for point in points])

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from isotype.report.run.record import DataSummary
-from isotype.report.text import format_share, say
+from isotype.report.text import format_share, pair_table, say
 from isotype.train.rows.lengths import Lengths, padding_share
 from isotype.train.rows.pictured import Pictured
 
@@ -84,15 +83,13 @@ def show_data(console: Console, summary: DataSummary | None, example: list[tuple
     if summary is not None:
         say(console, "\n".join(_sentences(summary)))
     if example:
-        table = Table(box=None, show_header=False, pad_edge=False, title="first example", title_justify="left", title_style="bold")  # fmt: skip
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        half = _LONGEST_TEXT // 2
+        half, rows = _LONGEST_TEXT // 2, list[tuple[str, Text]]()
         for learned, text in example:
             short = text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"
             shown = Text(short.replace("\n", "↵\n").rstrip("\n"), style="" if learned else "dim")
-            table.add_row("learned" if learned else "given", shown)
-        console.print(table, highlight=False)
+            rows.append(("learned" if learned else "given", shown))
+        title = {"title": "first example", "title_justify": "left", "title_style": "bold"}
+        console.print(pair_table(rows, "dim", **title), highlight=False)
 
 
 def _sentences(data: DataSummary) -> list[str]:
