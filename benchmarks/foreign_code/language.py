@@ -172,12 +172,7 @@ def _mambapy_cases() -> list[Case]:
 
 
 def _xlstm(dtype: torch.dtype) -> Step:
-    from xlstm import (
-        mLSTMBlockConfig,
-        mLSTMLayerConfig,
-        xLSTMLMModel,
-        xLSTMLMModelConfig,
-    )
+    from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMLMModel, xLSTMLMModelConfig
 
     block = mLSTMBlockConfig(mlstm=mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=2))
     config = xLSTMLMModelConfig(

@@ -17,13 +17,7 @@ from transformers.utils import import_utils
 
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK, is_prepared, mark_as_skipped, mixed_precision
 from isotype.compat.bitsandbytes import REPACK, quantized_on
-from isotype.compat.standard import (
-    ValueParser,
-    actions_of,
-    frame_above,
-    is_being_imported,
-    source_of,
-)
+from isotype.compat.standard import ValueParser, actions_of, frame_above, is_being_imported, source_of
 from isotype.compat.torch import FakeTensorMode
 from isotype.compat.transformers import fakes_taken_for_real
 

@@ -16,15 +16,7 @@ import isotype
 from isotype.lora.attention import choice as choices
 from isotype.lora.attention import registered
 from isotype.lora.attention.blocks import float32_copies, recomputed
-from isotype.lora.attention.choice import (
-    OWN,
-    Shape,
-    chosen,
-    measure,
-    offered,
-    shape_of,
-    times_of,
-)
+from isotype.lora.attention.choice import OWN, Shape, chosen, measure, offered, shape_of, times_of
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
 from isotype.lora.measured import Times

@@ -25,15 +25,7 @@ from isotype.records.memory import Memory
 from isotype.report.check.html import to_html
 from isotype.report.check.json import SCHEMA_VERSION
 from isotype.report.check.report import Report
-from isotype.report.check.text import (
-    cost_clauses,
-    elide,
-    fold_places,
-    ranges,
-    render,
-    to_text,
-    verdict,
-)
+from isotype.report.check.text import cost_clauses, elide, fold_places, ranges, render, to_text, verdict
 from isotype.report.text import format_flops, format_share
 from tests.report.check_samples import F16, SAMPLES, clean, costly, crash, not_traced, too_large
 

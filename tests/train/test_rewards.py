@@ -245,17 +245,16 @@ def test_check_and_run_refuse_the_same_reward(
 
 def test_what_cannot_be_known_about_rewards_is_said(tmp_path: Path) -> None:
     _, *argv = command(tmp_path, [CHAT], "no_such_module.length")
-    said: list[str] = []
     with pytest.raises(UsageError, match=r"no_such_module\.length: No module named"):
-        rewards_here(parse_settings(METHODS["grpo"], argv), said.append)
+        rewards_here(parse_settings(METHODS["grpo"], argv))
     far = [word if word != "cpu" else "t4" for word in argv]
-    assert rewards_here(parse_settings(METHODS["grpo"], far), said.append) == {}
-    assert said.pop().startswith(
-        "the reward functions were not checked: --reward_funcs no_such_module.length"
-    )
+    rewards, (note,) = rewards_here(parse_settings(METHODS["grpo"], far))
+    assert rewards == {}
+    assert note.startswith("the reward functions were not checked: --reward_funcs no_such_module.length")
     settings = parse_settings(METHODS["rloo"], argv[:-2])
-    assert check_rewards(settings, rewards_here(settings, said.append), {"train": [CHAT]}) is None
-    assert said == ["no reward is named yet: isotype rloo needs --reward_funcs"]
+    rewards, notes = rewards_here(settings)
+    assert check_rewards(settings, rewards, {"train": [CHAT]}) is None
+    assert notes == ["no reward is named yet: isotype rloo needs --reward_funcs"]
 
 
 def test_rewards_have_a_weight_each_and_their_packages(

@@ -20,12 +20,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.models import adapted_model, processing_class
 from isotype.train.rows.data import dropped_examples
 from isotype.train.training import run
-from isotype.train.validate import (
-    argument_problems,
-    check_policy,
-    check_settings,
-    check_tokenizer,
-)
+from isotype.train.validate import argument_problems, check_policy, check_settings, check_tokenizer
 from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.train.tiny import rows, save_chat_model, save_rows

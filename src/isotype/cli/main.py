@@ -15,12 +15,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from isotype.cli.output import (
-    check_surroundings,
-    console_of_failure,
-    print_error,
-    show_warnings_of_libraries,
-)
+from isotype.cli.output import check_surroundings, console_of_failure, print_error, show_warnings_of_libraries
 from isotype.compat.imports import code_refused
 from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signals, terminate
 from isotype.compat.torchvision import importable

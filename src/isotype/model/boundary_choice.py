@@ -18,14 +18,7 @@ from isotype.core.names import base_name
 from isotype.model.boundary import BoundarySettings, original_class, sharing
 from isotype.model.modes import result_of
 from isotype.model.parts import entrances
-from isotype.model.walk import (
-    Place,
-    blocks_in,
-    is_router,
-    is_tuner_layer,
-    own_float_parameters,
-    places,
-)
+from isotype.model.walk import Place, blocks_in, is_router, is_tuner_layer, own_float_parameters, places
 from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)

@@ -26,13 +26,7 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED, choose_targets
 from isotype.planning.rates import with_rates
 from isotype.planning.record import GOALS, Device, Record, Row, Time, front, picked
-from isotype.planning.request import (
-    EXAMPLE_DATA,
-    OWN,
-    PlanRequest,
-    parse_request,
-    request_of,
-)
+from isotype.planning.request import EXAMPLE_DATA, OWN, PlanRequest, parse_request, request_of
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import speed_of, to_html, to_text
 from isotype.precision.damages import MEASURED, Damages

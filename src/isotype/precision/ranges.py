@@ -211,6 +211,11 @@ class Ranges(Measurement):
         return tuple(self.by_module[name] for name in self.stream if name in self.by_module)
 
     @property
+    def measured(self) -> str:
+        """Date, dtype and data of the measurement."""
+        return f"measured {self.when[:10]} in {self.dtype} on {self.text}"
+
+    @property
     def undefined(self) -> OperatorRange | None:
         """The first operator with finite operands and a result that is not finite, if loss or gradients are not finite."""
         values = (*self.loss, *(module.gradient for module in self.modules))

@@ -60,10 +60,8 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     request = _request(trainer.model, loss, trainer.args)
     if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
         token = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
-        autocast = _generates_under_autocast(trainer)
-        request = replace(
-            request, phases=(*request.phases, "generate"), generate=token, autocast_eval=autocast
-        )
+        request = replace(request, phases=(*request.phases, "generate"), generate=token)
+        request = replace(request, autocast_eval=_generates_under_autocast(trainer))
     return replace(
         request,
         wiring=wiring,

@@ -60,9 +60,7 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=F
 def find(trace: Trace) -> Iterator[Finding]:
     for cut, added in trace.lost_terms:
         how = f"leave out detach(), .data, item() or torch.tensor() at {short(cut)}"
-        message = (
-            "a term of the loss has no gradient: it changes the loss that is printed, but trains nothing"
-        )
+        message = "a term of the loss has no gradient: it changes the printed loss, but trains nothing"
         cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
         yield Finding("IST307", "warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)

@@ -76,25 +76,18 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _without_kernel(trace: Trace) -> Iterator[Finding]:
     """Yield a finding for each line that calls attention while no enabled kernel takes the call."""
-    refused = (
-        call for call in trace.breaches() if call.breach and call.breach.message == NO_ATTENTION_KERNEL
-    )
-    profile = trace.setup.profile
+    compute, profile = trace.setup.compute, trace.setup.profile
+    accepted = profile.flash_attention
+    refused = (c for c in trace.breaches() if c.breach and c.breach.message == NO_ATTENTION_KERNEL)
     for line, calls in grouped(refused, lambda call: call.source or call.module).items():
-        first, query = calls[0], calls[0].operands[0]
+        first, query, where = calls[0], calls[0].operands[0], short(line)
         dtype = first.autocast or query.dtype
-        others = sorted(
-            profile.flash_attention - {dtype},
-            key=lambda other: (other != trace.setup.compute, dtype_name(other)),
-        )
-        narrow = dtype_name(others[0]) if others and dtype not in profile.flash_attention else ""
-        where = short(line)
-        to_narrow = fix(
-            f"cast queries, keys and values to {narrow} at {where}, and the result back",
-            "line",
-            (line,),
-            narrow,
-        )
+        how = f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
+        fixes = [advice(line, how)]
+        if accepted and dtype not in accepted:
+            narrow = dtype_name(compute if compute in accepted else min(accepted, key=dtype_name))
+            how = f"cast queries, keys and values to {narrow} at {where}, and the result back"
+            fixes.insert(0, fix(how, "line", (line,), narrow))
         yield finding_at(
             "IST604",
             "error",
@@ -104,12 +97,7 @@ def _without_kernel(trace: Trace) -> Iterator[Finding]:
             cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
             evidence=evidence(query.origin),
             notes=device_error(first),
-            fixes=(
-                *((to_narrow,) if narrow else ()),
-                advice(
-                    line, f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
-                ),
-            ),
+            fixes=tuple(fixes),
         )
 
 

@@ -99,6 +99,7 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
     what = "gradients" if all(map(math.isfinite, ranges.loss)) else "loss and gradients"
     where = short(operator.source) or named(operator.module)
     returns = "NaN" if math.isnan(operator.output) else "infinity"
+    how = f"keep zeros and large numbers from {where}: {_GUARDS}"
     return Finding(
         "IST809",
         "error",
@@ -109,11 +110,7 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
         source=operator.source,
         cause=f"{operator.op} of finite operands, in the {operator.phase} of {where}",
         notes=(_measured(ranges),),
-        fixes=(
-            advice(
-                operator.source or operator.module, f"keep zeros and large numbers from {where}: {_GUARDS}"
-            ),
-        ),
+        fixes=(advice(operator.source or operator.module, how),),
     )
 
 
@@ -164,9 +161,7 @@ def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str
 
 
 def _measured(ranges: Ranges) -> str:
-    return (
-        f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text} ({plural(ranges.tokens, 'token')})"
-    )
+    return f"{ranges.measured} ({plural(ranges.tokens, 'token')})"
 
 
 def _fixes(trace: Trace, ranges: Ranges) -> Iterator[Fix]:

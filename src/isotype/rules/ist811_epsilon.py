@@ -57,30 +57,25 @@ def find(trace: Trace) -> Iterator[Finding]:
     for calls in grouped(guards, lambda call: (call.source or call.module, _lost(call))).values():
         first, number, dtype = calls[0], _lost(calls[0]), calls[0].results[0][0]
         at = f" at {short(first.source)}" if first.source else ""
-        written, whole = f"{number:.15g}", round(number)
-        effect = f"the clamp keeps {whole}, where log(1 - x), atanh and acos have no finite gradient"
-        instead = f"{'-' * (number < 0)}(1 - torch.finfo({dtype}).eps)"
-        if not whole:
-            written, effect = (
-                f"{number:g}",
-                "a denominator of zero stays zero, and the quotient is not finite",
-            )
+        if whole := round(number):
+            written = f"a bound of {number:.15g}"
+            effect = f"the clamp keeps {whole}, where log(1 - x), atanh and acos have no finite gradient"
+            instead = f"{'-' * (number < 0)}(1 - torch.finfo({dtype}).eps)"
+        else:
+            written = f"an epsilon of {number:g}"
+            effect = "a denominator of zero stays zero, and the quotient is not finite"
             instead = "torch.finfo(torch.float16).tiny (6e-05)"
-        kind = "a bound" if whole else "an epsilon"
+        value = written.rpartition(" ")[2]
+        how = f"write {instead} instead of {value}, or compute in float32 there"
         yield finding_at(
             "IST811",
             "warning",
-            f"{kind} of {written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",
+            f"{written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",
             first,
             calls,
-            cause=f"{_name(first)} of a {dtype_name(dtype)} tensor and {written}{at}",
+            cause=f"{_name(first)} of a {dtype_name(dtype)} tensor and {value}{at}",
             evidence=evidence(first.operands[0].origin),
-            fixes=(
-                advice(
-                    first.source or first.module,
-                    f"write {instead} instead of {written}, or compute in float32 there",
-                ),
-            ),
+            fixes=(advice(first.source or first.module, how),),
         )
 
 

@@ -202,12 +202,9 @@ def require_router(config: Any, settings: Settings) -> None:
     """Raise UsageError if `--router_aux_loss_coef` weights the routers' loss of a model that returns no router logits."""
     coefficient = settings.router_aux_loss_coef
     if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
-        headline, expected = (
-            "there is no loss of routers",
-            "a mixture of experts that returns its router logits",
-        )
         what = f"--router_aux_loss_coef {coefficient} and a model of the type {config.model_type}"
-        raise UsageError.of(headline, what, expected, "leave --router_aux_loss_coef out")
+        expected, fix = "a mixture of experts that returns router logits", "leave --router_aux_loss_coef out"
+        raise UsageError.of("there is no loss of routers", what, expected, fix)
 
 
 def require_plain_head(model: Any, method: Method) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
@@ -65,20 +65,17 @@ def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[
         raise DataError("a reward function does not fit the data", list(problems))
 
 
-def rewards_here(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
-    """Return `rewards_of` for a check. For another machine's device, say which functions this machine lacks, and return {}."""
-    if "reward_funcs" not in settings.command.specs:
-        return {}
-    if not settings.reward_funcs and not settings.reward_model_name_or_path:
-        say(f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs")
-        return {}
+def rewards_here(settings: Settings) -> tuple[dict[str, Any], list[str]]:
+    """Return `rewards_of` and notes, for a check. A check for another machine's device notes which functions this machine lacks."""
+    needed = "reward_funcs" in settings.command.specs
+    if needed and not settings.reward_funcs and not settings.reward_model_name_or_path:
+        return {}, [f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs"]
     try:
-        return rewards_of(settings)
+        return rewards_of(settings), []
     except UsageError as error:
         if device_profile(settings.device).present:
             raise
-        say(f"the reward functions were not checked: {error.problems[0].given}")
-        return {}
+        return {}, [f"the reward functions were not checked: {error.problems[0].given}"]
 
 
 def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None) -> Iterator[Problem]:

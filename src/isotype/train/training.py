@@ -94,13 +94,7 @@ from isotype.train.rows.pictured import learn_no_pictures
 from isotype.train.run import Built, Choice, Run
 from isotype.train.signals import balance, early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer
-from isotype.train.validate import (
-    check_policy,
-    check_settings,
-    check_tokenizer,
-    plain_turns,
-    training_device,
-)
+from isotype.train.validate import check_policy, check_settings, check_tokenizer, plain_turns, training_device
 
 
 @dataclass(frozen=True)

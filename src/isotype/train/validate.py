@@ -19,14 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.arguments import did_you_mean, wrong_choice
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import (
-    CheckpointError,
-    PrecisionError,
-    Problem,
-    UsageError,
-    first_line,
-    one_line,
-)
+from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError, first_line, one_line
 from isotype.core.names import listed, pattern_problems
 from isotype.core.optimizers import package_of
 from isotype.core.pretrained import pretrained
@@ -205,10 +198,9 @@ def _paths(settings: Settings) -> Iterator[Problem]:
         yield Problem(setting, "another directory for the results", "give another one")
     existing = next(path for path in (Path(output), *Path(output).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        what = (
-            f"--output_dir {output}: {existing} {'cannot be written' if existing.is_dir() else 'is a file'}"
-        )
-        yield Problem(what, "a directory that can be created and written", "give another one")
+        why = "cannot be written" if existing.is_dir() else "is a file"
+        expected = "a directory that can be created and written"
+        yield Problem(f"--output_dir {output}: {existing} {why}", expected, "give another one")
 
 
 def _packages(settings: Settings) -> Iterator[Problem]:

@@ -9,15 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrize
 
-from tests.corpus.cases.crashes_parts import (
-    BF16,
-    FP32,
-    heads,
-    ids,
-    matmul_error,
-    normal,
-    set_layers,
-)
+from tests.corpus.cases.crashes_parts import BF16, FP32, heads, ids, matmul_error, normal, set_layers
 from tests.corpus.scenario import Broken, Scenario
 from tests.models import HIDDEN, tiny_batch, tiny_model
 from tests.reality import real_step

@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.corpus.cases.crashes_parts import (
-    BF16,
-    FP16,
-    FP32,
-    cast_matching,
-    int8,
-    lora,
-    replace_linears,
-)
+from tests.corpus.cases.crashes_parts import BF16, FP16, FP32, cast_matching, int8, lora, replace_linears
 from tests.corpus.cases.training_parts import loaded
 from tests.corpus.scenario import Broken, Scenario
 from tests.models import tiny_batch

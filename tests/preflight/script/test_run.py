@@ -367,14 +367,14 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
             "",
             "out = model(x); loss = mse_loss(out, y) + torch.mean(torch.tensor([out.norm(), out.std()])) * 1000\n"
             "    optimizer.zero_grad(); (loss / 2).backward(); optimizer.step()",
-            "IST307]: a term of the loss has no gradient: it changes the loss that is printed, but trains nothing",
+            "IST307]: a term of the loss has no gradient: it changes the printed loss, but trains nothing",
             "the term's value is detached at loop.py:11, and added to the loss at loop.py:11",
         ),
         (
             "",
             "out = model(x); extra = out.norm().detach().item()\n"
             "    loss = mse_loss(out, y) + 0.05 * extra; optimizer.zero_grad(); loss.backward(); optimizer.step()",
-            "IST307]: a term of the loss has no gradient: it changes the loss that is printed, but trains nothing",
+            "IST307]: a term of the loss has no gradient: it changes the printed loss, but trains nothing",
             "the term's value is detached at loop.py:11, and added to the loss at loop.py:12",
         ),
         (

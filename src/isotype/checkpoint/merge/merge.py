@@ -14,13 +14,7 @@ import torch
 from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter, require_usable
 from isotype.checkpoint.export import check_exportable, exportable_tokenizer, is_exportable, require_program
 from isotype.checkpoint.load import tokenizer_source
-from isotype.checkpoint.merge.kept import (
-    Candidate,
-    Learned,
-    cheapest,
-    learned,
-    merged_in_float32,
-)
+from isotype.checkpoint.merge.kept import Candidate, Learned, cheapest, learned, merged_in_float32
 from isotype.checkpoint.merge.layers import Merging, WrittenModel
 from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
 from isotype.checkpoint.merge.write import (

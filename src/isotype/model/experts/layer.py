@@ -18,12 +18,7 @@ from torch import nn
 from isotype.compat.accelerate import HOOK, only_places
 from isotype.compat.peft import PARAMETER_WRAPPER_REPAIRS, takes_outputs_first
 from isotype.compat.swapped import Swapped, swap, swapped_class
-from isotype.compat.torch import (
-    forward_hooks,
-    forward_pre_hooks,
-    needs_operators,
-    own_parameters,
-)
+from isotype.compat.torch import forward_hooks, forward_pre_hooks, needs_operators, own_parameters
 from isotype.compat.transformers import gate_of, has_parallel_experts
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import PrecisionError

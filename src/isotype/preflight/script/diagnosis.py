@@ -6,10 +6,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from isotype.compat.accelerate import mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
-from isotype.core.names import format_bytes, plural
+from isotype.core.names import format_bytes, named, plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import is_gathered
 from isotype.precision.devices.profile import device_profile
@@ -42,20 +43,20 @@ from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES, StepRequest
-from isotype.records.trace import (
-    NO_GRADIENT,
-    NOTHING_UNSCALED,
-    Breach,
-    Call,
-    Failure,
-    Setup,
-    Trace,
-)
+from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
 from isotype.report.text import format_kinds, short_source, wrapped
-from isotype.rules import judge
-from isotype.rules.ist308_clipped_scaled import REFUSALS
+from isotype.rules import (
+    ist303_no_scaler,
+    ist307_no_gradient,
+    ist308_clipped_scaled,
+    ist309_not_trained,
+    ist801_lost_updates,
+    ist808_counting,
+    judge,
+)
+from isotype.rules.kit.groups import code_of
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
@@ -197,9 +198,10 @@ class Diagnosis:
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
             assert self._request is not None
-            late = {"IST303"} if trace.spoiled or self._request.keywords["scaler"] else set()
-            late |= {"IST801", "IST808"} if trace.unmoved else {"IST808"}
-            self._say_late([f for f in findings if f.module in modules or f.code in late])
+            late = [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
+            late += [ist801_lost_updates, ist808_counting] if trace.unmoved else [ist808_counting]
+            shown = _of(findings, *late)
+            self._say_late([f for f in findings if f.module in modules or f in shown])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:
@@ -306,7 +308,7 @@ class Diagnosis:
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(link).__name__))
                 break
-            gradients = any(words in text for words in (*_ABOUT_GRADIENTS, *REFUSALS))
+            gradients = any(words in text for words in (*_ABOUT_GRADIENTS, *ist308_clipped_scaled.REFUSALS))
             if gradients or _ABOUT_DTYPES.search(text):
                 explained = self._explain_once(partial(self._explain_elsewhere, link))
                 break
@@ -357,9 +359,10 @@ class Diagnosis:
                 self.watch.scaler = True
                 self._diagnose(call, headline)
                 return
-        if any(words in text for words in REFUSALS) and (setup := self._setup_seen or self._setup()):
+        refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
+        if refused and (setup := self._setup_seen or self._setup()):
             trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
-            self._print_brief([finding for finding in judge(trace) if finding.code == "IST308"])
+            self._print_brief(_of(judge(trace), ist308_clipped_scaled))
             return
         report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
         if report is None:
@@ -369,23 +372,12 @@ class Diagnosis:
             self._render(report)
         else:
             self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
-            self._print_outside(error, report.trace)
-            stepped = stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []
-            for optimizer in stepped:
+            for line in outside(error, model, report.trace).lines():
+                self._plain(line)
+            for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
                 findings = judge(self.watch.trace(self._setup() or report.trace.setup))
-                self._print_brief([finding for finding in findings if finding.code in ("IST307", "IST309")])
-
-    def _print_outside(self, error: BaseException, step: Trace) -> None:
-        model = self.watch.model
-        what = outside(error, () if model is None else (model,), step)
-        if not what.tensors and not what.help:
-            return
-        self._plain(f"  --> {short_source(what.source)}")
-        for name, dtype, shape, in_model in what.tensors:
-            self._plain(f"   |   {name}  {dtype_name(dtype)}  {list(shape)}   {in_model}".rstrip())
-        if what.help:
-            self._plain(f"   = help   {what.help}")
+                self._print_brief(_of(findings, ist307_no_gradient, ist309_not_trained))
 
     def _diagnose(self, call: Call, headline: str) -> None:
         setup = self._setup()
@@ -453,16 +445,17 @@ class Diagnosis:
     def _print_brief(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self._plain(f"{finding.severity}[{finding.code}]: {finding.message}")
-            parts = (finding.module or "the model", finding.op, finding.phase, short_source(finding.source))
-            self._plain(f"  --> {'   '.join(filter(None, parts))}")
+            self._print_place(finding.source, named(finding.module), finding.op, finding.phase)
             if finding.cause:
                 self._plain(f"   = cause  {finding.cause}")
             for fix in finding.fixes[:1]:
                 self._plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
 
+    def _print_place(self, source: str, *parts: str) -> None:
+        self._plain(f"  --> {'   '.join(filter(None, (*parts, short_source(source))))}")
+
     def _print_call(self, call: Call) -> None:
-        parts = (call.module, call.op, call.phase, short_source(call.source))
-        self._plain(f"  --> {'   '.join(filter(None, parts))}")
+        self._print_place(call.source, call.module, call.op, call.phase)
         for operand in call.operands:
             path = "; ".join(evidence(operand.origin))
             self._plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {path}")
@@ -483,6 +476,12 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
             others = [other for other in report.findings if other is not finding]
             return replace(report, findings=(stopped, *others))
     return None
+
+
+def _of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
+    """Return the findings of these modules of rules."""
+    codes = {code_of(rule.__name__) for rule in rules}
+    return [finding for finding in findings if finding.code in codes]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from isotype.core.names import short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
+from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
 
 _SHOWN = 6
@@ -33,14 +34,20 @@ class Outside:
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], str], ...]
     help: str
 
+    def lines(self) -> Iterator[str]:
+        """Yield the lines to print; none if there are neither tensors nor advice."""
+        if self.tensors or self.help:
+            yield f"  --> {short_source(self.source)}"
+        for name, dtype, shape, in_model in self.tensors:
+            yield f"   |   {name}  {dtype_name(dtype)}  {list(shape)}   {in_model}".rstrip()
+        if self.help:
+            yield f"   = help   {self.help}"
 
-def outside(error: BaseException, models: Iterable[nn.Module], step: Trace) -> Outside:
-    """Describe an error that was raised outside of `step`, a training step of `models` that ran without errors."""
-    names = {
-        id(tensor): name
-        for model in models
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+
+def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
+    """Describe an error that was raised outside of `step`, a training step of `model` that ran without errors."""
+    held = (*model.named_parameters(), *model.named_buffers())
+    names = {id(tensor): name for name, tensor in held}
     source, variables = line_of(error), dict(tensors_at_hand(error))
     if gradientless := _without_gradients(error, names):
         return Outside(source, (), gradientless)

@@ -32,15 +32,7 @@ from isotype.report.check.text import (
     trust,
     verdict,
 )
-from isotype.report.html import (
-    axis,
-    format_number,
-    package_file,
-    palette_css,
-    render,
-    stacked,
-    stacked_areas,
-)
+from isotype.report.html import axis, format_number, package_file, palette_css, render, stacked, stacked_areas
 from isotype.report.text import format_duration, format_flops, format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
 

@@ -185,7 +185,7 @@ def ranges_words(report: Record) -> str:
         return ""
     return (
         f"values in float16 reach {by_ranges.number(largest.value)} ({named(plain_name(largest.module))}), headroom {largest.headroom:.2g}; "
-        f"measured {ranges.when[:10]} in {ranges.dtype} on {ranges.text}"
+        f"{ranges.measured}"
     )
 
 

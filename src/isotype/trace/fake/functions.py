@@ -35,12 +35,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
-from isotype.trace.fake.transforms import (
-    HALF_TRANSFORMS,
-    as_half,
-    is_half_transform,
-    transformed_sizes,
-)
+from isotype.trace.fake.transforms import HALF_TRANSFORMS, as_half, is_half_transform, transformed_sizes
 from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
@@ -55,14 +50,7 @@ _ALIASES = {
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
 """Attributes that are read often, and whose reads run no operator and depend on no device."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
-_PRODUCTS = (
-    torch.mm,
-    torch.spmm,
-    torch.matmul,
-    torch.Tensor.mm,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-)
+_PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 
 
@@ -115,7 +103,7 @@ class Functions(TorchFunctionMode):
             func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         if func is torch.sparse_coo_tensor and len(args) > 2:
             return _sparse(args[1], args[2])
-        if self._foreign and func in _PRODUCTS and getattr(args[0], SPARSE, False):
+        if self._foreign and name_of(func) in _PRODUCTS and getattr(args[0], SPARSE, False):
             func = torch.sparse.mm
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
@@ -230,12 +218,9 @@ class Attention:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: FakeRecorder
     ) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which attention with these arguments runs with the kernel that the device would use."""
-        cast, mask = (
-            recorder.edited() or recorder.autocast,
-            kwargs.get("attn_mask", next(iter(args[3:]), None)),
-        )
+        cast, enabled = recorder.edited() or recorder.autocast, enabled_attention()
+        mask = kwargs.get("attn_mask", next(iter(args[3:]), None))
         call = _call_of(args, kwargs, cast)
-        enabled = enabled_attention()
         kernel = None if call is None else attention_kernel(self._profile, call[0], enabled=enabled)
         if kernel == "none":
             recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(NO_ATTENTION_KERNEL, True, None))

@@ -35,6 +35,7 @@ from isotype.train.rows.lengths import (
     lengths_in,
     longest_possible,
     packed_rows,
+    sampled,
 )
 from isotype.train.run import Choice, Run
 from isotype.train.validate import (
@@ -55,8 +56,8 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
     if problems := [*argument_problems(settings), *(machine_problems(settings) if here else ())]:
         raise UsageError("invalid arguments", problems)
     if settings.router_aux_loss_coef:
-        name, revision = str(settings.model_name_or_path), settings.model_revision
-        require_router(config_of(open_model(name, revision)), settings)
+        model = open_model(str(settings.model_name_or_path), settings.model_revision)
+        require_router(config_of(model), settings)
     return _with_data(_of_arguments(options, settings), settings, options)
 
 
@@ -219,9 +220,9 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
         return NONE
     if not hasattr(processor, "image_processor"):
         return None
-    stored, step = undecoded(rows), max(1, -(-len(rows) // COUNTED_ROWS))
-    sampled = (tuple(map(size_of, pictures_in(stored[at]))) for at in range(0, len(rows), step))
-    sizes = {row for row in sampled if row and not any(isinstance(size, Problem) for size in row)}
+    stored = undecoded(rows)
+    encoded = (tuple(map(size_of, pictures_in(stored[at]))) for at in sampled(rows))
+    sizes = {row for row in encoded if row and not any(isinstance(size, Problem) for size in row)}
     by_pixels = sorted(sizes, key=lambda row: -sum(width * height for width, height in row))  # type: ignore[misc]
     tried = {*by_pixels[: _TRIED // 2], *sorted(sizes, key=len)[-_TRIED // 2 :]}
     pictures = [pictures_of(None, processor, row) for row in tried]  # type: ignore[arg-type]
@@ -230,10 +231,9 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
     """Return the plan with the lengths of the training's rows, if the data is on this machine."""
-    notes = list(plan.notes)
-    rewards = rewards_here(settings, notes.append)
-    plan = replace(plan, notes=tuple(notes))
-    notes = []
+    rewards, said = rewards_here(settings)
+    plan = replace(plan, notes=(*plan.notes, *said))
+    notes: list[str] = []
     data = training_data_here(settings, notes.append)
     if data is None:
         return plan
@@ -248,10 +248,8 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         whole = Path(source).is_dir() and open_checkpoint(source).files is not None
         if whole and device_profile(settings.device).present:
             processing_class(source)  # raises CheckpointError, as the training will
-        return replace(
-            plan,
-            notes=(*plan.notes, "the rows' lengths are unknown: this machine has no tokenizer of the model"),
-        )
+        unknown = "the rows' lengths are unknown: this machine has no tokenizer of the model"
+        return replace(plan, notes=(*plan.notes, unknown))
     check_tokenizer(settings, source, tokenizer, data)
     data = fitting(settings, tokenizer, data, notes.append)
     settings = uncut(settings, data)

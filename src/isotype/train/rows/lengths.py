@@ -70,6 +70,11 @@ class Lengths:
         )
 
 
+def sampled(rows: Any) -> range:
+    """Return the numbers of the rows to tokenize or decode."""
+    return range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
+
+
 def lengths_of(
     method: str,
     tokenizer: Any,
@@ -87,17 +92,17 @@ def lengths_of(
     """
     if not hasattr(rows, "__len__") or not len(rows):
         return None
-    step = 1 if every else max(1, -(-len(rows) // COUNTED_ROWS))
+    tried = range(len(rows)) if every else sampled(rows)
     if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
         if not hasattr(tokenizer, "tokenizer"):
             return None
         pictured, rows = Pictured(tokenizer), undecoded(rows)  # it caches the tokens of a picture by its size
-        counts = [pictured.count(rows[at]) for at in range(0, len(rows), step)]
+        counts = [pictured.count(rows[at]) for at in tried]
         return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
     words = getattr(tokenizer, "tokenizer", tokenizer)
     tokens, prompts = [], []
     doubled = 0
-    for at in range(0, len(rows), step):
+    for at in tried:
         try:
             tokens.append(_length(method, words, rows[at], text_field))
             prompts.append(_prompt(method, words, rows[at], only_assistant))
@@ -131,8 +136,7 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
     words, field = getattr(tokenizer, "tokenizer", tokenizer), settings.dataset_text_field or "text"
     sequence = wanted.get("alora_invocation_tokens")
     shown = words.decode(sequence or wanted["token_indices"])
-    tried = range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
-    lacking = 0
+    tried, lacking = sampled(rows), 0
     for at in tried:
         ids = [token for part in _ids_of(settings.method.name, words, rows[at], field) for token in part]
         if sequence is None:
@@ -141,12 +145,9 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
             lacking += sequence not in (ids[start : start + len(sequence)] for start in range(len(ids)))
     if lacking == len(tried):
         what, expected = f"{settings.data_name}: no row has the tokens {shown!r}", "rows with these tokens"
-        fix = (
-            "write them into the rows, or give a chat template that has them: --chat_template_path FILE.jinja"
-        )
-        raise DataError.of(
-            "the adapter has an effect only with tokens that the rows lack", what, expected, fix
-        )
+        fix = "write them into the rows, or into a chat template: --chat_template_path FILE.jinja"
+        headline = "the adapter has an effect only with tokens that the rows lack"
+        raise DataError.of(headline, what, expected, fix)
     rows_lack = f"{lacking:,} of {len(tried):,} rows lack the tokens {shown!r}"
     return [f"{rows_lack}, without which the adapter learns nothing"] if lacking else []
 
