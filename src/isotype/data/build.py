@@ -136,7 +136,7 @@ def prepare(local: LocalData, split: str, job: Job, columns: Sequence[str] | Non
 
 def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | None) -> Prepared:
     digests = {path: digest_or_problem(path) for path in files}
-    problems = [_at(path.name, problem) for path, (_, problem) in digests.items() if problem]
+    problems = [_at(path.name, wrong) for path, wrong in digests.items() if isinstance(wrong, Problem)]
     if problems:
         return Prepared(problems)
     cells = files[0].suffix.lower() in CELL_SUFFIXES
@@ -159,7 +159,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
     named = quoted(path.name for path in files)
     if result.count == 0:
         problems.append(_empty(named))
-    order = " ".join(f"{path.suffix}:{digest}" for path, (digest, _) in digests.items())
+    order = " ".join(f"{path.suffix}:{digest}" for path, digest in digests.items())
     if "images" in result.shapes:  # the rows contain paths, which depend on these folders
         order += f" {[str(path.absolute()) for path in files]} {Path.cwd()}"
     source = listed(path.name for path in files)

@@ -94,9 +94,9 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()
-    mode, wrong = _mode(path)
-    if wrong is not None:
-        raise data_error(name, [wrong])
+    mode = _mode(path)
+    if isinstance(mode, Problem):
+        raise data_error(name, [mode])
     if mode is not None:
         if not stat.S_ISDIR(mode):
             return _find_file(name, path, test_split)
@@ -106,8 +106,8 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
     return None
 
 
-def _mode(path: Path) -> tuple[int | None, Problem | None]:
-    """Return (mode, None) for a file or directory, (None, None) if `path` does not exist, else (None, problem)."""
+def _mode(path: Path) -> int | Problem | None:
+    """Return the mode of a file or directory, None if `path` does not exist, else the problem with it."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode
@@ -115,17 +115,17 @@ def _mode(path: Path) -> tuple[int | None, Problem | None]:
         if isinstance(error, OSError) and path.is_symlink():
             loop = error.errno == errno.ELOOP
             where = "back to itself" if loop else f"to '{path.readlink()}', which does not exist"
-            return None, Problem(f"'{path}' is a link that leads {where}", expected, "name the file itself")
+            return Problem(f"'{path}' is a link that leads {where}", expected, "name the file itself")
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            return None, None
+            return None
         why = getattr(error, "strerror", None) or str(error)
         fix = "check the path and its permissions"
-        return None, Problem(f"'{path}' cannot be read: {why}", expected, fix)
+        return Problem(f"'{path}' cannot be read: {why}", expected, fix)
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return mode, None
+        return mode
     kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")
     fix = "write the data into a file first: a run reads it several times"
-    return None, Problem(f"'{path}' is {kind}", expected, fix)
+    return Problem(f"'{path}' is {kind}", expected, fix)
 
 
 def _missing(path: Path) -> Problem:
@@ -211,10 +211,10 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
         and path.name not in _NOT_DATA
     )
     modes = {path: _mode(path) for path in named}
-    problems = [wrong for _, wrong in modes.values() if wrong is not None]
+    problems = [mode for mode in modes.values() if isinstance(mode, Problem)]
     if problems:
         raise data_error(str(named[0].parent), problems)
-    files = [path for path, (mode, _) in modes.items() if mode is not None and stat.S_ISREG(mode)]
+    files = [path for path, mode in modes.items() if isinstance(mode, int) and stat.S_ISREG(mode)]
     # In a folder of pictures with metadata or captions, other text files only describe the data set.
     if metadata := [path for path in files if path.stem.lower() == METADATA]:
         return metadata

@@ -47,8 +47,8 @@ _BLANK = " \t\r\n"
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
-    """Return (hex digest of a file's content, None) or, if the file is not UTF-8 text, ("", the problem)."""
+def digest_or_problem(path: Path) -> str | Problem:
+    """Return the hex digest of a file's content or, if the file is not UTF-8 text, the problem."""
     digest = hashlib.blake2b(digest_size=16)
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = lines = length = 0
@@ -56,10 +56,10 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
         with path.open("rb") as file:
             while raw := file.read(_CHUNK):
                 if offset == 0 and (other := _other_kind(raw)):
-                    return "", other
+                    return other
                 if (offset == 0 and b"\0" in raw[:2]) or 2 * raw.count(b"\0") > max(len(raw), _CHUNK // 256):
                     what = f"NUL bytes from offset {offset + raw.index(bytes(1))} on"
-                    return "", Problem(what, "a text file in UTF-8", _NO_TEXT_FIX)
+                    return Problem(what, "a text file in UTF-8", _NO_TEXT_FIX)
                 pending = len(decoder.getstate()[0])
                 decoder.decode(raw)
                 digest.update(raw)
@@ -69,14 +69,14 @@ def digest_or_problem(path: Path) -> tuple[str, Problem | None]:
                 if length > LONGEST_LINE and path.suffix.lower() not in _WHOLE:
                     what = f"line {lines + 1} is longer than {LONGEST_LINE >> 20} MiB"
                     expected = "examples that can be tokenized at once"
-                    return "", Problem(what, expected, "split the line into several examples")
+                    return Problem(what, expected, "split the line into several examples")
             pending = len(decoder.getstate()[0])
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return "", _not_utf8(offset - pending + error.start, error.object[error.start], "CP1252")
+        return _not_utf8(offset - pending + error.start, error.object[error.start], "CP1252")
     except OSError as error:
-        return "", unreadable(error)
-    return digest.hexdigest(), None
+        return unreadable(error)
+    return digest.hexdigest()
 
 
 def _other_kind(raw: bytes) -> Problem | None:
@@ -165,25 +165,24 @@ def read_json(path: Path) -> Iterator[Record]:
 
 
 def _json_lines(first: int, line: str, rest: Iterable[tuple[int, str]]) -> Iterator[Record]:
-    record, bad = _json_line(line)
-    yield first, bad or record
-    if bad and line.strip(_BLANK) == "{":
+    yield first, _json_line(line)
+    if line.strip(_BLANK) == "{":
         return  # an object over several lines: each further line would repeat the problem
     for number, text in rest:
         if text.strip(_BLANK):
-            record, bad = _json_line(text)
-            yield number, bad or record
+            yield number, _json_line(text)
 
 
-def _json_line(line: str) -> tuple[Any, Problem | None]:
+def _json_line(line: str) -> Any:
+    """Return the JSON value in a line, or the problem with the line."""
     try:
         value = _DECODER.decode(line)
-        return value, _lone_surrogate(line, value)
+        return _lone_surrogate(line, value) or value
     except (ValueError, RecursionError) as error:
         if line.strip(_BLANK) == "{":
             fix = "write each object on one line, or all objects in one array: [{…}, {…}]"
-            return None, Problem("the object goes on over several lines", "one JSON object per line", fix)
-        return None, _not_json(line, error, "one JSON object per line")
+            return Problem("the object goes on over several lines", "one JSON object per line", fix)
+        return _not_json(line, error, "one JSON object per line")
 
 
 def _json_array(text: str) -> Iterator[Record]:
@@ -347,8 +346,8 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
             if named:
                 row = {named.get(name, name): value for name, value in row.items()}
             if cells and str(row.get("images", "")).startswith("["):
-                cell, problem = _json_line(row["images"])
-                row = problem or row | {"images": cell}
+                cell = _json_line(row["images"])
+                row = cell if isinstance(cell, Problem) else row | {"images": cell}
         yield line, row
 
 
