@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.fill import Placement, fill, read_source
-from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.mapping.stored import main_form
+from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.weight_map import Source, WeightMap
+from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.values import DenseWeight, dequantize
 from isotype.compat.glibc import give_back_memory
 from isotype.core.names import grouped, unparametrized
@@ -55,20 +55,26 @@ class DeferredBlocks:
 
     Attributes:
         blocks: the loaded model's blocks, in forward order.
+        stored: reads the weights as the files store them; None before a model is loaded.
+        otherwise: name -> dtype for the float tensors that the files store in another dtype than most.
     """
 
     def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
         self.blocks: tuple[Block, ...] = ()
+        self.stored: StoredWeights | None = None
+        self.otherwise: dict[str, torch.dtype] = {}
         self._wait, self._at_once = wait, frozenset(at_once)
         self._source: object = None
         self._model: Any = None
         self._placement: Placement | None = None
-        self._plain: dict[str, Source] = {}
         self._used: Block | None = None
 
-    def take(self, model: Any, weights: WeightMap, placement: Placement, source: object) -> WeightMap:
+    def take(
+        self, model: Any, weights: WeightMap, placement: Placement, headers: CheckpointHeaders
+    ) -> WeightMap:
         """Defer the matrices in the blocks of a meta-device model; return the map of the weights to read now."""
-        self._model, self._source = model, source
+        self._model, self._source = model, headers.path
+        self.stored = StoredWeights(model, headers, weights)
         self._placement = replace(placement, modules=dict(model.named_modules()))
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
         waiting = set(self._deferrable(model, placement)) if self._wait else set()
@@ -90,30 +96,12 @@ class DeferredBlocks:
                     state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
         if placement.turn is None:  # the dtypes in a GGUF file are not those of training
-            self._plain = {
-                name: origin
-                for name, origin in weights.sources.items()
-                if name not in placement.quantized and all(tensor.plain for tensor, _ in origin.tensors)
-            }
+            self.otherwise = self.stored.in_other_dtypes(placement.quantized)
         return replace(weights, sources=now)
 
     @property
     def names(self) -> set[str]:
         return {name for block in self.blocks for name in block.sources}
-
-    def stored_otherwise(self) -> dict[str, torch.dtype]:
-        """Return name -> dtype for the float tensors that the checkpoint stores in another dtype than most weights."""
-        tensors = {name: source.tensors[0][0] for name, source in self._plain.items()}
-        main = main_form(tensors.values())
-        return {
-            name: dtype
-            for name, tensor in tensors.items()
-            if tensor.form != main and (dtype := tensor.weight.dtype) is not None and dtype.itemsize > 1
-        }
-
-    def as_stored(self, name: str) -> torch.Tensor:
-        """Read a tensor that `stored_otherwise` names; return it in the dtype of the file."""
-        return read_source(self._model, self._plain[name], MappedFiles(), torch.float32, None)[name]
 
     def _deferrable(self, model: Any, placement: Placement) -> Iterator[str]:
         named = dict(model.named_parameters(remove_duplicate=False))

@@ -233,7 +233,7 @@ def stream(
     store_blank(model, placement.stacks, policy)
     weights = matched.weights
     if deferred is not None:
-        weights = deferred.take(model, weights, placement, headers.path)
+        weights = deferred.take(model, weights, placement, headers)
     filled, broken = fill(model, weights, placement)
     filled |= set() if deferred is None else deferred.names
     for name in filled:

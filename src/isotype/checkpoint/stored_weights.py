@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from isotype.checkpoint.fill import read_source, rows_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.mapping.stored import StoredTensor, main_form
 from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, weight_map
 from isotype.checkpoint.values import turning
 from isotype.checkpoint.weightless import skeleton
@@ -27,7 +30,6 @@ class StoredWeights:
         weights: result of `weight_map(model, headers)`, if it is known.
 
     Attributes:
-        shapes: name -> shape of every tensor of the model that the checkpoint has.
         bytes_read: bytes of the files that `read_rows` has read so far.
     """
 
@@ -36,13 +38,32 @@ class StoredWeights:
         self.bytes_read = 0
         self._sources = (weights or weight_map(model, headers)).sources
         self._turn = turning(model, headers)
-        state = model.state_dict(keep_vars=True)
-        self.shapes: dict[str, torch.Size] = {}
-        for name, source in self._sources.items():
-            # The shapes after a GGUF file's conversion are the model's: headers do not determine them.
-            shape = state[name].shape if source.conversion is TURNED else source.shapes.get(name)
-            if shape is not None:
-                self.shapes[name] = torch.Size(shape)
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name -> shape of every tensor of the model that the checkpoint has."""
+        state = self._model.state_dict(keep_vars=True)
+        # The shapes after a GGUF file's conversion are the model's: headers do not determine them.
+        shapes = {
+            name: state[name].shape if source.conversion is TURNED else source.shapes.get(name)
+            for name, source in self._sources.items()
+        }
+        return {name: torch.Size(shape) for name, shape in shapes.items() if shape is not None}
+
+    def in_other_dtypes(self, quantized: Collection[str]) -> dict[str, torch.dtype]:
+        """Return name -> dtype for the float tensors that are stored in another dtype than most, without `quantized`."""
+        plain = {
+            name: source.tensors[0][0]
+            for name, source in self._sources.items()
+            if name not in quantized and all(tensor.plain for tensor, _ in source.tensors)
+        }
+        main = main_form(plain.values())
+        others = {name: tensor.weight.dtype for name, tensor in plain.items() if tensor.form != main}
+        return {name: dtype for name, dtype in others.items() if dtype is not None and dtype.itemsize > 1}
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return the (first) tensor in the files from which the model's tensor `name` is made."""
+        return self._sources[name].tensors[0][0]
 
     def read(self, name: str) -> torch.Tensor:
         """Return the model's tensor `name`: memory-mapped in its stored dtype, or in float32 if it was quantized."""
@@ -75,7 +96,7 @@ class StoredWeights:
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mxfp4 codes and scales of experts `start` to `stop`; raise CheckpointError for another format."""
-        tensor, _ = self._sources[name].tensors[0]
+        tensor = self.stored(name)
         if tensor.form != MXFP4 or tensor.problem is not None:
             fix = "load the model with quantization nf4 or int8, or without quantization"
             what = f"{name}, stored in {tensor.form}"

@@ -15,13 +15,13 @@ from torch import nn
 
 from isotype.checkpoint import damage
 from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
-from isotype.checkpoint.deferred import Block, DeferredBlocks
-from isotype.checkpoint.load import load
+from isotype.checkpoint.deferred import Block
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
-from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.opened import config_of, headers_of, open_checkpoint, require_complete_gguf
+from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
 from isotype.compat.transformers import never_saved, without_bars
-from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, LLAMA_CPP_TYPES, dtype_name, parse_dtype
+from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, QUANTIZATIONS
 from isotype.core.names import base_name
@@ -58,9 +58,8 @@ class Rounding:
         if self.written is None:
             stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
-        dtype, values = self.written.values(name)
+        values, dtype, form = self.written.read(name)
         loss = rounding_loss(name, before, merged, values, dtype)
-        form = self.written.form_of(name, values)
         if form is None:
             return loss
         same = codes(before.float(), form) == codes(merged.float(), form)
@@ -135,7 +134,7 @@ class Merging:
             if parameter.requires_grad and not any(part in name for part in (prefix, *_MERGED_OTHERWISE))
         }
         fill(self._peft, adapter)
-        stored = {} if one_dtype else self._deferred.stored_otherwise()
+        stored = {} if one_dtype else self._deferred.otherwise
         self._rounding = Rounding(target, dense.pinned, stored, written, instead)
         self._untouched = set(stored) - {base_name(tensor.name) for tensor in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
@@ -208,7 +207,8 @@ class Merging:
         if missing:
             raise RuntimeError(f"the merge has lost tensors: {sorted(missing)[:3]}")
         for name in self._untouched & wanted:
-            stored = self._deferred.as_stored(name)
+            assert self._deferred.stored is not None  # or no tensor would be stored otherwise
+            stored = self._deferred.stored.read(name)
             if stored.shape == tensors[name].shape:  # training may have added tokens to an embedding
                 tensors[name] = stored
         in_order = {name: tensors[name] for name in self._names if name in tensors}
@@ -411,44 +411,32 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 class WrittenModel:
     """A merged model opened from the directory or GGUF file `path`, which was written in the format `stored`.
 
-    transformers loads a directory. A GGUF file is read block by block: transformers would load the whole file in float32.
+    transformers loads a directory. A GGUF file is read tensor by tensor: transformers would load the whole file in float32.
     """
 
     def __init__(self, model_class: Any, path: Path, stored: str | None) -> None:
-        self._blocks: dict[str, Block] = {}
-        self._deferred = DeferredBlocks()
-        self._coded = stored in (*QUANTIZATIONS, *GGUF_BLOCKS, *LLAMA_CPP_TYPES)
         self._stored = stored
-        self._dtype = None if stored is None else GGUF_TYPES.get(stored)
-        if stored not in GGUF_TYPES:
-            with without_bars():
-                self.model = pretrained(model_class, path, dtype="auto")
+        if stored in GGUF_TYPES:
+            checkpoint = open_checkpoint(path)
+            require_complete_gguf(checkpoint)
+            model = blank_model(config_of(checkpoint))
+            self._weights = StoredWeights(model, headers_of(checkpoint))
+            self._tied: Mapping[str, str] = model.all_tied_weights_keys
             return
-        policy = resolve_precision(path, "float32", device="cpu")
-        self.model = load(path, policy, model_class=model_class, deferred=self._deferred)
-        self._deferred.on_forward()
-        self._blocks = {name: block for block in self._deferred.blocks for name in block.sources}
-
-    def form_of(self, name: str, values: torch.Tensor) -> str | None:
-        """Return the format of a weight's codes; None if the weight has no codes, or codes of an unknown format."""
-        if self._stored in QUANTIZATIONS:
-            return self._stored if self._is_bnb_weight(name) else None
-        blocks = self._stored in GGUF_BLOCKS and name in self._blocks and values.shape[-1] % 32 == 0
-        return self._stored if blocks else None
+        with without_bars():
+            self._model = pretrained(model_class, path, dtype="auto")
 
     @torch.no_grad()
-    def values(self, name: str) -> tuple[torch.dtype | None, torch.Tensor]:
-        """Return a parameter's stored dtype (None for codes) and float32 values; free the previously read block."""
-        self._deferred.use(self._blocks.get(name))
-        if self._is_bnb_weight(name):
-            return None, held_weight(self.model.get_submodule(name.removesuffix(".weight")), torch.float32)
-        value = self.model.get_parameter(name).detach()
-        if self._dtype is None:
-            return value.dtype, value.to("cpu", torch.float32)
-        if value.ndim < 2:  # GGUF files store vectors in float32
-            return torch.float32, value
-        return None if self._coded else self._dtype, value
-
-    def _is_bnb_weight(self, name: str) -> bool:
+    def read(self, name: str) -> tuple[torch.Tensor, torch.dtype | None, str | None]:
+        """Return a parameter's float32 values, its stored dtype (None for codes), and the format of codes, if known."""
+        if self._stored in GGUF_TYPES:
+            name = name if name in self._weights.shapes else self._tied[name]
+            stored = self._weights.stored(name)
+            form = stored.form.lower() if stored.form.lower() in GGUF_BLOCKS else None
+            return self._weights.read(name).float(), stored.weight.dtype, form
         owner, _, leaf = name.rpartition(".")
-        return leaf == "weight" and kind_of(self.model.get_submodule(owner)) in ("linear4bit", "linear8bit")
+        layer = self._model.get_submodule(owner)
+        if leaf == "weight" and kind_of(layer) in ("linear4bit", "linear8bit"):
+            return held_weight(layer, torch.float32), None, self._stored
+        value = self._model.get_parameter(name).detach()
+        return value.to("cpu", torch.float32), value.dtype, None
