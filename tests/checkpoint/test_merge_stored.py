@@ -109,20 +109,24 @@ def test_the_error_is_that_of_what_was_stored(base: Path, adapter: Path, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_a_tied_head_is_compared_with_the_embedding_in_the_file(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["q8_0", "f16"])
+def test_embeddings_that_were_trained_alike_stay_tied(base: Path, tmp_path: Path, kind: str) -> None:
+    """Rounding to 16 bits is random: the seed of the head is that of the embedding."""
     tied = save_base(tmp_path / "base", tie_word_embeddings=True, vocab_size=384, attention_bias=False)
     transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tied)
     model, _ = loaded(
         tied, "bfloat16", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]
     )
     for head in (model.get_input_embeddings(), model.get_output_embeddings()):
-        head.modules_to_save.default.weight.data.fill_(0.25)
+        weight = head.modules_to_save.default.weight.data
+        weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
     model.save_pretrained(tmp_path / "adapter")
-    report = merge_adapter(tmp_path / "adapter", tmp_path / "model.gguf", stored="q8_0")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "model.gguf", stored=kind)
     names = [tensor.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors]
     assert "output.weight" not in names
     assert [weight.name for weight in report.weights] == ["lm_head.weight", "model.embed_tokens.weight"]
-    assert all(weight.relative_error < 1e-3 for weight in report.weights)
+    assert all(weight.relative_error < 0.01 for weight in report.weights)
+    assert not report.notes
 
 
 def terminal(report: MergeReport) -> str:

@@ -41,7 +41,7 @@ class StoredWeights:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of every tensor of the model that the checkpoint has."""
+        """Name -> shape of every tensor of the model that the checkpoint has; first used while the model is dense."""
         state = self._model.state_dict(keep_vars=True)
         # The shapes after a GGUF file's conversion are the model's: headers do not determine them.
         shapes = {
@@ -117,6 +117,6 @@ def blank_model(config: Any) -> Any:
 
 
 def fill_buffers(model: nn.Module, stored: StoredWeights) -> None:
-    for name, buffer in model.named_buffers():
-        if name in stored.shapes:
-            buffer.copy_(stored.read(name))
+    buffers = dict(model.named_buffers())
+    for name in buffers.keys() & stored.shapes.keys():
+        buffers[name].copy_(stored.read(name))

@@ -43,6 +43,7 @@ class Rounding:
         in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
         written: the merged model, opened from its files so that their error can be measured; None until they exist.
         instead: command-line arguments that the error about an overflow of float16 recommends.
+        tied: names of the base's tied embeddings: equal values of the two are rounded alike.
     """
 
     target: torch.dtype
@@ -50,13 +51,14 @@ class Rounding:
     in_base: Mapping[str, torch.dtype] = field(default_factory=dict)
     written: WrittenModel | None = None
     instead: str = "--dtype bfloat16 or float32"
+    tied: tuple[str, ...] = ()
 
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
         """Return a merged parameter's rounding loss, from the written model if there is one, else from `stored`."""
         if self.written is None:
-            stored = unbiased(name, merged, self.dtype(name)) if stored is None else stored
+            stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
         values, dtype, form = self.written.read(name)
         loss = rounding_loss(name, before, merged, values, dtype)
@@ -75,7 +77,7 @@ class Rounding:
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
-            rounded = unbiased(name, value, dtype) if name in changed else value.to(dtype)
+            rounded = self._unbiased(name, value) if name in changed else value.to(dtype)
             result[name] = rounded if value.is_floating_point() else value
             if dtype == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
                 what = f"{name}: values up to {float(value.float().abs().max()):.4g}"
@@ -83,6 +85,9 @@ class Rounding:
         if problems:
             raise PrecisionError("float16 cannot hold the merged weights", problems)
         return result
+
+    def _unbiased(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        return unbiased(self.tied[0] if name in self.tied else name, values, self.dtype(name))
 
 
 class Merging:
@@ -120,7 +125,7 @@ class Merging:
         tied = _untie(self.model)
         self._blocks = self._deferred.blocks or tuple(Block(*block) for block in outermost_blocks(self.model))
         self._names = _stored_names(self.model)
-        self._tied = _embedding_names(self.model, self._names) if tied else None
+        self._tied = _embedding_names(self.model, self._names) if tied else ()
         self._peft = inject(self.model, adapter, dense)
         if not hasattr(self._peft.base_model, "merge_and_unload"):
             kind = type(self._peft.base_model).__name__
@@ -135,7 +140,7 @@ class Merging:
         }
         fill(self._peft, adapter)
         stored = {} if one_dtype else self._deferred.otherwise
-        self._rounding = Rounding(target, dense.pinned, stored, written, instead)
+        self._rounding = Rounding(target, dense.pinned, stored, written, instead, self._tied)
         self._untouched = set(stored) - {base_name(tensor.name) for tensor in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
@@ -144,7 +149,7 @@ class Merging:
         self._outside = self._merged(None)
         losses = (self._rounding.loss(name, before, after) for name, (before, after) in replaced.items())
         self.weights += tuple(loss for loss in losses if loss.entries)
-        if self._tied is not None:
+        if self._tied:
             self._tie_again(*self._tied)
         self.model.config.dtype = target
 
@@ -264,11 +269,10 @@ def _untie(model: Any) -> bool:
     return True
 
 
-def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, str]:
+def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, ...]:
     names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    first, last = (names[id(embedding.weight)] for embedding in heads)
-    return first, last
+    return tuple(names[id(embedding.weight)] for embedding in heads)
 
 
 def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
