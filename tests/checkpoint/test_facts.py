@@ -480,7 +480,7 @@ def test_an_empty_directory(tmp_path: Path) -> None:
             "config.json is not an object",
             "{0}: a JSON list",
             "a JSON object",
-            "copy or download the file again",
+            "correct the file, or copy or download it again",
         ),
         (
             "{}",

@@ -474,7 +474,7 @@ def test_no_class_for_the_config(saved: Saved) -> None:
         model_class=transformers.AutoModelForCausalLM,
     ) == (
         "no model class for this checkpoint\n"
-        "  - model_type 't5' with architectures ['T5ForConditionalGeneration']\n"
+        "  - T5Config: model_type 't5' with architectures ['T5ForConditionalGeneration']\n"
         "    expected  a class of AutoModelForCausalLM\n"
         "    fix       give a checkpoint for which transformers has such a class, or model_class= in Python"
     )

@@ -19,7 +19,7 @@ from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
-from isotype.checkpoint.formats.json_file import Entry, entry_problems, numbers_in, read_json
+from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, numbers_in, read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import config_of, open_checkpoint
@@ -359,7 +359,6 @@ def quiet_peft() -> Iterator[None]:
 
 
 CONFIG_FILE = "adapter_config.json"
-_AGAIN = "correct it, or copy the file again"
 _MAX_RANK = 2**16
 
 _Bias = Literal["none", "all", "lora_only", "delora_only", "oft_only", "boft_only", "hra_only", "vera_only"]
@@ -423,7 +422,7 @@ def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
         config = pretrained(PeftConfig, str(directory))
     except BUILD_ERRORS as error:
         what, expected = f"{path}: {error}", f"the config of a {kind} adapter"
-        fix = "install the package that the message names" if isinstance(error, ImportError) else _AGAIN
+        fix = "install the package that the message names" if isinstance(error, ImportError) else AGAIN
         raise CheckpointError.of(f"{CONFIG_FILE} cannot be read", what, expected, fix) from error
     # PEFT saves True; adapters are float32 masters under the policy only if they are trainable.
     config.inference_mode = False
@@ -439,14 +438,14 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
         for field in fields
         if values.get(field.name, field.default) != field.default
     }
-    yield from entry_problems(checked, _ENTRIES, path, _AGAIN, hints)
+    yield from entry_problems(checked, _ENTRIES, path, hints)
     for name in ("base_model_name_or_path", "revision"):
         value = values.get(name) or ""
         if isinstance(value, str) and not (
             value.isprintable() and all(len(part.encode()) < 256 for part in value.split("/"))
         ):
             expected = "the name of a model or a revision, in printable characters"
-            yield Problem(f"{path}: {name} is {value!r:.80}", expected, _AGAIN)
+            yield Problem(f"{path}: {name} is {value!r:.80}", expected, AGAIN)
 
 
 def _tensor_problems(
@@ -475,4 +474,4 @@ def _tensor_problems(
     for name in ("r", "init_r", "rank_pattern"):
         if any(number > widest for number in numbers_in(content.get(name))):
             what = f"{path}: {name} is {content[name]!r:.80}"
-            yield Problem(what, f"at most {widest}, the longest side of a tensor in {file}", _AGAIN)
+            yield Problem(what, f"at most {widest}, the longest side of a tensor in {file}", AGAIN)

@@ -14,7 +14,7 @@ from typing import Any
 
 from isotype.checkpoint.formats.config import BUILD_ERRORS
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.formats.json_file import Entry, entry_problems, read_json
+from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, read_json
 from isotype.compat.hub import asking
 from isotype.compat.transformers import gguf_bar_hidden, without_bars
 from isotype.core.cache import default_cache_dir
@@ -24,7 +24,6 @@ from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
 
 _ENDS = (".json", ".model", "_config.json")
 _HEADLINE = "the tokenizer cannot be read"
-_AGAIN = "correct the file, or copy it again from the model that the weights come from"
 _FILE_NAME = re.compile(r"[\w.-]*[\w-]", re.ASCII)
 _ENTRIES = (
     Entry("model_max_length", float | None, "a number of tokens"),
@@ -61,7 +60,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
             lacking = replace(lacking, given=f"{source}: {lacking.given}")
             raise CheckpointError(_HEADLINE, [lacking]) from error
         reason = _error_of_auto_tokenizer(source) or first_line(error)
-        raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", _AGAIN) from error
+        raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", AGAIN) from error
     for file, key, reference in code_named(source, revision):
         kind = type(getattr(tokenizer, "tokenizer", tokenizer)).__name__
         cls = read_json(file).get("tokenizer_class") if key == "auto_map.AutoTokenizer" else None
@@ -98,17 +97,17 @@ def _check_files(directory: Path) -> None:
     for file in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", *TOKENIZER_FILES):
         path = directory / file
         content = read_json(path) if path.is_file() else {}
-        problems += entry_problems(content, _ENTRIES, path, _AGAIN)
+        problems += entry_problems(content, _ENTRIES, path)
         templates = content.get("chat_template")
         for entry in templates if isinstance(templates, list) else ():
             name, text = (entry.get(k) if isinstance(entry, dict) else None for k in ("name", "template"))
             if not isinstance(name, str) or not isinstance(text, str):
                 what = f"{path}: chat_template holds {entry!r:.60}"
-                problems.append(Problem(what, "a name and a template", _AGAIN))
+                problems.append(Problem(what, "a name and a template", AGAIN))
             elif not _FILE_NAME.fullmatch(name):
                 what = f"{path}: chat_template has the name {name!r}"
                 expected = "letters, digits, '-', '_' and '.', because the name becomes a file name"
-                problems.append(Problem(what, expected, _AGAIN))
+                problems.append(Problem(what, expected, AGAIN))
     if problems:
         raise CheckpointError(_HEADLINE, problems)
 

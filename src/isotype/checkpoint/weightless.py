@@ -15,28 +15,14 @@ from torch import nn
 
 from isotype.checkpoint.facts import quantization_of, quantization_options
 from isotype.checkpoint.formats.config import building
-from isotype.checkpoint.formats.config import model_class as class_of
+from isotype.checkpoint.formats.config import concrete_class as concrete_class
 from isotype.compat.torch import own_parameters
-from isotype.compat.transformers import class_for_load, mapping_of, own_class_again, set_attention
-from isotype.core.errors import CheckpointError
+from isotype.compat.transformers import class_for_load, own_class_again, set_attention
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import store_layers
 from isotype.precision.policy import PrecisionPolicy
-
-
-def concrete_class(config: Any, model_class: type | None = None) -> Any:
-    """Return `model_class`; if it is an auto class or None, return the config's class, or raise CheckpointError."""
-    if model_class is not None and mapping_of(model_class) is None:
-        return model_class
-    cls = class_of(config, model_class)
-    if cls is not None:
-        return cls
-    what = f"model_type {config.model_type!r} with architectures {config.architectures}"
-    expected = f"a class of {getattr(model_class, '__name__', 'transformers')}"
-    fix = "give a checkpoint for which transformers has such a class, or model_class= in Python"
-    raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
 def skeleton(

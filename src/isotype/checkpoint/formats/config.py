@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import CheckpointHeaders, quantization_beside
-from isotype.checkpoint.formats.json_file import Entry, entry_problems, read_json
+from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, read_json
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem, one_line
 from isotype.core.pretrained import pretrained
@@ -68,14 +68,12 @@ def read_config(directory: Path) -> Any:
         config = pretrained(AutoConfig, directory)
     except (*BUILD_ERRORS, OSError, StrictDataclassError) as error:
         what, expected = f"{path}: {error}", f"a config of a {model_type} model"
-        fix = "copy or download it again"
-        raise CheckpointError.of("config.json cannot be read", what, expected, fix) from error
+        raise CheckpointError.of("config.json cannot be read", what, expected, AGAIN) from error
     if quantization.get("quant_method") == "modelopt":  # perhaps from hf_quant_config.json
         config.quantization_config = dict(quantization)
     return config
 
 
-_AGAIN = "correct it, or copy or download the file again"
 _MAX_LAYERS, _MAX_MODULES = 2_000, 100_000
 _FLAGS = r"load_in_[48]bit|bnb_4bit_use_double_quant|llm_int8_enable_fp32_cpu_offload"
 _OUTPUTS = Entry(r"output_hidden_states|output_attentions", bool | None)
@@ -100,7 +98,7 @@ _GENERATION = (
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
     """Yield a problem for each entry that is invalid, makes transformers run code, or overrides a method of `kind`."""
-    yield from entry_problems(content, _ENTRIES, path, _AGAIN)
+    yield from entry_problems(content, _ENTRIES, path)
     for value in content.values():
         if isinstance(value, dict):
             yield from _problems(value, path)
@@ -110,7 +108,7 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
             expected = "an implementation in transformers: code from the hub is not run"
             yield Problem(what, expected, "leave it out")
         if kind is not None and not key.startswith("__") and callable(getattr(kind, key, None)):
-            yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", _AGAIN)
+            yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", AGAIN)
 
 
 def _generation_problems(directory: Path) -> Iterator[Problem]:
@@ -122,9 +120,9 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
             content = read_json(path)
             GenerationConfig.from_dict(content).validate()
         except BUILD_ERRORS as error:
-            yield Problem(f"{path}: {one_line(error)}", "settings that GenerationConfig accepts", _AGAIN)
+            yield Problem(f"{path}: {one_line(error)}", "settings that GenerationConfig accepts", AGAIN)
             return
-        yield from entry_problems(content, _GENERATION, path, _AGAIN)
+        yield from entry_problems(content, _GENERATION, path)
 
 
 def build_on_meta(config: Any, source: str) -> nn.Module:
@@ -132,12 +130,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
 
     A built model is needed to know which parameters stay in float32: transformers collects their names in `post_init`.
     """
-    cls = model_class(config)
-    if cls is None:
-        what = f"{source}: model_type {config.model_type!r}, architectures {config.architectures}"
-        expected = "a model class that transformers has"
-        fix = "update transformers, or give the model itself (an nn.Module)"
-        raise CheckpointError.of("no model class for this config", what, expected, fix)
+    cls = concrete_class(config, source=source)
     with building(cls, source), torch.device("meta"):
         # In a copy: the model sets the attention implementation and the dtype in its config.
         model: nn.Module = cls(copy.deepcopy(config))
@@ -198,6 +191,19 @@ def building(cls: type, source: str = "") -> Iterator[None]:
         raise CheckpointError.of(headline, what, expected, fix) from error
     finally:
         counting.remove()
+
+
+def concrete_class(config: Any, wanted: type | None = None, source: str = "") -> Any:
+    """Return `wanted`; if it is an auto class or None, return the config's class, or raise CheckpointError."""
+    if wanted is not None and mapping_of(wanted) is None:
+        return wanted
+    cls = model_class(config, wanted)
+    if cls is not None:
+        return cls
+    what = f"{source or type(config).__name__}: model_type {config.model_type!r} with architectures {config.architectures}"
+    expected = f"a class of {getattr(wanted, '__name__', 'transformers')}"
+    fix = "give a checkpoint for which transformers has such a class, or model_class= in Python"
+    raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:

@@ -18,17 +18,18 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from isotype.core.errors import CheckpointError, Problem
 
+AGAIN = "correct the file, or copy or download it again"
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raise CheckpointError if the file is not JSON, or not an object."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        what, fix = f"{path}: {error}", "correct the file, or copy or download it again"
-        raise CheckpointError.of(f"{path.name} is not JSON", what, "JSON", fix) from error
+        raise CheckpointError.of(f"{path.name} is not JSON", f"{path}: {error}", "JSON", AGAIN) from error
     if not isinstance(content, dict):
-        what, fix = f"{path}: a JSON {type(content).__name__}", "copy or download the file again"
-        raise CheckpointError.of(f"{path.name} is not an object", what, "a JSON object", fix)
+        what = f"{path}: a JSON {type(content).__name__}"
+        raise CheckpointError.of(f"{path.name} is not an object", what, "a JSON object", AGAIN)
     return content
 
 
@@ -66,7 +67,6 @@ def entry_problems(
     content: Mapping[str, Any],
     entries: Sequence[Entry],
     path: Path,
-    fix: str,
     kinds: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
     """Yield a problem for each value that its first matching `Entry` forbids; for `kind=None`, `kinds` has the type."""
@@ -75,11 +75,11 @@ def entry_problems(
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
         what = f"{path}: {key} is {value!r:.80}"
         if not fits(value):
-            yield Problem(what, entry.expected or words, fix)
+            yield Problem(what, entry.expected or words, AGAIN)
         elif not all(entry.low <= number <= entry.high for number in numbers_in(value)):
             limits = f"from {entry.low:g} to {entry.high:g}".replace("from -inf to", "of at most")
             numbers = "numbers" if isinstance(value, (list, dict)) else "a number"
-            yield Problem(what, f"{numbers} {limits}", fix)
+            yield Problem(what, f"{numbers} {limits}", AGAIN)
 
 
 def numbers_in(value: Any) -> Iterator[float]:
