@@ -240,9 +240,9 @@ def report_with(*findings: Finding, failure: Failure | None = None, peak: int = 
     ("report", "on_error", "on_warning"),
     [
         (report_with(), 0, 0),
-        (report_with(Finding("IST201", "note", "m")), 0, 0),
-        (report_with(Finding("IST201", "warning", "m")), 0, 1),
-        (report_with(Finding("IST101", "error", "m")), 1, 1),
+        (report_with(Finding("note", "m", code="IST201")), 0, 0),
+        (report_with(Finding("warning", "m", code="IST201")), 0, 1),
+        (report_with(Finding("error", "m", code="IST101")), 1, 1),
         (report_with(peak=2**40), 1, 1),
         (report_with(failure=Failure("forward", "", "", "ValueError: no")), 1, 1),
     ],
@@ -265,7 +265,7 @@ def test_the_repaired_command():
         "by hand:   fix the model"
     )
     assert repaired_command(command, ()).text == "nothing to repair"
-    lost = Finding("IST801", "warning", "updates are lost")
+    lost = Finding("warning", "updates are lost", code="IST801")
     assert repaired_command(command, (), [(lost, "no fix is known")]).text == (
         "left:      IST801: no fix is known"
     )
@@ -275,7 +275,7 @@ def test_what_is_left_is_found_in_a_check_of_the_repaired_command():
     """What a trace with changed settings still had was printed; the training decides its policy anew."""
     command = parse_command("sft", ["--model_name_or_path", "m", "--device", "t4"])[0]
     fix = Fix("compute in float32", "safe", actions=(Action("setting", "autocast", "float32"),))
-    in_the_trace, in_the_check = (Finding(code, "warning", "") for code in ("IST203", "IST404"))
+    in_the_trace, in_the_check = (Finding("warning", "", code=code) for code in ("IST203", "IST404"))
     checked = []
 
     def remaining(changed):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from isotype.records.finding import Finding
-from isotype.rules import all_rules
+from isotype.rules import judge
 from isotype.trace.reach.measure import measure_reach
 from tests.rules.samples import trace, weight
 
@@ -333,8 +333,7 @@ def findings_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[list[
     trained = [weight(name, trainable=True) for name, each in model.named_parameters() if each.requires_grad]
     shapes = {name: tuple(value.shape) for name, value in batch.items()}
     step = replace(trace(trained, batch=shapes), reach=reach)
-    found = [each for rule in all_rules() if rule.code.startswith("IST9") for each in rule.find(step)]
-    return found, reach.undecided
+    return [each for each in judge(step) if each.code.startswith("IST9")], reach.undecided
 
 
 def healthy(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Batch]]:

@@ -20,7 +20,7 @@ from isotype.train.command.parse import parse_command
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.run import Room
 
-FINDING = Finding("IST605", "error", "the step does not fit", kind="memory")
+FINDING = Finding("error", "the step does not fit", kind="memory", code="IST605")
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
         "--gradient_accumulation_steps 1"
     )
     assert with_nearest(findings, step, command) is findings  # a finding already has a verified fix
-    other = (Finding("IST201", "warning", "a cast"),)
+    other = (Finding("warning", "a cast", code="IST201"),)
     assert with_nearest(other, step, command) is other
 
 

@@ -141,7 +141,7 @@ def test_a_checks_commands_train_what_was_asked_for(
     only_what_is_said(
         asked, fixed, {"dtype", "bf16", "fp16", "optim", "learning_rate", "device", "quantization"}
     )
-    memory = Finding("IST605", "error", "the step does not fit", kind="memory")
+    memory = Finding("error", "the step does not fit", kind="memory", code="IST605")
     for fix in with_nearest((memory,), step, command)[0].fixes:
         said = {name for name in NAMED | {"max_length", "dtype"} if name in fix.description} | {
             "dataset_name",

@@ -100,7 +100,7 @@ TALK = Fix("ask the author", "safe", actions=(Action("advice", "author", "write 
 
 
 def broken(cause: str, *fixes: Fix, severity: str = "error") -> Finding:
-    return Finding("IST101", severity, f"{cause} is wrong", cause=cause, fixes=fixes)  # type: ignore[arg-type]
+    return Finding(severity, f"{cause} is wrong", cause=cause, fixes=fixes, code="IST101")  # type: ignore[arg-type]
 
 
 def report_of(*findings: Finding, clears: dict[Fix, set[str]], together: bool = True) -> Report:

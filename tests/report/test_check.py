@@ -183,7 +183,6 @@ def lacking_memory() -> Report:
         )
     )
     finding = Finding(
-        "IST605",
         "error",
         "the step does not fit: 21.1 GiB at the peak of the backward, more than 12.5 GiB",
         phase="backward",
@@ -191,6 +190,7 @@ def lacking_memory() -> Report:
         notes=tuple(f"one tensor of {size} MiB" for size in (512, 256, 128, 64)),
         fixes=(fits, *others),
         kind="memory",
+        code="IST605",
     )
     return replace(too_large(), findings=(finding,))
 

@@ -100,8 +100,8 @@ HOSTILE = '<script>alert("1")</script>\x00'
 def test_nothing_in_a_report_becomes_markup() -> None:
     name = f"model.{HOSTILE}.fc"
     finding = Finding(
-        "IST101", "error", HOSTILE, name, HOSTILE, HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), (HOSTILE,),
-        places=(name, f"{name}.1.x"),
+        "error", HOSTILE, name, HOSTILE, HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), (HOSTILE,),
+        places=(name, f"{name}.1.x"), code="IST101",
     )  # fmt: skip
     trace = Trace(
         setup(batch={HOSTILE: (1, 2)}, optimizer=HOSTILE), (), (plain(name, "linear", F16, (4, 4)),), {}, Memory({}),

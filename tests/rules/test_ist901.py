@@ -6,7 +6,7 @@ from tests.rules.samples import leak, reached, trace
 
 def test_a_mask_of_ones_beside_positions_is_named_with_a_verified_fix() -> None:
     (finding,) = find(reached(leak("packed row", without="attention_mask")))
-    assert (finding.code, finding.severity, finding.module) == ("IST901", "error", "model.layers.0.self_attn")
+    assert (finding.severity, finding.module) == ("error", "model.layers.0.self_attn")
     assert finding.message == "the sequences of a packed row attend to each other"
     assert (
         finding.cause

@@ -51,4 +51,4 @@ def test_kinds_of_rules() -> None:
 
 @pytest.mark.parametrize(("kind", "status"), [("memory", "does not fit"), ("step", "fails")])
 def test_what_an_error_is_about_decides_the_verdict_not_its_code(kind: Kind, status: str) -> None:
-    assert report_with(Finding("IST299", "error", "a new rule's", kind=kind)).status == status
+    assert report_with(Finding("error", "a new rule's", kind=kind, code="IST299")).status == status

@@ -193,7 +193,6 @@ class Finding:
     """A fact that a rule derives from a trace; all operators with the same cause share a finding.
 
     Attributes:
-        code: `IST###`.
         severity: `"error"` crashes or corrupts; `"warning"` silently costs speed, memory or precision; `"note"` does
             neither.
         message: the fact in one line.
@@ -208,10 +207,10 @@ class Finding:
         operands: operands of the operator, which the terminal shows.
         cost: cost of a silent finding; None for other findings.
         places: all modules with the finding.
-        kind: topic of the finding; `judge` sets it to the rule's kind.
+        kind: topic of the finding. `judge` sets `kind` and `code` to those of the rule.
+        code: `IST###`.
     """
 
-    code: Annotated[str, ("pattern", "^IST[0-9]{3}$")]
     severity: Severity
     message: str
     module: str = ""
@@ -226,6 +225,7 @@ class Finding:
     cost: Cost | None = None
     places: tuple[str, ...] = ()
     kind: Kind = "step"
+    code: Annotated[str, ("pattern", "^IST[0-9]{3}$")] = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -239,11 +239,10 @@ def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
 
 
 def finding_at(
-    code: str, severity: Severity, message: str, call: Call, others: Iterable[Call] = (), **more: Any
+    severity: Severity, message: str, call: Call, others: Iterable[Call] = (), **more: Any
 ) -> Finding:
     """Return a finding about an operator call and about `others`, calls with the same cause."""
     return Finding(
-        code,
         severity,
         message,
         module=call.module,

@@ -81,7 +81,7 @@ def judge(trace: Trace) -> tuple[Finding, ...]:
 
 def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
     try:
-        yield from (replace(finding, kind=rule.kind) for finding in rule.find(trace))
+        yield from (replace(finding, kind=rule.kind, code=rule.code) for finding in rule.find(trace))
     except Exception as error:  # noqa: BLE001 - the other rules' findings count; this failure is reported
         yield unjudged(f"the rule {rule.code} could not judge the step", error, f"{rule.code}: ")
 
@@ -94,12 +94,12 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
     return Finding(
-        code,
         "warning",
         f"{what}, because {raised}",
         source=line_of(error),
         cause=f"{whose}{raised}",
         kind="untraced",
+        code=code,
     )
 
 

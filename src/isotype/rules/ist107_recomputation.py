@@ -55,7 +55,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
     cached = "in the forward, autocast casts a weight once and caches it; in the recomputation, autocast casts it again"
     yield Finding(
-        code="IST107",
         severity="error",
         message="the recomputation of gradient checkpointing differs from the forward",
         module=failure.module,

@@ -87,7 +87,6 @@ def _unsafe(call: Call) -> Finding:
     where, logits = short(call.source), "binary_cross_entropy_with_logits"
     without_autocast = f"switch autocast off around {where}, and call the loss in float32"
     return finding_at(
-        "IST109",
         "error",
         f"{call.op} is refused under autocast",
         call,

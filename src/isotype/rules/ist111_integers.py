@@ -80,7 +80,6 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
         f"the input {cause.name}" if cause.kind == "input" else f"what {cause.name or 'the step'} returns{at}"
     )
     return finding_at(
-        "IST111",
         "error",
         message,
         call,
@@ -114,7 +113,6 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         else f"cast the {dtype} tensor to the other operand's dtype"
     )  # fmt: skip
     return finding_at(
-        "IST111",
         "error",
         f"{name} does not take this {dtype} tensor",
         call,

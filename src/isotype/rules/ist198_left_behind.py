@@ -32,7 +32,6 @@ TITLE = "State that the check could not restore"
 def find(trace: Trace) -> Iterator[Finding]:
     if trace.left:
         yield Finding(
-            code="IST198",
             severity="note",
             message="the check could not restore everything that the step's own code assigned",
             cause=trace.left[0],

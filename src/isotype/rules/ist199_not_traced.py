@@ -82,7 +82,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     place = " at ".join(filter(None, (failure.module, short(failure.source)))) or "it"
     how = "run and record the real step: isotype run SCRIPT"
     yield Finding(
-        code="IST199",
         severity="error" if error or _CERTAIN.search(failure.error) else "warning",
         message=message,
         module=failure.module,

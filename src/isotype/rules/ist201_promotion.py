@@ -158,7 +158,6 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
         trace.setup.compute,
     )
     return finding_at(
-        "IST201",
         "warning",
         f"{100 * cost.flops_share:.0f} % of the FLOPs run in {wide} instead of {narrow}",
         first.call,

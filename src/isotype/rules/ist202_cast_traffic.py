@@ -82,7 +82,6 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
     calls = [cast.call for cast in casts]
     cost = Cost(cast_bytes=moved, memory_bytes=spare, slowdown=costs.slowdown(trace, (), first.after, calls))
     return finding_at(
-        "IST202",
         "warning",
         f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}",
         first.call,
@@ -122,7 +121,6 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     cost = Cost(cast_bytes=moved, slowdown=slowdown)
     how = "switch PEFT's input cast off where autocast casts anyway: with peft.helpers.disable_input_dtype_casting(model): …"
     return Finding(
-        code="IST202",
         severity="note",
         message=f"adapter inputs are cast to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",
         module=up.module,

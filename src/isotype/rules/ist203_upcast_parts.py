@@ -99,7 +99,7 @@ def _finding(
     if wide[0].trainable:
         notes = (f"small updates need float32; with LoRA the frozen weights could be {target}",)
         cost = Cost(memory_bytes=extra)
-        return finding_of("IST203", "note", message, wide, phase="load", notes=notes, cost=cost)
+        return finding_of("note", message, wide, phase="load", notes=notes, cost=cost)
     touched = {weight.module for weight in wide}
     casts = [c for c in costs.casts(trace) if c.call.module in touched]
     cast_bytes = sum(cast.bytes for cast in casts if cast.operand.origin.kind == "parameter")
@@ -108,7 +108,6 @@ def _finding(
     enforce = "call isotype.enforce(model, policy)"
     how = f"leave out prepare_model_for_kbit_training, or {enforce} after it" if prepared else enforce
     return finding_of(
-        "IST203",
         "warning",
         message,
         wide,

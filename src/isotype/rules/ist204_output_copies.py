@@ -109,7 +109,6 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
         else f"split first, then cast each piece to {wide}"
     )
     return finding_at(
-        "IST204",
         "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
         f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}): {what}",
         first.call,

@@ -63,7 +63,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         name, before = next(iter(cast.items()))
         cause = f"{name} is cast from {dtype_name(before)} to float16 by the step's own code"
     yield finding_of(
-        "IST301",
         "error",
         f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters",
         half,

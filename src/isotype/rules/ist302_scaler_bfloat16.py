@@ -51,7 +51,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         cuda = setup.profile.kind in ("cuda", "rocm")
         masters = float32_masters(trace, low)
         yield finding_of(
-            "IST302",
             "error" if cuda else "warning",
             f"GradScaler is given the bfloat16 gradients of {count(low)} trainable parameters",
             low,
@@ -62,7 +61,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
     elif not fp16 and trained(trace) and torch.float16 not in trace.flops:
         yield finding_of(
-            "IST302",
             "warning",
             "a GradScaler runs, but nothing is computed in float16",
             trained(trace),

@@ -74,7 +74,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     else:
         return
     yield finding_of(
-        "IST303",
         "warning" if unused is None else "error",
         message,
         half or weights,

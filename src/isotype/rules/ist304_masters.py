@@ -55,7 +55,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     exact = ", in which every value is exact" if safety_of_cast(wrong, master) == "safe" else ""
     cast = cast_fix(f"cast the trainable parameters to {dtype_name(master)}{exact}", wrong, master)
     yield finding_of(
-        "IST304",
         "warning",
         f"{count(wrong)} of {count(trained(trace))} trainable parameters are not in the master dtype "
         f"{dtype_name(master)}: {dtypes}",

@@ -53,7 +53,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if low and high and "optimizer" in trace.setup.phases:
         dtypes = Counter(dtype_name(weight.dtype) for weight in low)
         yield finding_of(
-            "IST305",
             "warning",
             f"{agree(count(low), 'trainable parameter', 'are')} {' or '.join(sorted(dtypes))}, {count(high)} float32",
             low,
@@ -75,7 +74,6 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         cause = f"the gradient of {_parameter(first, mismatched, trace) or origin.name} is {dtype}"
     operands = tuple(operand for operand in floats if _entry(operand) == _entry(mismatched))
     return Finding(
-        "IST305",
         "error",
         f"{first.op} "
         + (f"is given {' and '.join(dtypes)}" if len(dtypes) > 1 else f"has no kernel for {dtypes[0]}"),

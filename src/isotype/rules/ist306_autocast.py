@@ -39,7 +39,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.no_autocast:
         how = "call the prepared model (unwrap_model with keep_fp32_wrapper=True), or open accelerator.autocast() or torch.autocast around the forward"
         message = "the step runs in float32, without autocast"
-        yield Finding("IST306", "warning", message, cause=trace.no_autocast, fixes=(advice("autocast", how),))
+        yield Finding("warning", message, cause=trace.no_autocast, fixes=(advice("autocast", how),))
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return
     wanted = setup.policy.autocast
@@ -49,7 +49,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         Action("setting", "scaler", str(setup.policy.loss_scaling)),
     )
     yield Finding(
-        "IST306",
         "warning",
         f"autocast is set to {dtype_name(setup.autocast)}, but the policy computes in {dtype_name(setup.policy.compute)}",
         cause=f"autocast to {dtype_name(setup.autocast)}",

@@ -62,7 +62,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         how = f"leave out detach(), .data, item() or torch.tensor() at {short(cut)}"
         message = "a term of the loss has no gradient: it changes the printed loss, but trains nothing"
         cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
-        yield Finding("IST307", "warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
+        yield Finding("warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
     if refused is None and trace.reached is None:
         return
@@ -108,7 +108,6 @@ def _finding(
     number, total = count(weights), count(trained(trace))
     raising = "" if refused is None else f": {refused.op.removeprefix('torch.autograd.')} raises"
     finding = finding_of(
-        "IST307",
         "warning" if refused is None else "error",
         f"{what} {number} of {total} trainable parameters{raising}",
         weights,

@@ -68,7 +68,7 @@ REFUSALS = {
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield a finding if a GradScaler refuses a call, or if the step uses gradients that are scaled, or wrongly unscaled."""
-    error = Finding("IST308", "error", "", phase="optimizer")
+    error = Finding("error", "", phase="optimizer")
     if trace.scaled:
         how = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
         message = f"{trace.setup.optimizer} steps with gradients that the loss scale multiplies"
@@ -96,7 +96,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     where = short(clips[0].source) or "the clipping"
     yield finding_at(
-        "IST308",
         "warning",
         "gradients are clipped while the loss scale multiplies them",
         clips[0],

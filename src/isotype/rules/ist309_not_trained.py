@@ -44,7 +44,7 @@ TITLE = "Choices of what is trained that have no effect"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    warning = partial(Finding, "IST309", "warning")
+    warning = partial(Finding, "warning")
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
         old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of no module that ran with gradients: they were replaced later, or ran in torch.no_grad()"

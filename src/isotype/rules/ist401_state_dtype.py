@@ -57,7 +57,6 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
     crashes = sum(any(step.kind == "state" or "dequantize" in step.name for step in path) for path in paths)
     to_compute = f"let the quantization states dequantize to {dtype_name(compute)}"
     return finding_of(
-        "IST401",
         "error" if crashes else "warning",
         f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
         f"but the layers compute in {dtype_name(compute)}",

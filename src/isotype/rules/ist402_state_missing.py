@@ -37,7 +37,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if lost:
         how = "load the model again, and do not replace packed weights with plain tensors (assignment, copy_, load_state_dict)"
         yield finding_of(
-            "IST402",
             "error",
             f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state",
             lost,

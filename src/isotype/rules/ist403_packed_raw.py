@@ -55,7 +55,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if cast:
         (first, dtype), weights = cast[0], [weight for weight, _ in cast]
         yield finding_of(
-            "IST403",
             "error",
             f"{agree(count(weights), 'quantized weight', 'hold')} {dtype} values where packed codes belong",
             weights,
@@ -75,7 +74,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         plain, dtype = f"plain {bare[0].module_class} layer", dtype_name(bare[0].dtype)
         how = "keep the quantized layer, or dequantize its weight, at the line that copies its weight into another layer"
         yield finding_of(
-            "IST403",
             "error",
             f"{agree(count(bare), plain, 'hold')} packed {dtype} codes",
             bare,
@@ -87,7 +85,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if failure is not None and explanation is not None:
         cause, fix = explanation
         yield Finding(
-            "IST403",
             "error",
             "packed codes are used as a weight",
             module=failure.module,
@@ -125,7 +122,6 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
     float_dtype = next(o.dtype for o in call.operands if o.dtype.is_floating_point)
     name = packed.origin.cause.name
     return finding_at(
-        "IST403",
         "error",
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
         call,
@@ -168,7 +164,6 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         "cast the activations to the layers' compute dtype, or cast only if the target dtype is a float dtype"
     )
     return finding_at(
-        "IST403",
         "error",
         f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
         first,

@@ -52,7 +52,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     stale = modules(weight for weight, state in others if state.state not in (None, wanted))
     changes = (*actions("compute", modules(layers), target), *actions("state", stale, target))
     yield finding_of(
-        "IST404",
         "warning",
         f"{agree(count(layers), '4-bit layer', 'compute')} in {name}, but the model runs in {target}",
         layers,

@@ -44,7 +44,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if rounded:
         weights, dtype = [weight for weight, _ in rounded], rounded[0][1]
         yield finding_of(
-            "IST405",
             "warning" if trace.setup.profile.kind == "cpu" else "error",
             f"the scales of {count(weights)} quantized weights are {dtype_name(dtype)}",
             weights,

@@ -60,4 +60,4 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     keep = fix("keep the layout that has a backward", "layout", modules(weights), "training")
     severity = severity if "generate" in setup.phases else "note"
-    yield finding_of("IST407", severity, message, weights, cause=cause, fixes=(keep,))
+    yield finding_of(severity, message, weights, cause=cause, fixes=(keep,))

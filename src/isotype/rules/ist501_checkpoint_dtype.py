@@ -85,7 +85,6 @@ def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded
     )
     memory = f": {format_bytes(extra)} more memory" if extra else ""
     return finding_of(
-        "IST501",
         severity,
         f"the config names {name}, but the frozen weights are {wrong}{memory}",
         weights,

@@ -55,7 +55,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
     )
     yield finding_of(
-        "IST502",
         "note",
         f"trained adapters are of different dtypes: {counts}",
         narrow,

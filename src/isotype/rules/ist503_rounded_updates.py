@@ -130,7 +130,6 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterab
     share = int(spacing(1.0, dtype) ** -1) * 2
     in_place = "in-place " * (call.op != _FORMED)
     finding = finding_of(
-        "IST503",
         "warning",
         headline,
         weights,

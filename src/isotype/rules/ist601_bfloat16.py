@@ -50,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     profile = trace.setup.profile
     if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
         yield from _wide_results(trace)
-    yield from slow_dtype.find(trace, "IST601", torch.bfloat16, torch.float16)
+    yield from slow_dtype.find(trace, torch.bfloat16, torch.float16)
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
@@ -65,7 +65,6 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
     for calls in grouped(wide, lambda call: call.source or call.module).values():
         first = calls[0]
         yield finding_at(
-            "IST601",
             "error",
             f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
             first,

@@ -42,4 +42,4 @@ KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    return slow_dtype.find(trace, "IST602", torch.float16, torch.bfloat16)
+    return slow_dtype.find(trace, torch.float16, torch.bfloat16)

@@ -40,7 +40,6 @@ KIND: Kind = "versions"
 def find(trace: Trace) -> Iterator[Finding]:
     for incompatibility in trace.setup.incompatible:
         yield Finding(
-            code="IST603",
             severity=incompatibility.severity,
             message=incompatibility.fact,
             phase="load",

@@ -54,7 +54,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")
     if flash and (profile.kind not in ("cuda", "rocm") or accepted.isdisjoint(HALVES)):
         yield Finding(
-            code="IST604",
             severity="error",
             message=f"{setup.attention} does not run on {profile.title}",
             phase="forward",
@@ -89,7 +88,6 @@ def _without_kernel(trace: Trace) -> Iterator[Finding]:
             how = f"cast queries, keys and values to {narrow} at {where}, and the result back"
             fixes.insert(0, fix(how, "line", (line,), narrow))
         yield finding_at(
-            "IST604",
             "error",
             f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {profile.title}",
             first,
@@ -110,7 +108,6 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     count = sum(call.repeats for call in calls)
     effect = "raises" if flash else "falls back to a slower kernel"
     return finding_at(
-        "IST604",
         "error" if flash else "warning",
         f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
         first,

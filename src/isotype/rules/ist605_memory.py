@@ -83,7 +83,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     place = "evaluation" if phase == "evaluate" else phase
     kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
     yield Finding(
-        code="IST605",
         severity="error",
         message=f"the step does not fit: {format_bytes(peak)} at the peak of the {place}, more than {limit}",
         phase=phase,

@@ -65,7 +65,6 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _scaler(trace: Trace) -> Finding:
     """Return the finding for a GradScaler, which inverts its scale in float64 (torch/amp/grad_scaler.py, torch 2.13)."""
     return Finding(
-        "IST606",
         "error",
         f"a GradScaler computes in float64, which {trace.setup.profile.title} does not have",
         op="GradScaler.unscale_",
@@ -91,7 +90,6 @@ def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> 
     first = calls[0]
     more = len(origins) - 1
     return finding_at(
-        "IST606",
         "error",
         f"{trace.setup.profile.title} has no float64",
         first,

@@ -65,7 +65,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     where = f"{len(mixed)} units" if len(mixed) > 1 else next(iter(mixed)) or "the outermost unit"
     verb, error = _REFUSALS[version]
     yield finding_of(
-        "IST701",
         "error",
         f"FSDP{version} cannot {verb} {' and '.join(map(dtype_name, dtypes))} together in {where}",
         mismatched,

@@ -56,7 +56,6 @@ def find(trace: Trace) -> Iterator[Finding]:
             else "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
         )
         yield finding_of(
-            "IST702",
             "error",
             f"FSDP1 cannot flatten {dtype_name(first.dtype)}: "
             f"{agree(count(weights), f'{state.format} weight', 'are')} stored in it",

@@ -57,7 +57,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         place = f"in collective {reach.parting.at + 1} of the step"
         notes.insert(0, f"{place} one process {first}, and another {other} (FSDP2 with a fake process group)")
     yield Finding(
-        "IST703",
         "error",
         f"{what}: processes that share the model wait for each other",
         module=reach.skipped[0] if reach.skipped else "",

@@ -51,7 +51,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     dtypes = " and ".join(dict.fromkeys(dtype_name(weight.dtype) for weight in floats))
     cast = Fix(f"cast them to {dtype_name(most)}", "unsafe", actions=casts(others, most))
     yield finding_of(
-        "IST704",
         "error",
         f"ZeRO-3 of DeepSpeed {_BROKEN} cannot gather {dtypes} together",
         others,

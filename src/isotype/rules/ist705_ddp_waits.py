@@ -43,7 +43,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     how = "set find_unused_parameters=True, or train only what every batch uses"
     yield Finding(
-        "IST705",
         "error",
         f"DDP waits for the gradients of {and_others(missing)}, but at least one batch computes no such gradient",
         module=missing[0].rpartition(".")[0],

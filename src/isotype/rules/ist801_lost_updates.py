@@ -61,7 +61,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     size, source = sizes[worst.name]
     step = spacing(size, worst.dtype)
     yield finding_of(
-        "IST801",
         "warning",
         f"updates of {rate:.0e} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
         lost,
@@ -82,7 +81,7 @@ def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:
         fixes = (advice("fused", "create the optimizer with fused=False"),)
     number = f"{count(weights)} of {count(trained(trace))} trainable parameters"
     message = f"the step of {optimizer} changes no value of {number}, although their gradients are not zero"
-    return finding_of("IST801", "warning", message, weights, cause=cause, phase="optimizer", fixes=fixes)
+    return finding_of("warning", message, weights, cause=cause, phase="optimizer", fixes=fixes)
 
 
 def _update(weight: Weight, trace: Trace) -> float:

@@ -65,7 +65,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if infinite:
         how = "load or merge the weight again in the checkpoint's dtype: a cast to float16 has overflowed"
         yield finding_of(
-            "IST802",
             "error",
             f"{agree(count(infinite), 'weight', 'hold')} values that are not finite",
             infinite,
@@ -79,7 +78,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     too_large = [w for w in trace.weights if w.kind == "linear" and FLOAT16_LARGEST < _largest(w) < math.inf]
     if too_large:
         yield finding_of(
-            "IST802",
             "error",
             f"{agree(count(too_large), 'weight', 'become')} infinite in float16",
             too_large,
@@ -90,7 +88,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if norms:
         worst = max(norms, key=_reach)
         yield finding_of(
-            "IST802",
             "warning",
             f"{agree(count(norms), 'norm', 'can')} return values beyond float16's 65504",
             norms,
@@ -112,7 +109,6 @@ def _emptied_rows(trace: Trace) -> Iterator[Finding]:
     emptied = (call for call in trace.calls if call.emptied and call.phase == "forward")
     for source, (first, *others) in grouped(emptied, lambda call: call.source).items():
         yield finding_at(
-            "IST802",
             "error",
             f"a cast to float16 fills {plural(first.emptied, 'whole row')} of a mask with minus infinity: softmax returns NaN",
             first,

@@ -49,7 +49,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
     if rounded:
         yield finding_of(
-            "IST803",
             "warning",
             f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}",
             rounded,
@@ -65,7 +64,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         by = "autocast" if first.autocast else "a product"
         how = "switch autocast off where the angles are computed, and compute them in float32"
         yield finding_at(
-            "IST803",
             "warning",
             f"rotary angles are computed in {dtype}",
             first,
@@ -90,7 +88,6 @@ def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
             cause = f"the input {at} has 16 bits"
             keep = advice(at, f"give {at} as an integer or in float32, and cast the sines and cosines")
         yield finding_at(
-            "IST803",
             "warning",
             f"{first.op} gets an angle that is wrong by up to {first.off:.2g} radians, because a number was rounded to 16 bits",
             first,

@@ -42,7 +42,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         rounded = [weight for weight in of_model if weight.pinned and weight.dtype == dtype]
         if rounded:
             yield finding_of(
-                "IST804",
                 "warning" if dtype == torch.float16 else "note",
                 f"{agree(count(rounded), 'parameter', 'are')} {dtype_name(dtype)}; the model's author requires float32",
                 rounded,

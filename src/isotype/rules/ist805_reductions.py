@@ -44,7 +44,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         dtype = dtype_name(first.operands[0].dtype)
         name = first.op.split(".")[1].strip("_")
         yield finding_at(
-            "IST805",
             "warning",
             f"{name} over {_length(first)} values returns {dtype}",
             first,

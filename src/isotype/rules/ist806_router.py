@@ -55,7 +55,6 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
     narrow = f"let the router choose in float32 and return {dtype_name(dtype)}"
     how = "cast the router's input and weight to float32 before they are multiplied, outside of autocast"
     return finding_at(
-        "IST806",
         "note",
         f"experts are chosen from {dtype_name(dtype)} scores",
         product,

@@ -54,7 +54,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     for (source, dtype), calls in grouped(too_long, lambda call: (call.source, call.results[0][0])).items():
         name, count = dtype_name(dtype), calls[0].results[0][1][0]
         yield finding_at(
-            "IST808",
             "warning",
             f"torch.arange returns {count:,} numbers in {name}: some neighbours are equal",
             calls[0],
@@ -77,7 +76,6 @@ def _counters(trace: Trace) -> Iterator[Finding]:
         in_float32 = fix(f"count in float32 at {short(source)}", "line", (source,), "float32")
         in_python = advice("step", "count in a Python number, or in a float32 tensor")
         yield finding_at(
-            "IST808",
             "warning",
             f"a count in {name} stops at {last}",
             calls[0],

@@ -84,7 +84,6 @@ def _mask(beyond: Sequence[Held]) -> Finding:
     first = beyond[0]
     value, where = number(first.value), short(first.call.source)
     return finding_at(
-        "IST809",
         "warning",
         f"the number {value} becomes infinite in float16: a row that is masked completely becomes NaN",
         first.call,
@@ -101,7 +100,6 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
     returns = "NaN" if math.isnan(operator.output) else "infinity"
     how = f"keep zeros and large numbers from {where}: {_GUARDS}"
     return Finding(
-        "IST809",
         "error",
         f"the {what} of this batch are not finite, in {ranges.dtype} either: {_short(operator.op)} returns {returns}",
         module=operator.module,
@@ -123,7 +121,6 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     what = "gradients" if backward else "values"
     value = number(first.value)
     finding = finding_at(
-        "IST809",
         "warning" if skipped else "error",
         f"{_short(first.call.op)} {end} {what} up to {value} in float16: headroom {first.headroom:.2g}",
         first.call,

@@ -55,7 +55,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     exponent = round(math.log2(first_loss_scale(shares.gradient)))
     scaler = f"torch.amp.GradScaler(init_scale=2.0**{exponent})"
     yield Finding(
-        "IST810",
         "warning",
         f"{100 * shares.scaled:.0f} % of the gradients' values become zero in float16 at a loss scale of 65536",
         phase="backward",

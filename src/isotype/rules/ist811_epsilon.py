@@ -68,7 +68,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         value = written.rpartition(" ")[2]
         how = f"write {instead} instead of {value}, or compute in float32 there"
         yield finding_at(
-            "IST811",
             "warning",
             f"{written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",
             first,

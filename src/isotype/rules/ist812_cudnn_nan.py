@@ -56,7 +56,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     first, *others = hit or calls
     lengths = f"at {_keys(first)} tokens" if hit else "at lengths that are 64 more than a multiple of 128"
     yield finding_at(
-        "IST812",
         "warning" if hit else "note",
         f"cuDNN's attention with a mask may return NaN for the queries' gradients {lengths}",
         first,

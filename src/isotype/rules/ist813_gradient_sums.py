@@ -50,7 +50,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         if weights and error >= _VISIBLE:
             of_all = f"{count(weights)} of {count(trained(trace))}"
             yield finding_of(
-                "IST813",
                 "warning",
                 f"gradients of {micro_batches} micro-batches are added up in {dtype_name(dtype)}",
                 weights,

@@ -47,7 +47,6 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _rows(call: Call, calls: list[Call]) -> Finding:
     where = short(call.source) or call.module
     return finding_at(
-        "IST814",
         "error",
         f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN",
         call,
@@ -64,7 +63,6 @@ def _rows(call: Call, calls: list[Call]) -> Finding:
 def _labels(call: Call, calls: list[Call]) -> Finding:
     how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
     return finding_at(
-        "IST814",
         "error",
         "no label of the batch counts in the loss: the mean loss is NaN",
         call,

@@ -57,4 +57,4 @@ def find(trace: Trace) -> Iterator[Finding]:
         how = "train without packing, or with an attention implementation and a model that separate packed sequences"
         fix = advice("packing", how)
     message = "the sequences of a packed row attend to each other"
-    yield leak_finding(trace, leak, "IST901", "error", message, cause, fix)
+    yield leak_finding(trace, leak, "error", message, cause, fix)

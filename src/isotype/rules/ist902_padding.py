@@ -47,10 +47,10 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause = "the batch has padding and no attention mask"
             how = "give the model the attention mask"
         fix = advice("attention_mask", how)
-        yield leak_finding(trace, read, "IST902", "error", "the model treats padding as text", cause, fix)
+        yield leak_finding(trace, read, "error", "the model treats padding as text", cause, fix)
     if moved is not None:
         message = "padding on the left shifts the positions of a row's tokens"
         cause = "positions are counted from the first padding token"
         how = "pass position_ids that count from each row's first token, or pad on the right"
         fix = advice("position_ids", how)
-        yield leak_finding(trace, moved, "IST902", "warning", message, cause, fix)
+        yield leak_finding(trace, moved, "warning", message, cause, fix)

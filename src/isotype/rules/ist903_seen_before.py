@@ -48,16 +48,15 @@ def find(trace: Trace) -> Iterator[Finding]:
         message = "predictions depend on the tokens that they predict"
         cause = f"{where(later)} lets a token attend to later tokens"
         how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and pass no mask that replaces it"
-        yield leak_finding(trace, later, "IST903", "error", message, cause, advice("causal mask", how))
+        yield leak_finding(trace, later, "error", message, cause, advice("causal mask", how))
     if label is not None:
         message = "predictions depend on their own labels"
         cause = f"{where(label)} uses the labels as an input, and the prediction at a position depends on its own label"
         how = "if the model must read the labels, shift its copy of them by one token"
-        yield leak_finding(trace, label, "IST903", "error", message, cause, advice("labels", how))
+        yield leak_finding(trace, label, "error", message, cause, advice("labels", how))
     reach = trace.reach
     if reach is not None and reach.labels is not None and reach.labels.shift == 0:
         yield Finding(
-            "IST903",
             "error",
             "every token predicts itself",
             cause="the loss compares the logits of a token with the id of the same token",

@@ -46,7 +46,6 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause = "each prediction is compared with the token before it"
         fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
         yield Finding(
-            "IST904",
             "error",
             "predictions are compared with the wrong token",
             cause=cause,
@@ -64,7 +63,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     ):
         if count:
             yield Finding(
-                "IST904",
                 "warning",
                 f"{plural(count, 'token')} of {what} {'counts' if count == 1 else 'count'} in the loss",
                 cause=f"the labels {place} are not -100",

@@ -61,7 +61,6 @@ def _finding(name: str, picture: bool, cause: str, note: str) -> Finding:
     if picture:
         how += ", and insert its placeholder tokens into the row"
     return Finding(
-        "IST905",
         "error" if picture else "warning",
         f"{name} reaches no prediction",
         cause=cause,

@@ -67,7 +67,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         else "freeze these weights, or let the loss depend on their results"
     )
     yield Finding(
-        "IST906",
         "error" if whole else "warning" if any(unused.kind == "adapter" for unused in idle) else "note",
         what,
         module=names[0].rpartition(".lora_")[0],
@@ -85,7 +84,6 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
     names = [name for name in ungraded if name not in reported]
     if names:
         yield Finding(
-            "IST906",
             "note",
             f"{plural(len(names), 'kind')} of trainable weights get no gradient from this batch: {and_others(names)}",
             module=names[0].rpartition(".")[0],

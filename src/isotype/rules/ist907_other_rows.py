@@ -43,6 +43,4 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"{where(leak)} mixes the rows of the batch"
         how = "take statistics of each row alone, or switch this module to eval()"
         severity: Severity = "error" if both else "warning"
-        yield leak_finding(
-            trace, leak, "IST907", severity, message, cause, advice(leak.module or "rows", how)
-        )
+        yield leak_finding(trace, leak, severity, message, cause, advice(leak.module or "rows", how))

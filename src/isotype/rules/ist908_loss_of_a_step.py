@@ -50,7 +50,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         "divide the sum of the losses by num_items_in_batch, or set trainer.model_accepts_loss_kwargs = False"
     )
     yield Finding(
-        "IST908",
         "error" if accumulates else "note",
         "the loss ignores the number of labels in the step"
         + (": the gradients grow with the number of micro-batches" if accumulates else ""),

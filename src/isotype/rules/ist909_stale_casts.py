@@ -45,7 +45,6 @@ KIND = "wiring"
 def find(trace: Trace) -> Iterator[Finding]:
     if trace.stale_casts:
         yield Finding(
-            "IST909",
             "error",
             "a forward computes with the weights from before the optimizer's step",
             cause="autocast is on around the forward and the step, and keeps its casts until its region ends",

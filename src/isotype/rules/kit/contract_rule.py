@@ -113,7 +113,6 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     op = ATTENTION if "_scaled_dot_product" in first.op else first.op
     dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
     return finding_at(
-        group.code,
         "error",
         headline.format(given=dtype, expected=expected, op=op),
         replace(first, op=op),

@@ -13,14 +13,11 @@ def leak_of(trace: Trace, source: Source) -> Leak | None:
     return None if trace.reach is None else trace.reach.leak(source)
 
 
-def leak_finding(
-    trace: Trace, leak: Leak, code: str, severity: Severity, message: str, cause: str, fix: Fix
-) -> Finding:
+def leak_finding(trace: Trace, leak: Leak, severity: Severity, message: str, cause: str, fix: Fix) -> Finding:
     """Return the finding of a leak, at the module that causes it."""
     assert trace.reach is not None
     changed = f"{leak.changed:,} of {plural(leak.of, 'prediction')} change"
     return Finding(
-        code,
         severity,
         message,
         module=leak.module,

@@ -18,7 +18,7 @@ _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5
 
 
-def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
+def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
     """Yield matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit alternative."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
@@ -42,11 +42,9 @@ def find(trace: Trace, code: str, dtype: torch.dtype, other: torch.dtype) -> Ite
         "cost": cost,
     }
     if calls:
-        yield finding_at(
-            code, severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls[0], calls, **facts
-        )
+        yield finding_at(severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls[0], calls, **facts)
     else:
-        yield Finding(code, severity, message, **facts)
+        yield Finding(severity, message, **facts)
 
 
 def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:

@@ -129,7 +129,6 @@ def layer_of(name: str) -> str:
 
 
 def finding_of(
-    code: str,
     severity: Severity,
     message: str,
     weights: Sequence[Weight],
@@ -142,7 +141,6 @@ def finding_of(
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(
-        code,
         severity,
         message,
         module=first.module,
