@@ -55,13 +55,14 @@ class DeferredBlocks:
 
     Attributes:
         blocks: the loaded model's blocks, in forward order.
-        stored: reads the weights as the files store them; None before a model is loaded.
+        stored: reads the weights as the files store them; set when a model is loaded.
         otherwise: name -> dtype for the float tensors that the files store in another dtype than most.
     """
 
+    stored: StoredWeights
+
     def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
         self.blocks: tuple[Block, ...] = ()
-        self.stored: StoredWeights | None = None
         self.otherwise: dict[str, torch.dtype] = {}
         self._wait, self._at_once = wait, frozenset(at_once)
         self._source: object = None

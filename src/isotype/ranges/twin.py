@@ -183,8 +183,12 @@ def _checkpointed(
     forward: Callable[..., Any], weights: Weights, recorder: Watcher, done: Callable[[], None]
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with recorder.again(), weights.kept():
-            result = forward(*args, **kwargs)
+        weights.open()
+        try:
+            with recorder.again():
+                result = forward(*args, **kwargs)
+        finally:
+            weights.close()
         done()
         return result
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,15 +147,6 @@ class Weights:
     _gradients: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _largest_gradient: dict[Hashable, float] = field(default_factory=dict)
     embedding: bool = False
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the weights that the `with` block creates until the block ends."""
-        self.open()
-        try:
-            yield
-        finally:
-            self.close()
 
     def open(self) -> None:
         """Keep the weights that are created from now on, until `close` is called."""

@@ -212,7 +212,6 @@ class Merging:
         if missing:
             raise RuntimeError(f"the merge has lost tensors: {sorted(missing)[:3]}")
         for name in self._untouched & wanted:
-            assert self._deferred.stored is not None  # or no tensor would be stored otherwise
             stored = self._deferred.stored.read(name)
             if stored.shape == tensors[name].shape:  # training may have added tokens to an embedding
                 tensors[name] = stored

@@ -151,10 +151,8 @@ def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype
     room = header_room(header.name for header in read_headers(dense).tensors)
     quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
     room += _CONSTANTS * header_room(f"{name}.weight" for name in quantized)
-    assert deferred.stored is not None
-    read, others = deferred.stored.read, deferred.otherwise
     parts = (
-        {name: read(name) if name in others else value for name, value in part.items()}
+        {n: deferred.stored.read(n) if n in deferred.otherwise else value for n, value in part.items()}
         for part in _state(model, deferred)
     )
     write_model(model, parts, directory, dtype, room)
