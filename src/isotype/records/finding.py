@@ -238,10 +238,9 @@ def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item.module for item in of))
 
 
-def finding_at(
-    severity: Severity, message: str, call: Call, others: Iterable[Call] = (), **more: Any
-) -> Finding:
-    """Return a finding about an operator call and about `others`, calls with the same cause."""
+def finding_at(severity: Severity, message: str, calls: Sequence[Call], **more: Any) -> Finding:
+    """Return a finding about operator calls with one cause; its place and operands are those of the first call."""
+    call = calls[0]
     return Finding(
         severity,
         message,
@@ -250,5 +249,5 @@ def finding_at(
         phase=call.phase,
         source=call.source,
         operands=call.operands,
-        **{"places": places((call, *others)), **more},
+        **{"places": places(calls), **more},
     )

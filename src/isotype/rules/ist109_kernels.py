@@ -89,7 +89,7 @@ def _unsafe(call: Call) -> Finding:
     return finding_at(
         "error",
         f"{call.op} is refused under autocast",
-        call,
+        [call],
         cause=f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}",
         notes=device_error(call),
         fixes=(

@@ -82,7 +82,6 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
     return finding_at(
         "error",
         message,
-        call,
         calls,
         cause=f"{whose} has {index}" + ("" if labels else f", {of} has {size} rows"),
         evidence=evidence(indices.origin),
@@ -115,7 +114,6 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
     return finding_at(
         "error",
         f"{name} does not take this {dtype} tensor",
-        call,
         calls,
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),

@@ -160,7 +160,6 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
     return finding_at(
         "warning",
         f"{100 * cost.flops_share:.0f} % of the FLOPs run in {wide} instead of {narrow}",
-        first.call,
         calls,
         cause=cause_text(cause, trace.owners),
         evidence=evidence(first.mismatched.origin),

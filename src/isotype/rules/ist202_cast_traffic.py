@@ -84,7 +84,6 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
     return finding_at(
         "warning",
         f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}",
-        first.call,
         calls,
         cause=cause_text(first.operand.origin, trace.owners),
         notes=(

@@ -111,7 +111,6 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     return finding_at(
         "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
         f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}): {what}",
-        first.call,
         [cast.call for cast in casts],
         cause=f"a cast to {wide} at {short(first.call.source)}",
         notes=(f"{100 * size / max(1, trace.memory.peak):.0f} % of the peak memory of the step",),

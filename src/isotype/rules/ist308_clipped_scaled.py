@@ -98,7 +98,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield finding_at(
         "warning",
         "gradients are clipped while the loss scale multiplies them",
-        clips[0],
         clips,
         cause=f"{where} runs before the gradients are unscaled",
         fixes=(advice(clips[0].source, f"call scaler.unscale_(optimizer) before {where}"),),

@@ -124,7 +124,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
     return finding_at(
         "error",
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
-        call,
+        [call],
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
         notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *device_error(call)),
         fixes=(
@@ -166,7 +166,6 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
     return finding_at(
         "error",
         f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
-        first,
         casts,
         cause=f"a cast to {codes} at {short(first.source)}, the storage dtype of {layer.name}",
         notes=(

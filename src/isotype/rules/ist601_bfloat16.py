@@ -67,7 +67,6 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "error",
             f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
-            first,
             calls,
             cause=f"a product of bfloat16 operands has a float32 result at {short(first.source)}",
             notes=(

@@ -90,7 +90,6 @@ def _without_kernel(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "error",
             f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {profile.title}",
-            first,
             calls,
             cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
             evidence=evidence(query.origin),
@@ -110,7 +109,6 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     return finding_at(
         "error" if flash else "warning",
         f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
-        first,
         calls,
         cause=cause_text(blamed, trace.owners),
         evidence=evidence(query.origin),

@@ -87,12 +87,10 @@ def _entries(call: Call) -> Iterator[Origin]:
 
 
 def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> Finding:
-    first = calls[0]
     more = len(origins) - 1
     return finding_at(
         "error",
         f"{trace.setup.profile.title} has no float64",
-        first,
         calls,
         cause=cause_text(origins[0], trace.owners),
         notes=(

@@ -107,12 +107,11 @@ def _emptied_rows(trace: Trace) -> Iterator[Finding]:
     if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
         return
     emptied = (call for call in trace.calls if call.emptied and call.phase == "forward")
-    for source, (first, *others) in grouped(emptied, lambda call: call.source).items():
+    for source, calls in grouped(emptied, lambda call: call.source).items():
         yield finding_at(
             "error",
-            f"a cast to float16 fills {plural(first.emptied, 'whole row')} of a mask with minus infinity: softmax returns NaN",
-            first,
-            others,
+            f"a cast to float16 fills {plural(calls[0].emptied, 'whole row')} of a mask with minus infinity: softmax returns NaN",
+            calls,
             cause=f"the cast at {short(source) or 'an unknown line'} gets a fill value below -65504, float16's lowest number",
             fixes=(advice(source, "fill the mask after the cast, with torch.finfo(torch.float16).min"),),
         )

@@ -66,7 +66,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "warning",
             f"rotary angles are computed in {dtype}",
-            first,
             products,
             cause=f"{by} in {dtype} at {short(first.source)} in {named(first.module)}",
             fixes=(advice(first.module, how),),
@@ -90,8 +89,7 @@ def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
         yield finding_at(
             "warning",
             f"{first.op} gets an angle that is wrong by up to {first.off:.2g} radians, because a number was rounded to 16 bits",
-            first,
-            calls,
+            (first, *calls),
             cause=cause,
             fixes=(keep,),
         )

@@ -46,7 +46,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "warning",
             f"{name} over {_length(first)} values returns {dtype}",
-            first,
             calls,
             cause=f"{name} of {dtype} values" + (f" at {short(first.source)}" if first.source else ""),
             evidence=evidence(first.operands[0].origin),

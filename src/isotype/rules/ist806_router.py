@@ -57,7 +57,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
     return finding_at(
         "note",
         f"experts are chosen from {dtype_name(dtype)} scores",
-        product,
+        [product],
         cause=f"{owner.name} and the router's input are {dtype_name(dtype)}",
         evidence=evidence(weight.origin),
         fixes=(

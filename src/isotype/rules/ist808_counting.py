@@ -56,7 +56,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "warning",
             f"torch.arange returns {count:,} numbers in {name}: some neighbours are equal",
-            calls[0],
             calls,
             cause=f"torch.arange in {name} at {short(source)}",
             notes=(f"{name} holds every whole number up to {_EXACT[dtype]:,}",),
@@ -78,7 +77,6 @@ def _counters(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "warning",
             f"a count in {name} stops at {last}",
-            calls[0],
             calls,
             cause=cause_text(cause),
             notes=(f"in {name}, {last} + 1 is {last}",),

@@ -86,7 +86,7 @@ def _mask(beyond: Sequence[Held]) -> Finding:
     return finding_at(
         "warning",
         f"the number {value} becomes infinite in float16: a row that is masked completely becomes NaN",
-        first.call,
+        [first.call],
         places=tuple(dict.fromkeys(held.module for held in beyond)),
         cause=f"{_short(first.call.op)} by {value} at {where}",
         fixes=(advice(first.call.source, f"write torch.finfo(dtype).min instead of the number at {where}"),),
@@ -123,7 +123,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     finding = finding_at(
         "warning" if skipped else "error",
         f"{_short(first.call.op)} {end} {what} up to {value} in float16: headroom {first.headroom:.2g}",
-        first.call,
+        [first.call],
         places=tuple(dict.fromkeys(value.module for value in beyond)),
         cause=f"{what} of {named(first.module)} reach {value}, and float16 ends at 65,504",
         notes=tuple(_notes(trace, ranges, beyond)),

@@ -70,7 +70,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_at(
             "warning",
             f"{written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",
-            first,
             calls,
             cause=f"{_name(first)} of a {dtype_name(dtype)} tensor and {value}{at}",
             evidence=evidence(first.operands[0].origin),

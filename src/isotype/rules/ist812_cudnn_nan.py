@@ -53,13 +53,11 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not calls:
         return
     hit = [call for call in calls if _keys(call) % CUDNN_TILE == CUDNN_TILE // 2]
-    first, *others = hit or calls
-    lengths = f"at {_keys(first)} tokens" if hit else "at lengths that are 64 more than a multiple of 128"
+    lengths = f"at {_keys(hit[0])} tokens" if hit else "at lengths that are 64 more than a multiple of 128"
     yield finding_at(
         "warning" if hit else "note",
         f"cuDNN's attention with a mask may return NaN for the queries' gradients {lengths}",
-        first,
-        others,
+        hit or calls,
         cause=f"the cuDNN of torch 2.11 to 2.14 on {trace.setup.profile.title}",
         notes=(plural(sum(call.repeats for call in hit or calls), "attention call"),),
         fixes=(advice(_SWITCH, f"{_SWITCH}(False) before the training, or torch 2.15", "False"),),

@@ -49,7 +49,6 @@ def _rows(call: Call, calls: list[Call]) -> Finding:
     return finding_at(
         "error",
         f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN",
-        call,
         calls,
         cause=f"every score of the row is minus infinity at {where}",
         fixes=(
@@ -65,7 +64,6 @@ def _labels(call: Call, calls: list[Call]) -> Finding:
     return finding_at(
         "error",
         "no label of the batch counts in the loss: the mean loss is NaN",
-        call,
         calls,
         cause="every label is the ignored index (-100)",
         fixes=(advice("labels", how),),

@@ -115,8 +115,7 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     return finding_at(
         "error",
         headline.format(given=dtype, expected=expected, op=op),
-        replace(first, op=op),
-        group.calls,
+        (replace(first, op=op), *group.calls),
         cause=cause_text(group.cause, trace.owners),
         evidence=evidence(group.mismatched.origin),
         notes=_notes(group, trace.setup.profile.unlike),

@@ -42,7 +42,7 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
         "cost": cost,
     }
     if calls:
-        yield finding_at(severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls[0], calls, **facts)
+        yield finding_at(severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls, **facts)
     else:
         yield Finding(severity, message, **facts)
 
