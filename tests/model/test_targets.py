@@ -111,15 +111,15 @@ def test_what_is_adapted_is_counted() -> None:
     experts, routers = 2 * 4 * 3 * 64 * 32, 2 * 4 * 64
     total = attention + experts + routers
     assert adapted("qwen3_moe").adapter_notes == (
-        f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values) and "
-        f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values); not on 2 routers "
-        f"(gate: {routers} of {total:,} values): routers get adapters only if the targets name them",
+        f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {100 * attention / total:.2g} % of all values) and "
+        f"4 stacked expert weights (down_proj, gate_up_proj: {100 * experts / total:.2g} % of all values); not on 2 routers "
+        f"(gate: {100 * routers / total:.2g} % of all values): routers get adapters only if the targets name them",
         "adapters of experts hold 3,584 values: rank 2 for each of 4 experts in 2 layers",
     )
     assert adapted("qwen3_moe", lora_bias=True).adapter_notes == (
-        f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {attention:,} of {total:,} values); not on "
-        f"4 stacked expert weights (down_proj, gate_up_proj: {experts:,} of {total:,} values): PEFT cannot adapt them "
-        f"with lora_bias True; not on 2 routers (gate: {routers} of {total:,} values): routers get adapters only "
+        f"adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: {100 * attention / total:.2g} % of all values); not on "
+        f"4 stacked expert weights (down_proj, gate_up_proj: {100 * experts / total:.2g} % of all values): PEFT cannot adapt them "
+        f"with lora_bias True; not on 2 routers (gate: {100 * routers / total:.2g} % of all values): routers get adapters only "
         "if the targets name them",
     )
     assert adapted("llama").adapter_notes == ()

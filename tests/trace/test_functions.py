@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as nnf
 
+import isotype
 from isotype.contracts.contract import autocast_lists, contracts_for
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
@@ -234,3 +235,62 @@ def test_the_experts_that_were_hit_are_known_by_number() -> None:
 
 def test_a_tensor_in_a_text_is_not() -> None:
     assert "FakeTensor" in under("cpu", lambda x: f"{x}", None, x=low())
+
+
+class _Attended(nn.Module):
+    """Attention whose values have `width` numbers, where queries and keys have 64."""
+
+    def __init__(self, width: int, dropout: float = 0.0, bias: bool = False) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(64, 64), nn.Linear(64, width)
+        self.bias = nn.Parameter(torch.zeros(1, 1, 128, 128)) if bias else None
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, v, mask = self.q(x)[:, None], self.v(x)[:, None], self.bias
+        mask = None if mask is None else mask.to(q.dtype)
+        return nnf.scaled_dot_product_attention(q, q, v, mask, self.dropout).sum()
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "operator"),
+    [
+        ("a100", {"width": 32}, "efficient_attention"),
+        ("h100", {"width": 32}, "cudnn_attention"),
+        ("v100", {"width": 32}, "efficient_attention"),
+        ("a100", {"width": 64, "dropout": 0.1}, "flash_attention_for_cpu"),
+        ("mi300x", {"width": 64, "dropout": 0.1}, "flash_attention_for_cpu"),
+        ("a100", {"width": 64, "bias": True}, "efficient_attention"),
+        ("cpu", {"width": 64, "dropout": 0.1}, ""),
+        ("cpu", {"width": 32}, ""),
+    ],
+)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_attention_that_a_gpu_fuses_stores_no_scores(
+    device: str, arguments: dict[str, Any], operator: str, autocast: bool
+) -> None:
+    """A CPU stores all scores with dropout, or with values of another size; the kernels of a GPU do not."""
+    half = torch.float16 if device == "v100" else torch.bfloat16
+    dtype = torch.float32 if autocast else half
+    model, x = _Attended(**arguments).to(dtype), torch.zeros(1, 128, 64, dtype=dtype)
+    setting = half if autocast else False
+    phases = ("forward", "backward")
+    report = isotype.check(
+        model,
+        lambda model: model(x),
+        device=device,
+        autocast=setting,
+        phases=phases,
+        scaler=False,
+        verify=False,
+    )
+    assert report.trace.failure is None
+    scores = [call for call in report.trace.calls for _, shape in call.results if shape[-2:] == (128, 128)]
+    kernels = {call.op for call in report.trace.calls if "scaled_dot_product" in call.op}
+    if operator:
+        assert kernels == {f"aten._scaled_dot_product_{operator}{end}.default" for end in ("", "_backward")}
+        assert {call.op for call in scores if "bmm" in call.op or "softmax" in call.op} == set()
+    else:
+        assert kernels == set()
+        assert any("bmm" in call.op for call in scores)
+    assert [f for f in report.findings if f.code.startswith("IST1")] == []

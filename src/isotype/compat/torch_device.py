@@ -259,6 +259,31 @@ def _flex_attention(
     return out, statistics, statistics
 
 
+def fused_attention(
+    kernel: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Compute `scaled_dot_product_attention` with the operator of a GPU's kernel, `efficient` or `cudnn`, on fake tensors."""
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    run = {
+        "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+        "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+    }[kernel]
+    saves = torch.is_grad_enabled()
+    out: torch.Tensor = run(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+    return out
+
+
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
     """Return (function, args, kwargs) of a torch call, with the CPU in place of each device whose name matches `named`."""
     if func is torch.device:

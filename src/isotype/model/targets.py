@@ -304,7 +304,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
-    return f"{noun} ({names}: {size:,} of {total:,} values)"
+    return f"{noun} ({names}: {100 * size / total:.2g} % of all values)"
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:

@@ -32,7 +32,8 @@ workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Gradient checkpointing does not change the results. Quantization rounds the base weights.
+**How safe is the fix?** Gradient checkpointing does not change the results. Quantization rounds the base weights, and
+8-bit states round the moments of the gradients.
 
 **Seen in** every forum; evaluations: huggingface/transformers #17089; artidoro/qlora #261.
 """
@@ -53,6 +54,7 @@ from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
 from isotype.records.memory import BETWEEN_STEPS, Phase
 from isotype.records.trace import HALVES, Trace
 from isotype.rules.kit import costs
+from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
 from isotype.rules.kit.words import fix
 
@@ -137,7 +139,7 @@ def _counted(size: int, times: int) -> str:
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
     for advice, saved, target, value in sorted(_savings(trace), key=lambda saving: -saving[1]):
         enough = ", which is enough" if saved >= over else ""
-        safety: Safety = "unsafe" if target == "quantization" else "safe"
+        safety: Safety = "unsafe" if target in ("quantization", "optim") else "safe"
         how = f"{advice}: about {format_bytes(saved)} less{enough}"
         yield fix(how, "advice", (target,), value, safety)
 
@@ -161,8 +163,13 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * math.prod(w.shape) * w.repeats for w in dense))
     if packed:
         yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
+    routers = {
+        weight.origin.name for _, weight, _ in router_products(trace)
+    }  # a router is in float32 on purpose
     frozen = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization)]
-    halved = sum(w.bytes * w.repeats // 2 for w in frozen if w.dtype == torch.float32)
+    halved = sum(
+        w.bytes * w.repeats // 2 for w in frozen if w.dtype == torch.float32 and w.name not in routers
+    )
     if halved and trace.setup.profile.best_dtype() in HALVES:
         yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
     states = peak.get("optimizer", 0)

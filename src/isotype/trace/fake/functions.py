@@ -9,7 +9,7 @@ simulated device, and undoes the casts that only a CPU makes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.torch_device import cpu_stands_for, names_of, on_cpu
+from isotype.compat.torch_device import cpu_stands_for, fused_attention, names_of, on_cpu
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
-from isotype.contracts.families import MASK_DTYPE, ONLY_POWERS_OF_TWO
+from isotype.contracts.families import ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
 from isotype.core.operators import given_tensors
 from isotype.precision.devices.attention import (
     KERNELS,
     AttentionCall,
+    Kernel,
     attention_kernel,
     enabled_attention,
     needs_repeated_heads,
@@ -136,10 +137,13 @@ class Functions(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function as the device would; if it raises for the operands' dtypes, convert them and repeat the call."""
-        recorder, device = self._recorder, self.attention if func is scaled_dot_product_attention else None
-        with device.as_on_device(args, kwargs, recorder) if device else contextlib.nullcontext():
+        recorder, run = self._recorder, func
+        kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.attention is not None and func is scaled_dot_product_attention:
+            run, kernel = self.attention.as_on_device(args, kwargs, recorder)
+        with kernel:
             try:
-                return func(*args, **kwargs)
+                return run(*args, **kwargs)
             except (RuntimeError, ValueError, TypeError) as raised:
                 error = raised
                 if name_of(func) in ("backward", "grad"):
@@ -154,7 +158,7 @@ class Functions(TorchFunctionMode):
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
                     raise
-                result = func(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
+                result = run(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -216,26 +220,24 @@ class Attention:
 
     def as_on_device(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: FakeRecorder
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which attention with these arguments runs with the kernel that the device would use."""
+    ) -> tuple[Callable[..., Any], contextlib.AbstractContextManager[Any]]:
+        """Return (function, context) by which attention with these arguments runs with the kernel that the device would use."""
         cast, enabled = recorder.edited() or recorder.autocast, enabled_attention()
-        mask = kwargs.get("attn_mask", next(iter(args[3:]), None))
         call = _call_of(args, kwargs, cast)
         kernel = None if call is None else attention_kernel(self._profile, call[0], enabled=enabled)
         if kernel == "none":
             recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(NO_ATTENTION_KERNEL, True, None))
-        # Fake tensors run plain operators, which take any mask, if the mask gets a gradient.
-        trained = kernel == "efficient" and mask is not None and mask.requires_grad and cast is None
-        if trained and mask.dtype != args[0].dtype:
-            recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(MASK_DTYPE, True, args[0].dtype))
         if call is None or kernel not in ("math", "none"):
             # A CPU has two of the kernels: it stands in for a device whose other kernels are enabled.
             as_cpu = self._profile.kind == "cpu" or enabled in (KERNELS, {"math"})
-            return contextlib.nullcontext() if as_cpu else attention.sdpa_kernel(_OF_CPU)
+            context = contextlib.nullcontext() if as_cpu else attention.sdpa_kernel(_OF_CPU)
+            if call is None or (kernel is None and self._profile.kind != "rocm"):
+                return scaled_dot_product_attention, context
+            return _stand_in(kernel or "flash", call[0], cast), context
         described, scores = call
         key = described.dtype, described.heads != described.key_heads
         self._scores[key] = max(self._scores.get(key, 0), scores)
-        return attention.sdpa_kernel(SDPBackend.MATH)
+        return scaled_dot_product_attention, attention.sdpa_kernel(SDPBackend.MATH)
 
     def notes(self, peak: int) -> Iterator[str]:
         """Yield a note for each kind of attention that has no fused kernel; `peak` is the memory peak in bytes."""
@@ -250,13 +252,36 @@ class Attention:
                 yield f"{how} these heads in {name}"
 
 
+def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> Callable[..., Any]:
+    """Return the function that runs attention as a GPU's fused kernel does.
+
+    A CPU's fused kernel has no dropout, one size for all heads, and no gradient of a mask.
+    """
+    takes = kernel in ("efficient", "cudnn") and call.heads == call.key_heads
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = _named(args, kwargs)
+        mask = named.get("attn_mask")
+        beyond = len(set(call.sizes)) > 1 or (mask is not None and mask.requires_grad)
+        if not (takes and beyond):
+            return scaled_dot_product_attention(**{**named, "dropout_p": 0.0})
+        return fused_attention(kernel, **named if cast is None else _cast(named, cast, _LOWERED))
+
+    return run
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `scaled_dot_product_attention` by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def _call_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
 ) -> tuple[AttentionCall, int] | None:
     """Return the call, and the bytes of the scores that plain operators store; None for shapes that torch refuses."""
-    names = ("query", "key", "value", "attn_mask")
-    named: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = map(named.get, names[:3])
+    named = _named(args, kwargs)
+    query, key, value = map(named.get, ("query", "key", "value"))
     if query is None or key is None or value is None or {query.dim(), key.dim(), value.dim()} != {4}:
         return None
     dtype: torch.dtype = query.dtype if autocast is None or query.dtype == torch.float64 else autocast
