@@ -70,7 +70,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     error = is_about_dtypes(failure)
     blames = error and named_integer(failure.error) is None
-    blamed = contract_rule.of_failure(trace, failure, "IST199") if blames else None
+    blamed = contract_rule.of_failure(trace, failure) if blames else None
     if blamed is not None:
         yield blamed
         return

@@ -150,7 +150,6 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
     wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(trace.setup.compute)
     calls = tuple(wide.call for wide in group)
     blamed = Group(
-        "IST201",
         calls,
         first.mismatched,
         tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),

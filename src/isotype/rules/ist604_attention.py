@@ -103,7 +103,7 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     query = first.operands[0]
     blamed = costs.root(query.origin)
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
-    group = Group("IST604", tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
+    group = Group(tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
     count = sum(call.repeats for call in calls)
     effect = "raises" if flash else "falls back to a slower kernel"
     return finding_at(

@@ -41,25 +41,22 @@ def find(trace: Trace) -> Iterator[Finding]:
     """Yield one finding for each line whose result is NaN because every score of a row or every label is masked."""
     undefined = (call for call in trace.calls if call.undefined and call.phase == "forward")
     for calls in grouped(undefined, lambda call: (call.op, call.source)).values():
-        yield (_labels if "nll_loss" in calls[0].op else _rows)(calls[0], calls)
+        yield (_labels if "nll_loss" in calls[0].op else _rows)(calls)
 
 
-def _rows(call: Call, calls: list[Call]) -> Finding:
+def _rows(calls: list[Call]) -> Finding:
+    call, how = calls[0], "fill the mask with torch.finfo(scores.dtype).min instead of -inf"
     where = short(call.source) or call.module
     return finding_at(
         "error",
         f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN",
         calls,
         cause=f"every score of the row is minus infinity at {where}",
-        fixes=(
-            advice(
-                call.source or call.module, "fill the mask with torch.finfo(scores.dtype).min instead of -inf"
-            ),
-        ),
+        fixes=(advice(call.source or call.module, how),),
     )
 
 
-def _labels(call: Call, calls: list[Call]) -> Finding:
+def _labels(calls: list[Call]) -> Finding:
     how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
     return finding_at(
         "error",

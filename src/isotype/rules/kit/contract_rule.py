@@ -44,8 +44,8 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
     )
 
 
-def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
-    """Return a finding of rule `code` if the model's own code raised an error about a tensor's dtype; None for other errors."""
+def of_failure(trace: Trace, failure: Failure) -> Finding | None:
+    """Return a finding if the model's own code raised an error about a tensor's dtype; None for other errors."""
     accepted = _dtypes_in(_TAKES.search(failure.error))
     refused = frozenset() if accepted else _dtypes_in(_REFUSES.search(failure.error))
     tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]
@@ -65,7 +65,7 @@ def of_failure(trace: Trace, failure: Failure, code: str) -> Finding | None:
     narrowest = min(accepted, key=lambda dtype: (dtype.itemsize, str(dtype)), default=compute)
     expected = compute if compute in accepted else narrowest
     causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, trace.owners))
-    group = Group(code, (call,), mismatched[0], causes, expected, compute, "by the model")
+    group = Group((call,), mismatched[0], causes, expected, compute, "by the model")
     return _finding(trace, group, "the model's own code refuses {given}")
 
 

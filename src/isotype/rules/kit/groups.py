@@ -138,22 +138,22 @@ class Group:
     """Calls that break a contract and have the same cause.
 
     Attributes:
-        code: code of the rule that claims the first call.
         calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
         causes: where the mismatched operands got their dtypes, by name and source line, in order of the calls.
         expected: the dtype that `mismatched` should have had.
         side: the dtype of the part of the model that the first call belongs to.
         refused: the kind of refusal of the first call.
+        code: code of the rule that claims the first call; "" for a group that a rule makes for itself.
     """
 
-    code: str
     calls: tuple[Call, ...]
     mismatched: Operand
     causes: tuple[Origin, ...]
     expected: torch.dtype
     side: torch.dtype
     refused: Refused = "mixture"
+    code: str = ""
 
     @property
     def cause(self) -> Origin:
@@ -187,13 +187,13 @@ def groups(trace: Trace) -> tuple[Group, ...]:
             by_cause.setdefault(_key(mismatched.origin.cause, owners), []).append(row)
     return tuple(
         Group(
-            code,
             tuple(call for _, _, call, _ in rows),
             mismatched,
             distinct(operand.origin.cause for *_, operand in rows),
             _expected(first, trace.setup.compute),
             side_at(first, sides),
             refused,
+            code,
         )
         for rows in by_cause.values()
         for code, refused, first, mismatched in rows[:1]
