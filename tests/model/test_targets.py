@@ -182,3 +182,12 @@ def test_a_weight_of_three_dimensions_is_no_expert_by_that() -> None:
         stacked(["model.multi_modal_projector.weight", "model.layers.0.mlp.experts.down_proj"])
         == "3-D weight"
     )
+
+
+def test_layers_that_run_without_gradients_get_no_adapter() -> None:
+    model = adapted("deepseek_v32")
+    assert not {"wq_b", "wk", "weights_proj"} & last(names_adapted(model))
+    (note, *_) = model.adapter_notes
+    assert "(weights_proj, wk, wq_b: " in note
+    assert "DeepseekV32Indexer runs without gradients, so an adapter would not be trained" in note
+    assert "wk" in last(names_adapted(adapted("deepseek_v32", target_modules=["wk", "o_proj"])))

@@ -477,3 +477,14 @@ def fake_process_group(size: int) -> Iterator[Any]:
     finally:
         torch.distributed.destroy_process_group()
         sys.excepthook = hook
+
+
+def runs_without_gradients(function: Any) -> bool:
+    """Return whether `torch.no_grad` or `torch.inference_mode` decorates a function."""
+    while function is not None:
+        values = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+        contexts = (getattr(value, "__self__", value) for value in values)
+        if any(isinstance(context, (torch.no_grad, torch.inference_mode)) for context in contexts):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from isotype.compat.peft import all_linear, without_peft
+from isotype.compat.torch import runs_without_gradients
 from isotype.core.errors import UsageError
 from isotype.core.names import EXPERT, grouped, listed, plain_name, plural
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
@@ -163,7 +164,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         config.target_parameters = converted.target_parameters
         if not wide:  # for the names of gate and up, which are one parameter, PEFT doubles the rank
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
-    excluded = _excluded_by_parts(base, adapt)
+    excluded = _excluded(base, adapt)
     if not wide:
         if adapt is not None:
             _narrow(base, config, excluded, adapt)
@@ -186,20 +187,28 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
     return Targets(True, unable, {name: cls for name, cls in reads.items() if name not in excluded}, excluded)
 
 
-def _excluded_by_parts(base: Any, adapt: Adapt | None) -> dict[str, str]:
-    """Return layer name -> reason, for layers in parts without adapters and for layers whose output the model ignores."""
-    parts, unread = Parts(base), dict(unread_layers(base))
+def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
+    """Return layer name -> reason, for layers in parts without adapters, and for layers that a loss cannot train."""
+    parts, untrained = Parts(base), {**dict(unread_layers(base)), **dict(_without_gradients(base))}
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
         raise _nothing_left(adapt)
     excluded = {}
-    for place in places(base) if parts.towers else ():
+    for place in places(base) if parts.towers or untrained else ():
         name = plain_name(place.name)
-        if parts.of(name) not in chosen.parts:
+        reasons = (why for block, why in untrained.items() if f"{name}.".startswith(f"{block}."))
+        if parts.towers and parts.of(name) not in chosen.parts:
             excluded[name] = chosen.why
-        elif reason := next((why for block, why in unread.items() if f"{name}.".startswith(f"{block}.")), ""):
+        elif reason := next(reasons, ""):
             excluded[name] = reason
     return excluded
+
+
+def _without_gradients(base: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of each module whose forward turns gradients off, such as the indexer of sparse attention."""
+    for name, module in base.named_modules():
+        if runs_without_gradients(type(module).forward):
+            yield name, f"{type(module).__name__} runs without gradients, so an adapter would not be trained"
 
 
 def _narrow(base: Any, config: Any, excluded: Mapping[str, str], adapt: Adapt) -> None:
