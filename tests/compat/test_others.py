@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import bitsandbytes
+import numpy
 import pytest
 import torch
 from bitsandbytes.nn import modules
@@ -16,7 +17,7 @@ from transformers.utils import import_utils
 
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK, is_prepared, mark_as_skipped, mixed_precision
 from isotype.compat.bitsandbytes import REPACK, quantized_on
-from isotype.compat.standard import ValueParser, actions_of, frame_above, is_being_imported
+from isotype.compat.standard import ValueParser, actions_of, frame_above, is_being_imported, source_of
 from isotype.compat.torch import FakeTensorMode
 from isotype.compat.transformers import fakes_taken_for_real
 
@@ -93,9 +94,10 @@ def test_argparse_asks_its_two_steps_of_every_value() -> None:
     assert actions_of(parser)[-1].option_strings == ["--number"]
 
 
-def test_frames_and_imports() -> None:
-    assert frame_above(0).f_code.co_name == "test_frames_and_imports"
+def test_frames_imports_and_random_bits() -> None:
+    assert frame_above(0).f_code.co_name == "test_frames_imports_and_random_bits"
     assert not is_being_imported(sys.modules["argparse"])
+    assert source_of(numpy.random.RandomState(0)).state["bit_generator"] == "MT19937"
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,11 @@ def is_being_imported(module: Any) -> bool:
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
+def source_of(generator: Any) -> Any:
+    """Return the bit generator of a `numpy.random.RandomState`, which has no public attribute for it."""
+    return generator._bit_generator
+
+
 def around_programs(replaced: Replacements, popen: Callable[..., Any], system: Callable[..., Any]) -> None:
     """Let `popen(original, …)` replace `Popen.__init__(…)`, and `system(original, command)` replace `os.system(command)`."""
     replaced.wrap(subprocess.Popen, "__init__", popen)

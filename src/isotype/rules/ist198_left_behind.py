@@ -2,10 +2,9 @@
 **What it means.** The check could not restore all state that the step's code assigned during the trace.
 
 **Why it happens.** A trace runs the loss and the model's code on fake tensors. After the trace, the check restores
-the state that the code assigned: attributes, globals, containers. Memoized functions forget their results if the
-code has added one. The check cannot rewind a generator or an iterator, and cannot restore state inside of another
-library's objects. The check examines only a limited number of objects, and no elements of containers with more than
-1,000 elements. It does not restore NumPy arrays larger than 1 MiB.
+the state that the code assigned: attributes, globals, containers, memoized results. The check cannot rewind
+a generator or restore state inside of another library's objects. The check examines only a limited number of
+objects.
 
 **An example**
 

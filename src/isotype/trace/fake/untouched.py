@@ -8,51 +8,53 @@ containers, attributes, cells and globals. The data of real tensors needs no cop
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
-import operator
 import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from isotype.compat.torch import HELD, FakeTensor, without_function_subclasses
+from isotype.compat.standard import source_of
+from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects, not counting modules and tensors; nearer objects come first. They take about 0.1 s."""
+"""Maximum number of visited objects, not counting modules; nearer objects come first. So many visits take about 0.1 s."""
+_FUNCTIONS = 500
+"""Maximum number of functions whose globals are visited; nearer functions come first."""
 _MOST_REFERENTS = 200
-"""Maximum number of objects inside of another library's object that are searched for a tensor of the trace."""
+"""Maximum number of objects in a memo or an iterator that are searched for a tensor of the trace."""
 _LONG = 1_000
 """If a container has more elements, they are saved but not visited."""
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
 """Path of an object: a name, or (path of the object's holder, "." or "[]", attribute or key); `_written` formats it."""
-# The containers whose contents are saved, each with the method that fills it.
-_CONTAINERS: dict[Any, Callable[..., Any]] = {
-    OrderedDict: OrderedDict.update, dict: dict.update, list: list.extend, set: set.update, deque: deque.extend,
-}  # fmt: skip
+_HOLDERS = (dict, OrderedDict, set)
+"""Types of the containers in which a module stores hooks: most modules have a dozen, all empty."""
 _MISSING: Any = object()
 _CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
-_ATOMS = frozenset({  # the most frequent types without references to visit
-    int, float, bool, str, bytes, type(None), range, torch.Size, torch.dtype, torch.device, types.BuiltinFunctionType,
-    types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType,
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_ATOMS = frozenset({  # without references to visit
+    int, float, bool, str, bytes, complex, type(None), type(...), range, slice, torch.Size, torch.dtype, torch.device,
+    torch.layout, torch.memory_format, types.BuiltinFunctionType, types.CodeType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
+    types.ModuleType, types.MappingProxyType,
 })  # fmt: skip
-_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 # Methods that Python calls implicitly.
 _CALLED = (
     "forward", "__call__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__", "__getattr__",
 )  # fmt: skip
-# Types of objects that consist of their references.
-_COMPOSED = (functools.partial, types.MethodType, numpy.random.Generator, *_WRAPPERS)
-_METHODS = (types.FunctionType, _LRU, *_WRAPPERS)
+_METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
 # Types of imported objects: lazy imports are not undone, because `sys.modules` keeps them, too.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 # Instances of libraries' classes are visited; of these packages, only those in `_OPENED`.
@@ -60,6 +62,10 @@ _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "
 _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",
     "_thread",
+)  # fmt: skip
+# Types of objects that consist of their references.
+_COMPOSED = (
+    functools.partial, types.MethodType, staticmethod, classmethod, property, functools.cached_property,
 )  # fmt: skip
 
 
@@ -71,103 +77,138 @@ class Untouched:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._containers: list[tuple[Any, Any, Any]] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._empty: list[Any] = []
+        self._leaves, self._gradients = list[torch.Tensor](), list[torch.Tensor | None]()
         self._undo: list[Callable[[], Any]] = []
-        self._opaque: list[tuple[_Name, Any, int | None]] = []
-        self._seen: dict[Any, Any] = {}
+        self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
+        self._caches: dict[Any, Any] = {}
+        self._alive: list[Any] = []
+        self._seen: set[Any] = set()
         self._queue: deque[tuple[_Name, Any]] = deque()
         # Names that visited code uses, and methods whose name no visited code has used so far.
         self._used = set(_CALLED)
         self._methods: dict[str, list[tuple[_Name, Any]]] = {}
-        self._more = _LIMIT
+        self._more_objects, self._more_functions = _LIMIT, _FUNCTIONS
+        self._opaque: list[tuple[_Name, Any]] = []
         with without_function_subclasses():  # a tensor subclass may raise for access to its attributes
             for name, root in roots:
                 self._enqueue(name, root)
-            while self._queue and self._more:
+            while self._queue and self._more_objects:
                 self._open(*self._queue.popleft())
 
     def restore(self) -> None:
         """Restore the saved state; several traces can share one saved state and restore it after each trace."""
-        for kind, current, saved in self._containers:
-            if _differ(_references(kind, current), _references(type(saved), saved)):
+        for current, saved in self._dicts:
+            if _differ([*dict.values(current)], [*saved.values()]):
+                kind: Any = OrderedDict if isinstance(current, OrderedDict) else dict
                 kind.clear(current)
-                _CONTAINERS[kind](current, saved)
+                kind.update(current, saved)
         for filled in filter(None, self._empty):
             filled.clear()
+        if _differ([*map(attrgetter("grad"), self._leaves)], self._gradients):
+            for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
+                if leaf.grad is not gradient:
+                    leaf.grad = gradient
         for undo in self._undo:
             undo()
+        for cached, before in self._caches.items():
+            # A search takes long, and a cache without new entries holds no fake tensor.
+            if cached.cache_info() != before and _reaches_fake(cached, self._seen):
+                cached.cache_clear()
+                self._caches[cached] = cached.cache_info()
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
         """A sentence for each object whose state could not be restored."""
-        left = []
-        for name, value, at in self._opaque:
-            title = f"{_written(name)} ({type(value).__qualname__})"
-            if _position(value) != at:
-                left.append(f"{title} cannot be set back: items that the trace has read are lost")
-            elif self._reaches_fake(value):
-                left.append(f"{title} still holds a tensor of the trace: create it again")
-        if self._queue:
-            unseen = f"{len(self._queue):,} objects that the step's code reaches were not examined"
-            left.append(f"{unseen}; what the trace assigned to them stays")
-        return tuple(left)
+        moved = [
+            f"the generator {_written(name)} cannot be set back: items that the trace has read are lost"
+            for name, generator, at in self._generators
+            if generator.gi_frame is None or generator.gi_frame.f_lasti != at
+        ]
+        holding = [
+            f"{_written(name)} ({type(value).__qualname__}) still holds a tensor of the trace: create it again"
+            for name, value in self._opaque
+            if _reaches_fake(value, self._seen)
+        ]
+        more = f"{len(self._queue):,} objects that the step's code reaches were not examined; what the trace assigned to them stays"
+        return (*moved, *holding, *([more] if self._queue else ()))
 
     def _enqueue(self, name: _Name, value: Any) -> None:
         """Queue an object for a visit, unless it has been queued before or refers to no other objects."""
-        if type(value) in _ATOMS or id(value) in self._seen or isinstance(value, types.ModuleType):
-            return
-        if type(value) in _CONTAINERS and not value:
-            self._empty.append(value)
-        elif value is not _MISSING and not (type(value) is tuple and _ATOMS.issuperset(map(type, value))):
-            self._seen[id(value)] = value  # keeps the id from being reused
+        atoms = value is _MISSING or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))
+        if type(value) not in _ATOMS and id(value) not in self._seen and not atoms:
+            self._seen.add(id(value))
+            self._alive.append(value)  # keeps the id from being reused
             self._queue.append((name, value))
 
     def _open(self, name: _Name, value: Any) -> None:
         """Save the state of an object, and queue the objects that it references."""
         cls = type(value)
-        self._more -= not isinstance(value, (nn.Module, torch.Tensor))
+        if isinstance(value, nn.Module):
+            self._module(name, value)
+            return
+        if isinstance(value, types.ModuleType):
+            return
+        self._more_objects -= 1
         opener = next((opener for base, opener in _OPENERS if issubclass(cls, base)), None)
         if opener is not None:
             opener(self, name, value)
-        # Some classes of compiled extensions have a descriptor as `__module__`.
-        if isinstance(value, torch.Tensor) or _is_opened(str(cls.__module__)):
+        if issubclass(cls, _COMPLETE):
+            return
+        if _is_opened(cls.__module__):
             self._attributes(name, value)
             self._enqueue(cls.__qualname__, cls)
         elif opener is None:
-            self._opaque.append((name, value, _position(value)))
-
-    def _save(self, value: Any) -> Any:
-        """Save and return the contents of a container, bypassing overrides of subclasses."""
-        kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
-        saved = dict(kind.items(value)) if issubclass(kind, dict) else list(kind.__iter__(value))
-        if saved or kind is not type(value):
-            self._seen[id(value)] = value
-            self._containers.append((kind, value, saved))
-        else:
-            self._empty.append(value)
-        return saved
-
-    def _elements(self, name: _Name, parts: Any) -> None:
-        pairs = parts.items() if isinstance(parts, dict) else enumerate(parts)
-        for key, part in pairs if len(parts) <= _LONG else ():
-            self._enqueue(name, key)
-            self._enqueue((name, "[]", key), part)
+            self._opaque.append((name, value))
 
     def _module(self, name: _Name, module: nn.Module) -> None:
-        for key in HELD:
-            held = getattr(module, key)
-            parts = self._save(held) if isinstance(held, dict) else held  # a ScriptModule has no dict
-            for attribute, part in parts.items():
-                self._enqueue((name, ".", attribute), part)
+        self._save(vars(module))
+        for key, value in vars(module).items():
+            if key in HELD and value:
+                self._save(value)
+                for attribute, part in value.items():
+                    if key == CHILDREN:
+                        self._enqueue((name, ".", attribute), part)
+                    elif part is not None and id(part) not in self._seen:
+                        self._tensor((name, ".", attribute), part)
+            elif type(value) in _HOLDERS and not value:
+                self._empty.append(value)
+            else:
+                self._enqueue((name, ".", key), value)
+        self._enqueue(type(module).__qualname__, type(module))
 
-    def _attributes(self, name: _Name, value: Any) -> None:
-        """Save an object's `__dict__` and slots, bypassing overrides of attribute access."""
-        for cls in type(value).__mro__:
-            slots = vars(cls).items() if "__slots__" in vars(cls) else ()
-            for key, member in slots:
-                if isinstance(member, types.MemberDescriptorType):
-                    self._reference((name, ".", key), member, value)
+    def _save(self, current: dict[Any, Any]) -> dict[Any, Any]:
+        saved = dict(dict.items(current))  # bypasses overrides of subclasses
+        self._dicts.append((current, saved))
+        return saved
+
+    def _elements(self, name: _Name, value: Any) -> None:
+        self._items(name, value, [*enumerate(value)])
+
+    def _items(self, name: _Name, value: Any, items: Collection[tuple[Any, Any]]) -> None:
+        if len(items) > _LONG:
+            self._opaque.append((name, value))
+            return
+        for key, item in items:
+            self._enqueue(name, key)
+            self._enqueue((name, "[]", key), item)
+
+    def _changeable(self, name: _Name, value: Any) -> None:
+        """Save a list, set or deque, bypassing overrides of subclasses."""
+        kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
+        saved = list(kind.__iter__(value))
+
+        def undo() -> None:
+            if _differ([*kind.__iter__(value)], saved):
+                kind.clear(value)
+                (kind.update if kind is set else kind.extend)(value, saved)
+
+        self._undo.append(undo)
+        self._elements(name, saved)
+
+    def _instance(self, name: _Name, value: Any) -> None:
+        """Save an object's `__dict__`, bypassing overrides of attribute access."""
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -175,8 +216,16 @@ class Untouched:
         for key, attribute in self._save(attributes).items() if type(attributes) is dict else ():
             self._enqueue((name, ".", key), attribute)
 
+    def _attributes(self, name: _Name, value: Any) -> None:
+        self._instance(name, value)
+        for cls in type(value).__mro__:
+            if "__slots__" in vars(cls):
+                for key, member in vars(cls).items():
+                    if isinstance(member, types.MemberDescriptorType):
+                        self._reference((name, ".", key), member, value)
+
     def _reference(self, name: _Name, member: Any, holder: Any) -> None:
-        """Save one reference: the value of a slot, the contents of a cell, or a gradient."""
+        """Save one reference: the value of a slot or the contents of a cell."""
 
         def current() -> Any:
             try:
@@ -200,16 +249,7 @@ class Untouched:
             self._enqueue(name, part)
 
     def _memo(self, name: _Name, value: Any) -> None:
-        """Note a memoized function. Its results are forgotten if the step has added one, because they cannot be listed."""
-        misses = value.cache_info().misses
-
-        def undo() -> None:
-            nonlocal misses
-            if value.cache_info().misses != misses:
-                value.cache_clear()
-                misses = 0
-
-        self._undo.append(undo)
+        self._caches[value] = value.cache_info()
         self._enqueue(name, value.__wrapped__)
 
     def _function(self, name: _Name, value: Any) -> None:
@@ -217,84 +257,96 @@ class Untouched:
             self._enqueue(variable, cell)
         for part in filter(None, (value.__defaults__, value.__kwdefaults__, value.__dict__)):
             self._enqueue(name, part)
-        if _is_code_opened(str(value.__module__)):
-            names = _names_in(value.__code__)
-            self._globals(value.__globals__, names)
+        if self._more_functions and _is_code_opened(value.__module__ or ""):
+            self._more_functions -= 1
+            names, assigns = _names_in(value.__code__)
+            self._globals(value.__globals__, names, assigns)
             for used in names - self._used:
                 self._used.add(used)
                 for method_name, method in self._methods.pop(used, ()):
                     self._enqueue(method_name, method)
 
-    def _globals(self, space: dict[str, Any], names: frozenset[str]) -> None:
+    def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
         """Save globals that code may read or assign by name, and attributes of modules (`tables.CACHE`)."""
-        # A package and its modules refer to each other: the key prevents an endless recursion.
-        if (id(space), names) in self._seen:
-            return
-        self._seen[id(space), names] = space
-        saved = {name: space.get(name, _MISSING) for name in names}
-        self._undo.append(functools.partial(_restore_globals, space, saved))
-        for name, value in saved.items():
+        for name in names if assigns else names.intersection(space):
+            value = space.get(name, _MISSING)
+            # A package and its modules refer to each other: the key of a module prevents an endless recursion.
+            key = (id(value), names) if isinstance(value, types.ModuleType) else (id(space), name)
+            if key in self._seen:
+                continue
+            self._seen.add(key)
             if not isinstance(value, types.ModuleType):
+                self._undo.append(functools.partial(_restore_global, space, name, value))
                 self._enqueue(name, value)
             elif _is_code_opened(value.__name__):
-                self._globals(vars(value), names)
+                self._globals(vars(value), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
         """Save a class's attributes, and visit the methods that visited code may call by name."""
-        if not _is_code_opened(str(value.__module__)):
+        if not _is_code_opened(value.__module__):
             return
         for base in value.__bases__:
             self._enqueue(base.__qualname__, base)
-        saved = dict(vars(value))
+        saved = {key: attribute for key, attribute in vars(value).items() if not key.startswith("__")}
         self._undo.append(functools.partial(_restore_class, value, saved))
-        for key, attribute in saved.items():
+        for key, attribute in dict(vars(value)).items():
             if isinstance(attribute, _METHODS) and key not in self._used:
                 self._methods.setdefault(key, []).append(((name, ".", key), attribute))
-            elif isinstance(attribute, _METHODS) or not key.startswith("__"):
+            elif isinstance(attribute, _METHODS) or key in saved:
                 self._enqueue((name, ".", key), attribute)
 
     def _tensor(self, name: _Name, value: Any) -> None:
+        if isinstance(value, FakeTensor):
+            return
+        self._seen.add(id(value))
         if value.requires_grad and value.is_leaf:
-            self._reference((name, ".", "grad"), torch.Tensor.grad, value)
+            self._leaves.append(value)
+            self._gradients.append(value.grad)
+        self._instance(name, value)
 
-    def _array(self, _: _Name, value: Any) -> None:
-        if value.nbytes <= _ARRAY_BYTES and value.flags.writeable:
+    def _array(self, name: _Name, value: Any) -> None:
+        if value.dtype == object:
+            self._elements(name, value.ravel())
+        elif value.nbytes <= _ARRAY_BYTES and value.flags.writeable:
             self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
 
-    def _random(self, _: _Name, value: Any) -> None:
-        names = ("getstate", "setstate") if isinstance(value, random.Random) else ("get_state", "set_state")
-        read, write = (getattr(value, name) for name in names)
-        self._undo.append(functools.partial(write, read()))
+    def _random(self, name: _Name, value: Any) -> None:
+        if isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        else:
+            source = source_of(value)
+            self._undo.append(functools.partial(setattr, source, "state", source.state))
 
-    def _reaches_fake(self, value: Any) -> bool:
-        """Return whether another library's object, whose contents were not visited, holds a fake tensor."""
-        stack, seen = [value], {id(value)}
-        while stack and len(seen) < _MOST_REFERENTS:
-            for part in gc.get_referents(stack.pop()):
-                if isinstance(part, FakeTensor):
-                    return True
-                skipped = type(part) in _ATOMS or isinstance(part, _IMPORTED)
-                if not skipped and id(part) not in seen and id(part) not in self._seen:
-                    seen.add(id(part))
-                    stack.append(part)
-        return False
+    def _generator(self, name: _Name, value: Any) -> None:
+        if value.gi_frame is not None:
+            self._generators.append((name, value, value.gi_frame.f_lasti))
+
+    def _iterator(self, name: _Name, value: Any) -> None:
+        reduced = value.__reduce__()
+        if len(reduced) == 3:
+            self._undo.append(functools.partial(value.__setstate__, reduced[2]))
 
 
 _OPENERS: tuple[tuple[Any, Callable[[Untouched, _Name, Any], None]], ...] = (
-    (tuple(_CONTAINERS), lambda self, name, value: self._elements(name, self._save(value))),
+    (dict, lambda self, name, value: self._items(name, value, self._save(value).items())),
     (tuple, lambda self, name, value: self._elements(name, tuple.__getitem__(value, slice(None)))),
-    (frozenset, Untouched._elements),
     (types.FunctionType, Untouched._function),
     (type, Untouched._class),
-    (nn.Module, Untouched._module),
     (torch.Tensor, Untouched._tensor),
     (types.CellType, lambda self, name, value: self._reference(name, _CONTENTS, value)),
     (_COMPOSED, Untouched._parts),
     (_LRU, Untouched._memo),
+    ((list, set, deque), Untouched._changeable),
+    (frozenset, lambda self, name, value: self._elements(name, list(value))),
     (numpy.ndarray, Untouched._array),
-    ((torch.Generator, random.Random, numpy.random.RandomState), Untouched._random),
-    (numpy.random.BitGenerator, lambda self, name, value: self._reference(name, type(value).state, value)),
+    ((torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState), Untouched._random),
+    (types.GeneratorType, Untouched._generator),
+    (type(iter([])), Untouched._iterator),
 )
+# Types whose openers visit everything that an instance references.
+_COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, types.CellType)
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -302,9 +354,10 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):
-            yield name, module
+            yield from module.named_parameters(name, recurse=False)
         for key, value in vars(module).items():
-            if key not in HELD:
+            empty = type(value) in _HOLDERS and not value
+            if key not in HELD and type(value) not in _ATOMS and not empty:
                 yield f"{name}.{key}" if name else key, value
 
 
@@ -329,42 +382,43 @@ def _written(name: _Name) -> str:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that `code` and its nested functions use."""
-    inner = (_names_in(nested) for nested in code.co_consts if isinstance(nested, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-def _position(value: Any) -> int | None:
-    """Return a number that changes if an item is read from a generator or iterator. Return None for other objects."""
-    if isinstance(value, types.GeneratorType):
-        return None if value.gi_frame is None else value.gi_frame.f_lasti
-    hint = getattr(type(value), "__length_hint__", None)
-    return None if hint is None else hint(value)
-
-
-def _references(kind: Any, container: Any) -> list[Any]:
-    return [*kind.__iter__(container), *(kind.values(container) if issubclass(kind, dict) else ())]
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], bool]:
+    """Return the names that `code` and its nested functions use, and whether they assign globals."""
+    inner = [_names_in(nested) for nested in code.co_consts if isinstance(nested, types.CodeType)]
+    names = frozenset(code.co_names).union(*(names for names, _ in inner))
+    return names, _STORE_GLOBAL in code.co_code[::2] or any(assigns for _, assigns in inner)
 
 
 def _differ(current: list[Any], saved: list[Any]) -> bool:
-    return len(current) != len(saved) or any(map(operator.is_not, current, saved))
+    return len(current) != len(saved) or any(map(is_not, current, saved))
 
 
-def _restore_globals(space: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name, before in saved.items():
-        value = space.get(name, _MISSING)
-        if value is before or isinstance(value, _IMPORTED):
-            continue
-        if before is _MISSING:
-            del space[name]
-        else:
-            space[name] = before
+def _restore_global(space: dict[str, Any], name: str, saved: Any) -> None:
+    value = space.get(name, _MISSING)
+    changed = value is not saved and not isinstance(value, _IMPORTED)
+    if changed and saved is _MISSING:
+        del space[name]
+    elif changed:
+        space[name] = saved
 
 
-def _restore_class(cls: type, saved: dict[str, Any]) -> None:
-    for key in vars(cls).keys() - saved.keys():
-        type.__delattr__(cls, key)
-    for key, value in saved.items():
-        if vars(cls).get(key, _MISSING) is not value:
-            type.__setattr__(cls, key, value)
+def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
+    for key in {*vars(cls), *saved}:
+        if key in saved and vars(cls).get(key, _MISSING) is not saved[key]:
+            type.__setattr__(cls, key, saved[key])
+        elif key not in saved and not key.startswith("__"):
+            type.__delattr__(cls, key)
+
+
+def _reaches_fake(value: Any, visited: Set[int]) -> bool:
+    """Return whether an object whose contents were not visited (a memo, an iterator, a long list) holds a fake tensor."""
+    stack, seen = [value], {id(value)}
+    while stack and len(seen) < _MOST_REFERENTS:
+        for part in gc.get_referents(stack.pop()):
+            if isinstance(part, FakeTensor):
+                return True
+            skipped = type(part) in _ATOMS or isinstance(part, _IMPORTED)
+            if not skipped and id(part) not in seen and id(part) not in visited:
+                seen.add(id(part))
+                stack.append(part)
+    return False
