@@ -58,8 +58,9 @@ def are_powers_of_two(sizes: Iterable[int]) -> bool:
 def is_exempt(op: str, args: Sequence[Any]) -> bool:
     """Return whether a call need not keep its operator's contract, because of the shapes of the operands.
 
-    cuFFT transforms float16 in sizes of a power of two. In two cases, one operand may have any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one
-    value, which torch runs as `masked_fill`, and `lerp` with a 0-dim weight.
+    cuFFT transforms float16 in sizes of a power of two. In two cases, one operand may have any dtype (measured on a CPU,
+    torch 2.13): `index_put` with bool masks and one value, which torch runs as `masked_fill`, and `lerp` with a 0-dim
+    weight.
     """
     if op == "aten._fft_r2c.default":
         signal, dims, *_ = args

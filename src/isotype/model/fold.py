@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -78,9 +78,9 @@ def fold(model: nn.Module) -> nn.Module:
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
-        config = _config_of(model, owner)
-        by_number = any(getattr(config, name, 0) for name in _NOT_FOLDED) or _is_sliced(model, owner, layers)
-        if isinstance(layers, FoldedList) or by_number:
+        around = tuple(_around(model, owner))
+        by_number = any(getattr(_config_of(around), name, 0) for name in _NOT_FOLDED)
+        if isinstance(layers, FoldedList) or by_number or _is_sliced(around, layers):
             continue
         plan = _plan([_signature(layer) for layer in layers.children()])
         if len(plan.kept) < len(plan.represents):
@@ -93,20 +93,21 @@ def fold(model: nn.Module) -> nn.Module:
     for owner, layers, plan in folded:
         _drop(layers, plan)
         _renumber(owner, plan)
-        config = _config_of(model, owner)
+        config = _config_of(_around(model, owner))
         if config is not None and id(config) not in patched:
             patched[id(config)] = plan
             _patch_config(config, plan)
     return model
 
 
-def _is_sliced(model: nn.Module, owner: nn.Module, layers: nn.Module) -> bool:
-    """Return whether a forward takes a part of the list, for example to run its middle layers several times."""
-    name = next(name for name, child in owner.named_children() if child is layers)
+def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
+    """Return whether a forward takes a part of the list, for example to run its middle layers several times.
+
+    `around` has the owner of the list and the modules around it.
+    """
+    name = next(name for name, child in around[0].named_children() if child is layers)
     taken = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
-    slices = (
-        part for module in _around(model, owner) for part in taken.findall(_source(type(module).forward))
-    )
+    slices = (part for module in around for part in taken.findall(_source(type(module).forward)))
     return any(start.strip() or not _ALL.search(end) for start, end in slices)
 
 
@@ -218,9 +219,9 @@ def _is_config(value: object) -> bool:
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
 
 
-def _config_of(model: nn.Module, owner: nn.Module) -> Any:
-    """Return the config of `owner`, or else the config of the nearest module around `owner`."""
-    configs = (vars(module).get("config") for module in _around(model, owner))
+def _config_of(around: Iterable[nn.Module]) -> Any:
+    """Return the config of the first of these modules that has one, or None."""
+    configs = (vars(module).get("config") for module in around)
     return next(filter(_is_config, configs), None)
 
 

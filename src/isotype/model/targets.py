@@ -205,9 +205,9 @@ def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
 
 
 def _without_gradients(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of each module whose forward turns gradients off, such as the indexer of sparse attention."""
+    """Yield (name, reason) of each module with layers whose forward turns gradients off, such as an indexer of attention."""
     for name, module in base.named_modules():
-        if runs_without_gradients(type(module).forward):
+        if module._modules and runs_without_gradients(type(module).forward):
             yield name, f"{type(module).__name__} runs without gradients, so an adapter would not be trained"
 
 

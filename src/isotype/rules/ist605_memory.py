@@ -163,9 +163,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * math.prod(w.shape) * w.repeats for w in dense))
     if packed:
         yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
-    routers = {
-        weight.origin.name for _, weight, _ in router_products(trace)
-    }  # a router is in float32 on purpose
+    # Routers are in float32 on purpose.
+    routers = {weight.origin.name for _, weight, _ in router_products(trace)}
     frozen = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization)]
     halved = sum(
         w.bytes * w.repeats // 2 for w in frozen if w.dtype == torch.float32 and w.name not in routers

@@ -130,7 +130,7 @@ class _Group:
     stop: int
     begin: int
     end: int
-    offsets: torch.Tensor | None
+    offsets: torch.Tensor | None = None
     times: int = 1
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -170,8 +170,9 @@ def _sorted(
         counts = [share + (expert < more) for expert in range(spec.count)]
     else:
         counts = torch.bincount(flat, minlength=spec.count)[: spec.count].tolist()
-    groups = list(_groups(spec, counts, x.device, _together(spec, x, sum(counts), factors)))
-    return order, list(_representatives(groups)) if without_values else groups
+    groups = list(_groups(counts, _together(spec, x, sum(counts), factors)))
+    chosen = _representatives(groups) if without_values else groups
+    return order, [_with_offsets(group, counts, x.device) for group in chosen]
 
 
 def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
@@ -203,18 +204,21 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
     return spec.working.itemsize <= 4 and not any(size % _ALIGNED for size in sizes)
 
 
-def _groups(spec: Experts, counts: list[int], device: torch.device, together: int) -> Iterator[_Group]:
+def _groups(counts: Sequence[int], together: int) -> Iterator[_Group]:
+    """Yield the groups of `together` experts that have rows, without offsets. `counts` has the rows of each expert."""
     ends = [0, *accumulate(counts)]
-    for first in range(0, spec.count, together):
-        stop = min(first + together, spec.count)
-        begin, end = ends[first], ends[stop]
-        if begin == end:
-            continue
-        offsets = None
-        if stop - first > 1:
-            offsets = torch.tensor([last - begin for last in ends[first + 1 : stop + 1]], dtype=torch.int32)
-            offsets = offsets.to(device, non_blocking=True)
-        yield _Group(first, stop, begin, end, offsets)
+    for first in range(0, len(counts), together):
+        stop = min(first + together, len(counts))
+        if ends[first] < ends[stop]:
+            yield _Group(first, stop, ends[first], ends[stop])
+
+
+def _with_offsets(group: _Group, counts: Sequence[int], device: torch.device) -> _Group:
+    if group.stop - group.first == 1:
+        return group
+    with representing(group.times):
+        ends = torch.tensor(list(accumulate(counts[group.first : group.stop])), dtype=torch.int32)
+        return replace(group, offsets=ends.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ _SAMPLE = 4096
 def gradients_of(
     optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module], unscaled: bool
 ) -> dict[str, Any]:
-    """Return the fields of a `Trace` about the gradients that `optimizer` steps with; `plain`: whether this step has
-    computed them without a loss scale; and `idle`: parameters without a gradient that no optimizer holds. `unscaled` is true if a GradScaler has unscaled gradients of this script."""
+    """Return the fields of a `Trace` about the gradients that `optimizer` steps with, and two more entries.
+
+    `plain` says whether this step has computed the gradients without a loss scale, and `idle` has the parameters without a
+    gradient that no optimizer holds. The argument `unscaled` is True if a GradScaler has unscaled gradients of this script.
+    """
     used = {
         operand.origin.name: call.module
         for call in recorder.calls
