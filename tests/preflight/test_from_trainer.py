@@ -111,12 +111,12 @@ def test_predictions_that_an_evaluation_keeps_are_counted(
     assert report.memory.phases["evaluate"].get("predictions", 0) == copies * whole_set - added
 
 
+POLICY = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}
+
+
 @few("method", ["grpo", "rloo"], "grpo")
 def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: Path) -> None:
-    cls, config = {
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    }[method]
+    cls, config = POLICY[method]
     trainer = cls(
         model=packed(path),
         args=arguments(config, tmp_path, num_generations=2, max_completion_length=6, bf16=True),
@@ -134,10 +134,7 @@ def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: P
 
 @few("method", ["grpo", "rloo"], "grpo")
 def test_prompts_and_the_rollout_count_in_the_memory(method: str, path: Path, tmp_path: Path) -> None:
-    cls, config = {
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    }[method]
+    cls, config = POLICY[method]
 
     def trainer(words: int, **more: Any) -> Any:
         data = [{"prompt": "w1 " * words}] * 4

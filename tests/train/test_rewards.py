@@ -36,12 +36,16 @@ async def later(completions, **columns):
 """
 
 
+def importable(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> str:
+    """Write a module that can be imported, and return its name."""
+    (folder / f"{name}_{folder.name}.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    return f"{name}_{folder.name}"
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"rewards_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(CODE)
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
+    return importable(tmp_path, monkeypatch, "rewards", CODE)
 
 
 def test_the_users_line_is_named_whoever_raised(module: str, tmp_path: Path) -> None:
@@ -139,10 +143,7 @@ VALUES = "prompts, completions, completion_ids, trainer_state, log_extra, log_me
 
 @pytest.fixture
 def fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"fitting_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(FITTING)
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
+    return importable(tmp_path, monkeypatch, "fitting", FITTING)
 
 
 def command(folder: Path, data: list[dict[str, Any]], *rewards: str, method: str = "grpo") -> list[str]:

@@ -290,6 +290,22 @@ for step in range(3):
 _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backward(); optimizer.step()"
 
 
+Loop = Callable[[str, str], str]
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
+    """Return a function that writes the training loop with the code before it and of its step, and returns the path."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def write(before: str, step: str) -> str:
+        script = tmp_path / "loop.py"
+        script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
+        return str(script)
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("before", "step", "message", "cause"),
     [
@@ -472,18 +488,9 @@ _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backwar
     ],
 )  # fmt: skip
 def test_weights_that_do_not_move(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    before: str,
-    step: str,
-    message: str,
-    cause: str,
+    capsys: pytest.CaptureFixture[str], loop: Loop, before: str, step: str, message: str, cause: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    script = tmp_path / "loop.py"
-    script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
-    status, _, err = _run(capsys, "--no-preflight", "--steps", "2", str(script))
+    status, _, err = _run(capsys, "--no-preflight", "--steps", "2", loop(before, step))
     assert status == 0
     printed = re.findall(r"(IST30[6-9].*|IST80[18].*|IST811.*)\n  -->.*\n   = cause  (.*)", err)
     assert [(text.startswith(message), why.startswith(cause)) for text, why in printed] == [
@@ -514,18 +521,9 @@ _SCALED_STEP = (
     ],
 )  # fmt: skip
 def test_a_scaler_that_finds_no_gradient_says_why(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    before: str,
-    step: str,
-    message: str,
-    cause: str,
+    capsys: pytest.CaptureFixture[str], loop: Loop, before: str, step: str, message: str, cause: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    script = tmp_path / "loop.py"
-    script.write_text(_LOOP.replace("BEFORE", before).replace("STEP", step), encoding="utf-8")
-    status, _, err = _run(capsys, "--no-preflight", str(script))
+    status, _, err = _run(capsys, "--no-preflight", loop(before, step))
     assert status == 1
     assert "no parameter of this optimizer (" in err
     ((text, why),) = re.findall(r"(IST30[79].*)\n  -->.*\n   = cause  (.*)", err)
