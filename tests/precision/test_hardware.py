@@ -22,7 +22,6 @@ from isotype.precision.devices.cpu import (
     parse_sysctl,
     this_onednn,
 )
-from isotype.precision.devices.names import words_of
 from isotype.precision.devices.profile import (
     DeviceProfile,
     cpu_profile,
@@ -31,6 +30,7 @@ from isotype.precision.devices.profile import (
     mps_profile,
     profile_names,
     rocm_profile,
+    words_of,
     xpu_profile,
 )
 from tests.refusals import refused

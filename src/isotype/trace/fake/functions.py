@@ -36,7 +36,6 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves
 from isotype.trace.fake.recorder import FakeRecorder
-from isotype.trace.fake.transforms import HALF_TRANSFORMS, as_half, is_half_transform, transformed_sizes
 from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
@@ -53,6 +52,9 @@ _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.req
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
+_HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
+"""Kinds of devices with Fourier transforms in float16 (`promote_type_fft` in torch's SpectralOps.cpp), "cuda" for some sizes."""
+_HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 
 
 class Functions(TorchFunctionMode):
@@ -148,11 +150,11 @@ class Functions(TorchFunctionMode):
                 error = raised
                 if name_of(func) in ("backward", "grad"):
                     raise  # a graph cannot be traversed twice
-                if self._kind in HALF_TRANSFORMS and is_half_transform(name_of(func), args):
-                    sizes = transformed_sizes(name_of(func), args, kwargs)
+                if self._kind in _HALF_TRANSFORMS and _is_half_transform(name_of(func), args):
+                    sizes = _transformed_sizes(name_of(func), args, kwargs)
                     if self._kind != "cuda" or are_powers_of_two(sizes):
                         wide = (_cast(part, torch.float32, HALVES) for part in (args, kwargs))
-                        return map_leaves(as_half, self._call(func, *wide))
+                        return map_leaves(_as_half, self._call(func, *wide))
                     error = RuntimeError(f"{ONLY_POWERS_OF_TWO} of{sizes}")
                 # The recorder converts the operands of operators: a function above the operators raised this error.
                 target = recorder.composite(func, args, kwargs, error)
@@ -289,3 +291,24 @@ def _call_of(
     call = AttentionCall(dtype, query.shape[1], key.shape[1], sizes, named.get("attn_mask") is not None)
     width = max(dtype.itemsize, torch.float32.itemsize)
     return call, query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * width
+
+
+def _is_half_transform(name: str, args: Sequence[Any]) -> bool:
+    """Return whether the function `name` (`fft_rfft`) transforms a float16 tensor."""
+    return name.startswith("fft_") and bool(args) and args[0].dtype == torch.float16
+
+
+def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """Return the sizes of the signal that a function of `torch.fft` transforms."""
+    given = {**dict(zip(("input", "n", "dim"), args, strict=False)), **kwargs}
+    sizes, dims = given.get("n", given.get("s")), given.get("dim")
+    if sizes is not None:
+        return [sizes] if isinstance(sizes, int) else list(sizes)
+    if dims is None:
+        dims = (-2, -1) if name.endswith("2") else range(args[0].dim()) if name.endswith("n") else -1
+    return [args[0].shape[dim] for dim in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _as_half(leaf: Any) -> Any:
+    """Return a result of a transform in float32 as the transform in float16 returns it."""
+    return leaf.to(_HALVES[leaf.dtype]) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,4 +1,4 @@
-"""The inputs that may affect a step's loss: an operator's result may depend on everything that its operands depend on.
+"""The inputs of a step that may affect its loss, and the trainable parameters that get a gradient.
 
 An input that may reach the loss does not always change the loss: `trace/reach` measures that on a small copy. An input
 that cannot reach the loss cannot change the loss, in a model of any size.
@@ -6,18 +6,37 @@ that cannot reach the loss cannot change the loss, in a model of any size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from isotype.compat.standard import frame_above
 from isotype.compat.torch import storage_of
 from isotype.core.operators import leaves, schema_of
+from isotype.core.source import shown
+from isotype.records.reach import Unreached
+from isotype.records.trace import Origin
 from isotype.trace.fake.values import is_data_dependent
+from isotype.trace.recorder import Place
+
+aten = torch.ops.aten
+
+# Operators that do not use a tensor's values: they return the tensor without its graph.
+_CUTS = frozenset({aten.detach.default, aten.alias.default})
+# Autocast casts weights with gradients on even under `torch.no_grad()`: only the use of the cast counts.
+_CAST = aten._to_copy.default
+
+_PARAMETER = "_isotype_parameter"
+"""A cast of a parameter stores the parameter's id in this attribute of its result."""
 
 
 class InputReach:
-    """For each storage: the inputs of the forward on which the storage's content may depend."""
+    """For each storage: the inputs of the forward on which the storage's content may depend.
+
+    An operator's result may depend on everything that its operands depend on.
+    """
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -53,3 +72,71 @@ class InputReach:
 
     def _mask(self, tensor: torch.Tensor) -> int:
         return self._masks.get(storage_of(tensor), 0)
+
+
+class Gradients:
+    """Records which trainable parameters a step uses, and which of them get a gradient.
+
+    Attributes:
+        reached: ids of the parameters whose gradient has been accumulated.
+        behind: names of the modules whose forward has returned with gradients on, in order.
+    """
+
+    def __init__(self) -> None:
+        self.reached: set[int] = set()
+        self.behind: list[str] = []
+        self._used: dict[int, Unreached] = {}
+        self._off: dict[int, Unreached] = {}
+
+    def used(
+        self,
+        func: Any,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        result: Any,
+        names: Mapping[int, Origin],
+        place: Place,
+    ) -> None:
+        """Record which operands (`tensors`) of a forward operator are parameters; `names` maps tensor ids to origins."""
+        if func in _CUTS:
+            return
+        for _, tensor in tensors:
+            cast_of = getattr(tensor, _PARAMETER, None)  # in torch 2.10, the cast may require no gradient
+            key = id(tensor) if cast_of is None else cast_of
+            origin = names.get(key)
+            trainable = cast_of is not None or tensor.requires_grad
+            if origin is None or origin.kind != "parameter" or not trainable:
+                continue
+            if func is _CAST:
+                setattr(result, _PARAMETER, key)
+                continue
+            function = None if torch.is_grad_enabled() else _function()
+            uses = self._used if function is None else self._off
+            if key not in uses:
+                at, behind = shown(place.source), tuple(self.behind)
+                ignored = function is None
+                uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
+
+    def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
+        """Yield the parameters that the forward has used and that have no gradient after the backward, with `Recorder.cuts`."""
+        for key, unreached in {**self._off, **self._used}.items():
+            if key not in self.reached:
+                yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")
+
+
+def _function() -> str | None:
+    """Return the name of the running `torch.autograd.Function` that turns gradients off; "" under `torch.no_grad()`.
+
+    An example is reentrant gradient checkpointing whose inputs require no gradient. Return None inside a function that
+    computes the gradients of its inputs itself, such as a fused layer, if that function runs with gradients on.
+    """
+    frame: Any = frame_above(2)
+    while frame is not None:
+        first = next(iter(frame.f_code.co_varnames), "")
+        context = frame.f_locals.get(first) if frame.f_code.co_name == "forward" else None
+        if isinstance(context, torch.autograd.function.BackwardCFunction):
+            if any(function for function, _ in context.next_functions):
+                return None
+            if not any(context.needs_input_grad):
+                return type(context).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return ""

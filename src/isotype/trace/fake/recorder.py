@@ -54,10 +54,9 @@ from isotype.trace.fake.arguments import (
     without_numbers,
 )
 from isotype.trace.fake.code import named_arguments
-from isotype.trace.fake.gradients import Gradients
 from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.known import Known
-from isotype.trace.fake.reach import InputReach
+from isotype.trace.fake.reach import Gradients, InputReach
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
 from isotype.trace.recorder import LIFTS, Place, Recorder

@@ -22,14 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
+from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
 from isotype.contracts.contract import contracts_here
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import first_line
-from isotype.core.operators import given_tensors, tensors_in
+from isotype.core.operators import given_tensors, leaves, tensors_in
+from isotype.core.source import asking_line, shown
+from isotype.records.finding import in_library
 from isotype.records.memory import Phase
 from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
-from isotype.trace.live.terms import Terms
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights
@@ -39,6 +40,12 @@ aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 # Functions of a backward: their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
+_ADDS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
+_SUBTRACTS = frozenset({"sub", "sub_", "__sub__", "__isub__", "__rsub__", "rsub"})
+_COPIES = frozenset({"tensor", "as_tensor"})
+_SINGLE = ("MulBackward", "DivBackward")
+"""Nodes that pass on a gradient times a constant if only one of their operands has a graph."""
+_LINEAR = (*_SINGLE, "AddBackward", "SubBackward", "ToCopyBackward", "MeanBackward", "SumBackward")
 
 
 class LiveRecorder(Recorder):
@@ -74,7 +81,7 @@ class LiveRecorder(Recorder):
         self.failure_text = ""
         self.weights: list[Weight] = []
         self.graded: set[int] = set()
-        self.terms = Terms()
+        self.terms = _Terms()
         self._marked: list[TensorWeakRef] = []
         self._process = os.getpid()
 
@@ -134,7 +141,7 @@ class LiveRecorder(Recorder):
         """Start another step: remove the calls and errors of the last step."""
         for record in (self.calls, self.cuts, self._cut_nodes, self.graded):
             record.clear()
-        self.terms = Terms()
+        self.terms = _Terms()
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
 
@@ -197,7 +204,7 @@ class LiveRecorder(Recorder):
             if tensor is not None and hasattr(tensor, ORIGIN):
                 delattr(tensor, ORIGIN)
         self._marked.clear()
-        self.terms = Terms()
+        self.terms = _Terms()
         self.names.clear()
         self._alive.clear()
         self._places.clear()
@@ -312,3 +319,69 @@ def device_of(model: nn.Module) -> str:
     for parameter in model.parameters():
         counts[parameter.device.type] += parameter.numel()
     return max(counts, key=lambda device: counts[device], default="cpu")
+
+
+class _Terms:
+    """The scalars of a step that were computed from trained values, but have no graph.
+
+    Attributes:
+        lost: for each such scalar that is a term of a loss: (line that drops its graph, line that adds it).
+    """
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[str, str]] = []
+        self._cut: dict[int, str] = {}
+        self._numbers: dict[float, str] = {}
+        self._sums: list[tuple[Any, tuple[str, str]]] = []
+        self._kept: list[torch.Tensor] = []
+        self._balanced = False
+
+    def note(self, name: str, args: Any, result: Any) -> None:
+        """Record a function's result if it is a scalar without a graph, or a sum with such a scalar."""
+        is_tensor = isinstance(result, torch.Tensor) and result.is_floating_point()
+        is_scalar = is_tensor and (not result.ndim or name in _COPIES)
+        if not (is_scalar or (name == "item" and isinstance(result, float))) or not torch.is_grad_enabled():
+            return
+        operands = [*leaves(args)]
+        source = next(filter(None, map(self._source, operands)), "")
+        trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in operands)
+        if not is_tensor:
+            # A number with few digits may be equal to another by chance.
+            if (source or trained) and float(f"{result:.3g}") != result:
+                self._numbers[result] = source or shown(asking_line())
+        elif not result.requires_grad and (source or trained):
+            self._cut[id(result)] = source or shown(asking_line())
+            self._kept.append(result)
+        elif result.requires_grad and source and not in_library(source):
+            # `value.detach() + loss - loss.detach()` reports one value, and has the gradient of another, on purpose.
+            self._balanced |= name in _SUBTRACTS
+            if name in _ADDS:
+                self._sums.append((result.grad_fn, (source, shown(asking_line()))))
+
+    def _source(self, value: Any) -> str:
+        """Return the line that dropped the graph of a term, which may be weighted by a number of few digits; else ""."""
+        if isinstance(value, torch.Tensor):
+            return self._cut.get(id(value), "")
+        if not isinstance(value, float):
+            return ""
+        ratios = ((value / number, source) for number, source in self._numbers.items())
+        return next((source for r, source in ratios if math.isclose(r, float(f"{r:.4g}"), rel_tol=1e-12)), "")
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Record the scalars without a graph that are terms of `loss`, whose backward begins."""
+        summed = {node_number(node) for node in _summands(loss.grad_fn)}
+        if not self._balanced:
+            self.lost += [lines for node, lines in self._sums if node_number(node) in summed]
+
+
+def _summands(node: Any) -> Iterator[Any]:
+    """Yield the nodes of a loss on whose result the loss depends linearly."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or not type(node).__name__.startswith(_LINEAR):
+            continue
+        yield node
+        following = [after for after, _ in node.next_functions if after is not None]
+        if len(following) == 1 or not type(node).__name__.startswith(_SINGLE):
+            waiting += following
