@@ -78,7 +78,7 @@ def arguments(pair: tuple[str, str], root: Path) -> list[str]:
 
 
 def _with_picture(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of text whose first turn shows a picture."""
+    """A row of text whose first turn shows an image."""
     changed: dict[str, Any] = {"images": ["picture.png"]}
     for column, turns in row.items():
         if not isinstance(turns, list):

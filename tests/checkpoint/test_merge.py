@@ -939,7 +939,9 @@ def test_a_merged_model_that_takes_pictures_is_tried_with_one() -> None:
     assert merged.logits is not None
     with console.capture() as captured:
         show_merge(console, replace(merged, logits=replace(merged.logits, pictured=3)))
-    assert "try it, with a picture's path for FILE:\n    isotype chat merged --image FILE" in captured.get()
+    assert (
+        "try it, with the path of an image for FILE:\n    isotype chat merged --image FILE" in captured.get()
+    )
 
 
 # --------------------------------------------------------------------------------------- quantized, and for llama.cpp

@@ -334,7 +334,7 @@ def test_a_fix_that_arguments_make_has_its_command(capsys, config):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a model that takes pictures of any size, without a processor."""
+    """The config of a model that takes images of any size, without a processor."""
     return _config_of(tmp_path_factory.mktemp("qwen2_vl"), "qwen2_vl")
 
 
@@ -356,7 +356,7 @@ def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, s
     assert "runs clean" not in out
     assert "The text of this step runs on NVIDIA H100" in out
     assert "the step does not use model.visual: only text was checked" in " ".join(out.split())
-    assert "--image 1024x768 adds a picture of that size to each row" in " ".join(out.split())
+    assert "--image 1024x768 adds an image of that size to each row" in " ".join(out.split())
 
 
 def test_pictures_are_traced_by_the_config(capsys, seeing):
@@ -365,7 +365,7 @@ def test_pictures_are_traced_by_the_config(capsys, seeing):
     )
     assert status == 0
     assert "runs clean" in out
-    assert "2 pictures of 64x64 in each row: 36 tokens, by the config" in " ".join(out.split())
+    assert "2 images of 64x64 in each row: 36 tokens, by the config" in " ".join(out.split())
     assert "pixel_values [128, 384]" in " ".join(out.split())
 
 
@@ -373,7 +373,7 @@ def test_a_tower_of_one_size_is_traced_without_being_asked(capsys, tmp_path):
     status, out = _check(capsys, _config_of(tmp_path, "gemma3"), "--device", "h100", "-v")
     assert status == 0
     assert "runs clean" in out
-    assert "1 picture of 32x32 in each row: 4 tokens, by the config" in " ".join(out.split())
+    assert "1 image of 32x32 in each row: 4 tokens, by the config" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("size", ["64", "0x4", "64x48x2", "axb"])

@@ -1,4 +1,4 @@
-"""Every form of a row with pictures, as a training takes it: `images` in the order of their places."""
+"""Every form of a row with images, as a training takes it: `images` in the order of their places."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def asked(content: Any) -> list[Row]:
 
 
 def colours(row: Row) -> list[str]:
-    """The pictures of a row by their colours."""
+    """The images of a row by their colours."""
     pixels = [image.getpixel((0, 0)) for image in row["images"]]
     return [name for pixel in pixels for name, rgb in COLOURS.items() if pixel == rgb]
 
@@ -136,7 +136,7 @@ def test_a_mark_without_pictures_is_text():
 
 
 def test_prompts_and_answers_of_text_become_messages_in_all_rows():
-    """A row without a picture is asked as those with one are."""
+    """A row without an image is asked as those with one are."""
     rows = [
         {"prompt": "a", "completion": "b"},
         {"prompt": "<image>c", "completion": "d", "image": "red.png"},
@@ -210,7 +210,7 @@ def test_captions_beside_their_pictures_by_folders_of_splits():
     for split in ("train", "test"):
         (row,) = data[split]
         assert (colours(row), row["completion"][0]["content"]) == (["red"], f"red for the {split}")
-    assert "left out 1 picture without a caption: left.png" in said
+    assert "left out 1 image without a caption: left.png" in said
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
@@ -237,7 +237,7 @@ def test_a_stored_data_set_of_paths(column):
 
 
 def test_a_stored_data_set_that_the_trainer_takes_is_not_written_again():
-    """Pictures are most of a data set's bytes."""
+    """Images are most of a data set's bytes."""
     features = Features(
         {"messages": List({"role": Value("string"), "content": Value("string")}), "images": List(Pictures())}
     )
@@ -263,19 +263,19 @@ def test_a_mixture_of_pictures_and_texts():
 
 def test_every_bad_picture_is_named_with_its_file_and_row():
     write("d/cut.png", RED[:50])
-    write("d/text.png", "no picture")
+    write("d/text.png", "no image")
     bad = ["no.png", "cut.png", "text.png", "http://example.org/a.png", 3, "data:image/png;base64,AAAA"]
     rows = [{"messages": asked("a"), "images": ["red.png", each]} for each in bad]
     write("d/t.jsonl", lines({"messages": asked("a"), "images": ["red.png"]}, *rows))
     folder = Path("d").absolute()
     said = refusal("d/t.jsonl")
     for line, what in (
-        (2, f"there is no picture '{folder}/no.png'"),
-        (3, f"the picture '{folder}/cut.png' cannot be read: "),
-        (4, f"the picture '{folder}/text.png' cannot be read: no format that pillow reads"),
-        (5, "the picture 'http://example.org/a.png' is on the network"),
-        (6, "a picture is a number"),
-        (7, "the picture cannot be read: no format that pillow reads"),
+        (2, f"there is no image '{folder}/no.png'"),
+        (3, f"the image '{folder}/cut.png' cannot be read: "),
+        (4, f"the image '{folder}/text.png' cannot be read: no format that pillow reads"),
+        (5, "the image 'http://example.org/a.png' is on the network"),
+        (6, "an image is a number"),
+        (7, "the image cannot be read: no format that pillow reads"),
     ):
         assert f"  - t.jsonl, line {line}: {what}" in said
     many = ({"messages": asked("a"), "images": [f"{at}.png"]} for at in range(30))
@@ -289,14 +289,14 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
         (
             "sft",
             {"messages": asked([PLACE, text("a")]), "images": []},
-            "1 place for a picture and 0 pictures",
+            "1 place for an image and 0 images",
         ),
         (
             "sft",
             {"messages": asked("<image>a"), "images": ["red.png"] * 2},
-            "1 place for a picture and 2 pictures",
+            "1 place for an image and 2 images",
         ),
-        ("sft", {"text": "a<image>b", "image": "red.png"}, "column 'text' is text with pictures in it"),
+        ("sft", {"text": "a<image>b", "image": "red.png"}, "column 'text' is text with images in it"),
         (
             "dpo",
             {
@@ -304,12 +304,12 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
                 "chosen": [{"role": "assistant", "content": [{"type": "image", "path": "red.png"}]}],
                 "rejected": asked("a")[1:],
             },
-            "column 'chosen' holds a picture",
+            "column 'chosen' holds an image",
         ),
         (
             "kto",
             {"prompt": "<image>a", "chosen": "b", "rejected": "c", "image": "red.png"},
-            "a pair of answers with pictures",
+            "a pair of answers with images",
         ),
         (
             "reward",

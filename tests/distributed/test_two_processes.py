@@ -143,7 +143,7 @@ def together(base: Path, saved: Callable[..., Path]) -> Together:
 
 
 def _pictured(root: Path) -> dict[str, Any]:
-    """A training whose processes get a picture and none, by turns."""
+    """A training whose processes get an image and none, by turns."""
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
     shown = [{"role": "user", "content": "<image> w1"}, {"role": "assistant", "content": "w2"}]
     rows = []
@@ -157,7 +157,7 @@ def _pictured(root: Path) -> dict[str, Any]:
 
 
 def _pictured_arguments(root: Path, processes: int, *more: str) -> list[str]:
-    # By Adam a gradient of zero, as of a tower that shows an unlearned picture, counts as a step; none at all does not.
+    # By Adam a gradient of zero, as of a tower that shows an unlearned image, counts as a step; none at all does not.
     fixed = (
         "--optim",
         "sgd",
@@ -264,7 +264,7 @@ def test_fused_layers_read_what_is_gathered_when_they_are_called(every):
 def test_one_process_speaks_writes_and_succeeds(together):
     assert [each[: len(USUAL)] for each in together.results] == [[0] * len(USUAL)] * 2
     for step in range(1, 5):
-        assert together.printed.count(f"step {step}/4") == len(USUAL) + 1  # one more with pictures
+        assert together.printed.count(f"step {step}/4") == len(USUAL) + 1  # one more with images
 
 
 @pytest.mark.parametrize("name", HELD)

@@ -305,7 +305,7 @@ FAULTS: tuple[WiringFault, ...] = (
     WiringFault("labels shifted twice", "IST904", _shifted_twice, _learns_ahead),
     WiringFault("padding is learned", "IST904", _padding_learned),
     WiringFault("the mask ends in a wrapper", "IST905", _mask_dropped),
-    WiringFault("pictures are black", "IST905", _black_pictures),
+    WiringFault("images are black", "IST905", _black_pictures),
     WiringFault("an adapter of scale 0", "IST906", _scaled_by_zero),
     WiringFault("an adapter behind a closed gate", "IST906", _closed_gate),
     WiringFault("statistics of the whole batch", "IST907", _statistics_of_the_batch, _sees_other_row),

@@ -183,7 +183,7 @@ def test_encoders_whose_padding_is_read(kind: str, cls: str, side: str) -> None:
 
 
 def test_more_than_padding_in_a_mask() -> None:
-    """Sequences beside padding, pictures that see themselves: what a model makes of a mask is more than its shape."""
+    """Sequences beside padding, images that see themselves: what a model makes of a mask is more than its shape."""
     model = adapted(tiny_model("llama"))
     mask = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     mask &= (present("right") == 1)[:, None, None, :]
@@ -215,7 +215,7 @@ def test_masks_that_are_added_and_close_whole_queries(lowest: float) -> None:
 
 
 def test_a_prefix_that_sees_itself() -> None:
-    """Gemma 3's pictures: tokens of one picture attend to each other, those after them to what is before."""
+    """Gemma 3's pictures: tokens of one image attend to each other, those after them to what is before."""
     with quiet():
         model = adapted(tiny_model("gemma3-vision"), "q_proj", "k_proj", "v_proj", "o_proj").eval()
     tokens = ids()

@@ -1,4 +1,4 @@
-"""Parts of models that take pictures or sound, and what follows from them: storage, and the dtype of what comes in."""
+"""Parts of models that take images or sound, and what follows from them: storage, and the dtype of what comes in."""
 
 from __future__ import annotations
 

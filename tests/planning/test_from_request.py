@@ -167,7 +167,7 @@ def test_the_longest_row_is_looked_for_in_steps_of_64_tokens(config: Path, formu
 
 
 def test_rows_with_pictures_are_as_long_as_their_pictures_need(tmp_path: Path, formula: object) -> None:
-    """The model has 64 positions; a row needs more for its pictures, which are not cut."""
+    """The model has 64 positions; a row needs more for its images, which are not cut."""
     save_vision_model("idefics3", tmp_path / "model")
     save_picture_rows(tmp_path / "t.jsonl")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What a chat template writes for a picture, whatever stands beside it."""
+"""What a chat template writes for an image, whatever stands beside it."""
 
 from __future__ import annotations
 

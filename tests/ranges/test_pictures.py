@@ -1,4 +1,4 @@
-"""What pictures are to a model: by its processor, and by its config where there is none."""
+"""What images are to a model: by its processor, and by its config where there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = [[(1024, 768)], [(100, 300)], [(640, 480), (2000, 500)], [(1, 1)]]
 
 
 def of_their_authors(name: str) -> tuple[Any, Any]:
-    """The config of a family and its processor with pictures of the sizes that transformers has for it."""
+    """The config of a family and its processor with images of the sizes that transformers has for it."""
     processor = tiny_processor(name)
     processor.image_processor = type(processor.image_processor)()
     config = {

@@ -537,7 +537,7 @@ def test_pictures_stand_beside_their_questions() -> None:
     asked = tuple(Sample(f"question {at}", "a", "b", None, (url,)) for at in range(3))
     html = to_html(replace(realistic(), samples=asked))
     assert html.count(f'<img src="{url}"') == 3
-    assert "Questions about pictures, before and after" in html
+    assert "Questions about images, before and after" in html
     assert "img-src data:;" in html  # the page's own policy lets them be shown
     assert "<details><summary>2 more" not in html
 

@@ -49,7 +49,7 @@ def test_float32_is_no_slower_where_the_compute_dtype_is_emulated(monkeypatch: p
 
 
 class Tower(nn.Module):
-    """A tower in float32, which takes pictures in the dtype of its weights, before layers in bfloat16."""
+    """A tower in float32, which takes images in the dtype of its weights, before layers in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()

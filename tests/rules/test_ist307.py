@@ -163,7 +163,7 @@ def test_adapters_of_a_projector_need_pictures() -> None:
         if finding.code == "IST307"
     ]
     assert finding.severity == "error"
-    assert "rows with pictures" in str(finding.fixes)
+    assert "rows with images" in str(finding.fixes)
     assert "enable_adapter_layers" not in str(finding.fixes)
 
 

@@ -23,7 +23,7 @@ def test_labels_at_padding_and_at_pictures() -> None:
     padding, pictures = find(reached(labels=Labels(30, 1, at_padding=5, at_pictures=1)))
     assert (padding.severity, padding.message) == ("warning", "5 tokens of padding count in the loss")
     assert padding.fixes[0].description == "labels.masked_fill(attention_mask == 0, -100)"
-    assert pictures.message == "1 token of pictures counts in the loss"
+    assert pictures.message == "1 token of images counts in the loss"
 
 
 def test_labels_of_the_next_token_are_silent() -> None:

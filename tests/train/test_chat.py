@@ -465,7 +465,7 @@ def test_a_template_that_is_damaged_is_named_with_its_place(
     assert f"{tmp_path / 'chat_template.jinja'}: {said}" in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------------------------------------ images
 
 
 @pytest.fixture(scope="module")
@@ -478,7 +478,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the picture inputs of each question."""
+    """Return the image inputs of each question."""
     found: list[Any] = []
     generate = transformers.Gemma3ForConditionalGeneration.generate
 
@@ -519,10 +519,10 @@ def test_a_picture_that_cannot_be_shown(seeing: Path, name: str, what: str) -> N
     message = refused(
         UsageError, chat, options(seeing, "w1", image=[str(seeing / name)]), Console(file=io.StringIO())
     )
-    assert "the picture cannot be shown" in message
+    assert "the image cannot be shown" in message
     assert what in message
 
 
 def test_a_model_of_text_is_shown_none(base: Path) -> None:
     message = refused(UsageError, chat, options(base, "w1", image=["a.png"]), Console(file=io.StringIO()))
-    assert message.startswith("the model takes only text\n  - the picture a.png")
+    assert message.startswith("the model takes only text\n  - the image a.png")

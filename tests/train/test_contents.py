@@ -1,4 +1,4 @@
-"""Checks of contents in parts, pictures and `max_length` before a model is loaded."""
+"""Checks of contents in parts, images and `max_length` before a model is loaded."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row
     )
     assert load("sound.jsonl")["train"][0]["images"][0].size == (8, 8)
     for pictures, what in (
-        (["no.png"], f"there is no picture '{Path('no.png').absolute()}'\n"),
-        (["broken.png"], f"the picture '{Path('broken.png').absolute()}' cannot be read: "),
-        (["data:image/png;base64,AAAA"], "the picture cannot be read: no format that pillow reads"),
+        (["no.png"], f"there is no image '{Path('no.png').absolute()}'\n"),
+        (["broken.png"], f"the image '{Path('broken.png').absolute()}' cannot be read: "),
+        (["data:image/png;base64,AAAA"], "the image cannot be read: no format that pillow reads"),
         (
             ["a.png", "a.png"],
-            "1 place for a picture and 2 pictures\n    expected  as many places as pictures\n",
+            "1 place for an image and 2 images\n    expected  as many places as images\n",
         ),
-        ([], "1 place for a picture and 0 pictures\n"),
+        ([], "1 place for an image and 0 images\n"),
     ):
         write("t.jsonl", lines(row, {**row, "images": pictures}))
         assert f"  - t.jsonl, line 2: {what}" in refusal("t.jsonl")
@@ -99,14 +99,14 @@ SETTINGS: Any = SimpleNamespace(data_name="d", method=METHODS["sft"])
 def test_pictures_are_refused_by_a_model_of_text(tokenizer):
     row = {"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["a.png"]}
     data = DatasetDict({"train": Dataset.from_list([row])})
-    assert "train: pictures in the column 'images', and a model that takes only text\n" in refused(
+    assert "train: images in the column 'images', and a model that takes only text\n" in refused(
         DataError, check_pictures, SETTINGS, tokenizer, data
     )
 
 
 @pytest.mark.newest  # LLaVA's processor of transformers 5.20 refuses no row
 def test_a_row_that_the_processor_refuses_is_named():
-    """The row has a text with a picture token and no picture."""
+    """The row has a text with an image token and no image."""
     row = {"messages": [{"role": "user", "content": "w1 <image>"}, ANSWER], "images": []}
     data = DatasetDict({"train": Dataset.from_list([row])})
     assert "  - train, row 1: Found 1 <image> tokens in the text but no images were passed." in refused(
@@ -117,7 +117,7 @@ def test_a_row_that_the_processor_refuses_is_named():
 @needs_pillow
 @pytest.mark.parametrize("size", [20, 400])
 def test_a_late_row_with_a_broken_picture_is_named(size):
-    """A broken header is found before the training; a truncated picture when the trainer decodes it."""
+    """A broken header is found before the training; a truncated image when the trainer decodes it."""
     from PIL import Image
 
     sound = io.BytesIO()
@@ -137,7 +137,7 @@ def test_a_late_row_with_a_broken_picture_is_named(size):
             data["train"][299]
         said = str(caught.value)
     place = "t.parquet" if size == 20 else "train"
-    assert f"  - {place}, row 300: the picture cannot be read: " in said
+    assert f"  - {place}, row 300: the image cannot be read: " in said
 
 
 def test_other_errors_of_a_trainer_stay_as_they_are():

@@ -91,7 +91,7 @@ def test_pictures_and_padding_are_never_learned_and_all_words_are(name):
     words, rest = learned(processor, {"messages": CHAT, "images": pictures()})
     turns = ("<s> system : w0 </s>", "<s> user : w1 </s>", "<s> assistant : w2 w3 </s>", "<s> user : w4 </s>")
     assert words == " ".join((*turns, "<s> assistant : w5 </s>")).split()
-    assert {*rest} <= {*FAMILIES[name].tokens, "<unk>", "\n"}  # unknown are the line breaks beside a picture
+    assert {*rest} <= {*FAMILIES[name].tokens, "<unk>", "\n"}  # unknown are the line breaks beside an image
     assert {*rest} & {*FAMILIES[name].tokens}
 
 
@@ -138,7 +138,7 @@ def test_a_text_for_one_model_is_learned_behind_its_prompt():
 
 @families
 def test_tokens_are_counted_by_headers_alone(name, tmp_path):
-    """The count equals the number of tokens that the processor makes from the decoded picture."""
+    """The count equals the number of tokens that the processor makes from the decoded image."""
     processor = tiny_processor(name)
     for number, each in enumerate(pictures()):
         each.save(tmp_path / f"{number}.png")
@@ -176,13 +176,13 @@ def test_an_example_shows_the_place_and_size_of_each_picture():
     row = {"messages": CHAT[1:3], "images": pictures()}
     parts = Pictured(tiny_processor("llava"), only=True).stretches(row)
     assert parts == [
-        (False, "<s> user :[picture 40 × 40, 16 tokens]w1[picture 64 × 32, 16 tokens]</s> <s> assistant :"),
+        (False, "<s> user :[image 40 × 40, 16 tokens]w1[image 64 × 32, 16 tokens]</s> <s> assistant :"),
         (True, "w2 w3 </s>"),
     ]
 
 
 def data(*counts: int) -> DatasetDict:
-    """Return a row with a picture for each count, whose answer has this number of words."""
+    """Return a row with an image for each count, whose answer has this number of words."""
     rows = [{"messages": [said("user", [PLACE]), said("assistant", "w1 " * count)]} for count in counts]
     features = Features({"messages": List(Json()), "images": List(Pictures())})
     held = Dataset.from_list([{**row, "images": [picture(40, 40)]} for row in rows], features=features)
@@ -209,8 +209,8 @@ def test_rows_with_pictures_are_not_joined(name):
         UsageError, fitting, arguments(f"--{name}", "True"), tiny_processor("llava"), data(5), print
     )
     assert message == (
-        "rows with pictures are not joined\n"
-        f"  - --{name} True, and pictures in the column 'images'\n"
+        "rows with images are not joined\n"
+        f"  - --{name} True, and images in the column 'images'\n"
         "    expected  a separate row of the batch for each example\n"
         f"    fix       leave --{name} out"
     )
@@ -221,7 +221,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     assert refused(DataError, fitting, arguments("--max_length", "40"), processor, rows, print) == (
         "The data set 'd' cannot be trained on\n"
         "  - train, row 3: 54 tokens\n"
-        "    expected  at most max_length 40 tokens, because pictures are not cut\n"
+        "    expected  at most max_length 40 tokens, because images are not cut\n"
         "    fix       --max_length 54, or none; --excess_length_strategy drop leaves such rows out"
     )
     lines: list[str] = []
@@ -230,13 +230,13 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     assert kept["train"].num_rows == 2
     assert uncut(arguments(*options), kept).max_length is None
     assert lines == [
-        "1 of 3 rows in 'train' are longer than max_length 40 and left out, because pictures are not cut"
+        "1 of 3 rows in 'train' are longer than max_length 40 and left out, because images are not cut"
     ]
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch, capsys, request):
-    """A batch has rows with pictures and rows without."""
+    """A batch has rows with images and rows without."""
     if method == "dpo":
         request.getfixturevalue("unchecked")
     monkeypatch.chdir(tmp_path)
@@ -272,7 +272,7 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
     assert status == 0, output + errors
     report = json.loads(Path("out/run_report.json").read_text())
     assert len(report["steps"]) == 2
-    assert "try it, with a picture's path for FILE:\n    isotype chat out --image FILE\n" in output
+    assert "try it, with the path of an image for FILE:\n    isotype chat out --image FILE\n" in output
     if method == "sft":
         assert "first example" in output
         asked = [sample for sample in report["samples"] if sample["pictures"]]

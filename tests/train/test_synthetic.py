@@ -60,8 +60,8 @@ def test_an_image_takes_its_tokens():
     )
     assert (batch["labels"][:, 1 : 1 + IMAGE_TOKENS] == -100).all()
     assert (batch["labels"] != -100).sum() == 2 * (12 - IMAGE_TOKENS)
-    assert batch_notes(model.config) == ("1 picture of 32x32 in each row: 4 tokens, by the config",)
-    with pytest.raises(UsageError, match="the pictures do not fit into the sequence"):
+    assert batch_notes(model.config) == ("1 image of 32x32 in each row: 4 tokens, by the config",)
+    with pytest.raises(UsageError, match="the images do not fit into the sequence"):
         synthetic_batch(model, 2, 5)
 
 
@@ -69,9 +69,9 @@ def test_images_of_unknown_size_are_left_out_and_that_is_said():
     config = CONFIGS["gemma3-vision"]()
     config.mm_tokens_per_image = None
     assert batch_notes(config) == (
-        "no row has a picture: --image 1024x768 adds a picture of that size to each row, and --images 2 adds two",
+        "no row has an image: --image 1024x768 adds an image of that size to each row, and --images 2 adds two",
     )
-    assert batch_notes(config, NONE) == ("no row has a picture",)
+    assert batch_notes(config, NONE) == ("no row has an image",)
 
 
 def test_a_model_without_token_ids_is_refused():

@@ -27,14 +27,14 @@ WORDS = ("<pad>", "<unk>", "<s>", "</s>", "user", "assistant", "system", ":", "\
 
 @dataclass(frozen=True)
 class Family:
-    """How a family reads its pictures.
+    """How a family reads its images.
 
     Attributes:
         processor: the processor's class.
         pictures: the class of its image processor; one that has a PIL backend is taken by that where torchvision does not load.
         image: its arguments.
         tokens: the special tokens from `IMAGE` on.
-        place: what the chat template writes for a picture.
+        place: what the chat template writes for an image.
         named: attribute of the tokenizer -> special token.
         arguments: of the processor.
         settings: of the configuration, over those of `tests.zoo.vision`.
@@ -189,7 +189,7 @@ def tiny_tokenizer(family: Family) -> Any:
 
 
 def tiny_processor(name: str) -> Any:
-    """The processor of a family, with a chat template that writes pictures where they stand."""
+    """The processor of a family, with a chat template that writes images where they stand."""
     family = FAMILIES[name]
     pictures = getattr(transformers, family.pictures + ("Pil" if family.pil else ""))(**family.image)
     parts = {"image_processor": pictures, "tokenizer": tiny_tokenizer(family)}
@@ -222,7 +222,7 @@ def save_vision_model(name: str, directory: Path, dtype: torch.dtype = torch.flo
 
 
 def picture(width: int, height: int, seed: int = 0) -> Any:
-    """A picture of noise, as pillow has it."""
+    """An image of noise, as pillow has it."""
     from PIL import Image
 
     draw = random.Random(seed)
@@ -230,7 +230,7 @@ def picture(width: int, height: int, seed: int = 0) -> Any:
 
 
 def picture_rows(count: int = 6) -> list[dict[str, Any]]:
-    """Rows of a question about one to two pictures of several shapes with an answer, each picture with its bytes."""
+    """Rows of a question about one to two images of several shapes with an answer, each image with its bytes."""
     draw, rows = random.Random(1), []
     for number in range(count):
         sizes = [(40, 40), (64, 32), (30, 60)][: 1 + number % 2]

@@ -31,7 +31,7 @@ def _one_of_many(rows: int, normal: Normal) -> Inputs:
 
 
 def _tiles(rows: int, normal: Normal) -> Inputs:
-    """A picture that fits one tile: the whole of it and the tile."""
+    """An image that fits one tile: the whole of it and the tile."""
     return {
         "pixel_values": normal(rows, 2, 3, SIDE, SIDE),
         "image_sizes": torch.tensor([[SIDE, SIDE]] * rows),

@@ -97,7 +97,7 @@ def check_exportable(config: Any) -> Architecture:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
         expected = "a text-only model: llama.cpp reads towers and projectors from a second file (mmproj), which isotype does not write"
-        raise _refused(f"a model of the type {config.model_type}, which takes pictures", expected)
+        raise _refused(f"a model of the type {config.model_type}, which takes images", expected)
     if architecture is None:
         raise _refused(f"a model of the type {config.model_type}", f"one of {', '.join(ARCHITECTURES)}")
     kind = _rotary_parameters(text).get("rope_type", "default")

@@ -333,7 +333,7 @@ def chat_parser() -> Parser:
         "--image",
         action="append",
         metavar="FILE",
-        help="a picture for the first question, if the model takes pictures; may be repeated",
+        help="an image for the first question, if the model takes images; may be repeated",
     )
     add("--system", metavar="TEXT", help="a system message before the conversation")
     add("--dtype", default="auto", help="compute dtype")

@@ -78,7 +78,7 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
 
 def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the inputs for which a GRPO or RLOO trainer generates completions: padded prompts, and pictures.
+    """Return the inputs for which a GRPO or RLOO trainer generates completions: padded prompts, and images.
 
     Return None if a function of the user's makes the prompts or the completions. The code follows `_generate_single_turn`
     in trl/trainer/grpo_trainer.py.

@@ -147,7 +147,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         records = _with_pictures(records, pictures)
     result = survey(records, job.method, job.text_field, cells=cells)
     if pictures and result.findings:
-        # Rows without pictures may differ in form from rows with pictures: read all in the form of the latter.
+        # Rows without images may differ in form from rows with images: read all in the form of the latter.
         pictured = dataclasses.replace(job, reading=dataclasses.replace(job.reading, pictured=True))
         records = _with_pictures(_records(files, pictured, columns), {})
         again = survey(records, job.method, job.text_field, cells=cells)
@@ -183,7 +183,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
 def _with_pictures(
     records: Iterable[tuple[str, int, object]], paths: dict[str, tuple[str, int]]
 ) -> Iterator[tuple[str, int, object]]:
-    """Yield each record, or a problem if its row has an invalid inline picture; add the rows' picture paths to `paths`."""
+    """Yield each record, or a problem if its row has an invalid inline image; add the rows' image paths to `paths`."""
     for source, line, row in records:
         for picture in pictures_in(row) if isinstance(row, dict) else ():
             if isinstance(picture, str):
@@ -196,7 +196,7 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line that says how .txt files were read or which pictures have no caption; None if there is neither."""
+    """Return a line that says how .txt files were read or which images have no caption; None if there is neither."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -204,7 +204,7 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
         beside = (at for folder in {path.parent for path in files} for at in folder.iterdir())
         pictures = sorted(at for at in beside if at.suffix.lower() in SUFFIXES)
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
-        return f"left out {plural(len(bare), 'picture')} without a caption: {listed(bare)}" if bare else None
+        return f"left out {plural(len(bare), 'image')} without a caption: {listed(bare)}" if bare else None
     if reading.lines:
         return f"{listed(texts)}: each line is an example, with an end token of its own"
     return (
@@ -333,7 +333,7 @@ def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None =
     reading = job.reading
     takes_pictures, has_length = reading.takes_pictures, hasattr(dataset, "__len__")
     sample, changed = _sample(plain, parts, reading, Counter() if takes_pictures else names)
-    if takes_pictures:  # a single picture stays as it is stored, unless the rows are written again anyway
+    if takes_pictures:  # a single image stays as it is stored, unless the rows are written again anyway
         spelled = _spelled(dataset)
         reading = dataclasses.replace(reading, listed=reading.listed or changed or spelled)
         sample, changed = _sample(plain, parts, reading, names)
@@ -446,7 +446,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def _spelled(dataset: Any) -> bool:
-    """Return True if pictures are stored as text (such as paths) instead of the type `Image`."""
+    """Return True if images are stored as text (such as paths) instead of the type `Image`."""
     import datasets
 
     kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []
@@ -455,7 +455,7 @@ def _spelled(dataset: Any) -> bool:
 
 
 def undecoded(dataset: Any) -> Any:
-    """Return the data set with undecoded pictures, `{"bytes", "path"}`, or unchanged if its types are unknown."""
+    """Return the data set with undecoded images, `{"bytes", "path"}`, or unchanged if its types are unknown."""
     import datasets
 
     def plain(kind: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The data set `embedded:shapes`: drawn pictures with questions about the colour, the form or the number of the shapes.
+"""The data set `embedded:shapes`: drawn images with questions about the colour, the form or the number of the shapes.
 
-A picture has nine cells, and one to four of them contain a shape. All shapes in a picture have the same form and colour. One
-sixth of the combinations of number, colour and form is only in the test split. Pictures are the same on every machine,
+An image has nine cells, and one to four of them contain a shape. All shapes in an image have the same form and colour. One
+sixth of the combinations of number, colour and form is only in the test split. Images are the same on every machine,
 since they are drawn with a fixed seed, in whole pixels and without a font.
 """
 
@@ -47,7 +47,7 @@ class Content:
 
     @property
     def words(self) -> str:
-        """The content of a picture in words: `three red circles`."""
+        """The content of an image in words: `three red circles`."""
         return f"{NUMBERS[self.number - 1]} {self.colour} {self.forms}"
 
     @property
@@ -66,7 +66,7 @@ HELD_BACK = frozenset(
 
 
 def draw(content: Content, rng: random.Random) -> Any:
-    """Return a picture as uint8 pixels [SIDE, SIDE, 3]; `rng` draws the positions and sizes of its shapes."""
+    """Return an image as uint8 pixels [SIDE, SIDE, 3]; `rng` draws the positions and sizes of its shapes."""
     pixels = numpy.full((SIDE, SIDE, 3), rng.randrange(225, 256), numpy.uint8)
     for cell in rng.sample(range(9), content.number):
         y, x = numpy.mgrid[0:SIDE, 0:SIDE] + 0.5
@@ -104,7 +104,7 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 
 def shapes_folder() -> Path:
-    """Return the folder of the data set. The first call draws the pictures, or raises DataError if pillow is missing."""
+    """Return the folder of the data set. The first call draws the images, or raises DataError if pillow is missing."""
     return made_once(default_cache_dir() / f"{NAME}-{_VERSION}", _write_splits)
 
 

@@ -22,7 +22,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
     digest = hashlib.blake2b(str(count).encode(), digest_size=8)
     step = max(1, -(-rows.data.nbytes // _READ_BYTES))
     chosen = rows if step == 1 else rows.select(range(0, count, step))
-    # In Arrow's format a picture is not decoded.
+    # In Arrow's format an image is not decoded.
     for table in chosen.with_format("arrow").iter(batch_size=1000):
         rows_of_table = table.to_pylist()
         if {*PICTURE_COLUMNS} & {*table.column_names}:
@@ -32,7 +32,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """Return the row with file names and sizes instead of the paths of pictures: paths differ between machines."""
+    """Return the row with file names and sizes instead of the paths of images: paths differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

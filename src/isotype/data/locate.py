@@ -190,7 +190,7 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
         expected = f"files ending in {', '.join(_SUFFIXES)}, or a data set that save_to_disk wrote"
         fix = f"name a directory with such files; this directory holds {quoted(names)}"
         if any(Path(file).suffix.lower() in SUFFIXES for file in names):
-            fix = "write a text for each picture: cat.txt for cat.png, or metadata.jsonl with 'file_name' and 'text'"
+            fix = "write a text for each image: cat.txt for cat.png, or metadata.jsonl with 'file_name' and 'text'"
         fix = fix if names else "the directory is empty"
         raise data_error(name, [Problem(f"the directory '{folder}' holds no data", expected, fix)])
     inside = {path: _split_word(path.parent.name) if path.parent != folder else None for path in files}
@@ -215,7 +215,7 @@ def _data_files(paths: Iterable[Path]) -> list[Path]:
     if problems:
         raise data_error(str(named[0].parent), problems)
     files = [path for path, mode in modes.items() if isinstance(mode, int) and stat.S_ISREG(mode)]
-    # In a folder of pictures with metadata or captions, other text files only describe the data set.
+    # In a folder of images with metadata or captions, other text files only describe the data set.
     if metadata := [path for path in files if path.stem.lower() == METADATA]:
         return metadata
     captions = [path for path in files if captioned(path)]

@@ -1,4 +1,4 @@
-"""Pictures in rows of a data set: where they are stored, and checks of their files before training."""
+"""Images in rows of a data set: where they are stored, and checks of their files before training."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from isotype.data.cells import describe
 PICTURE_COLUMNS = ("image", "images")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 NEEDS_PILLOW = Problem(
-    "the rows have pictures, but the package pillow is not installed",
+    "the rows have images, but the package pillow is not installed",
     "pillow, which reads them",
     "pip install 'isotype[vision]'",
 )
-_READABLE = "a picture that can be read"
+_READABLE = "an image that can be read"
 _FIX = "correct the path, or write the file again"
 _FORMS = "a path, base64 text, a data URL, or {bytes, path}"
 _SHORTEST = 32
 """Minimum characters of base64 text; a shorter text is a path."""
 _THREADS = 16
-"""Number of threads that read pictures; they mostly wait for files, so there may be more than cores."""
+"""Number of threads that read images; they mostly wait for files, so there may be more than cores."""
 
 Stored = str | bytes | Mapping[str, Any]
-"""A picture: its path, the bytes of its file, or {bytes, path} as `datasets` stores it."""
+"""An image: its path, the bytes of its file, or {bytes, path} as `datasets` stores it."""
 
 
 def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
-    """Return a picture of a row as a path, bytes or {bytes, path}, or return the problem with the picture.
+    """Return an image of a row as a path, bytes or {bytes, path}, or return the problem with the image.
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
@@ -48,10 +48,10 @@ def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value:
-        return Problem(f"a picture is {describe(value)}", _FORMS, "write its path")
+        return Problem(f"an image is {describe(value)}", _FORMS, "write its path")
     if value.startswith(("http://", "https://")):
-        what = f"the picture '{_short(value)}' is on the network"
-        return Problem(what, "pictures on this machine", "download the picture, and write its path")
+        what = f"the image '{_short(value)}' is on the network"
+        return Problem(what, "images on this machine", "download the image, and write its path")
     if value.startswith("data:"):
         return _decoded(value.partition("base64,")[2], value)
     path = Path(value.removeprefix("file://")).expanduser()
@@ -73,14 +73,14 @@ def _of_object(value: Mapping[str, Any], folder: Path | None) -> Stored | Proble
     for key in ("path", "url", "image", "image_url", "base64", "data", "source", "bytes"):
         if value.get(key) is not None:
             return stored(value[key], folder)
-    return Problem(f"a picture is {describe(value)}", _FORMS, "write its path")
+    return Problem(f"an image is {describe(value)}", _FORMS, "write its path")
 
 
 def _decoded(text: str, shown: str) -> bytes | Problem:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        return Problem(f"the picture '{_short(shown)}' cannot be read: {first_line(error)}", _READABLE, _FIX)
+        return Problem(f"the image '{_short(shown)}' cannot be read: {first_line(error)}", _READABLE, _FIX)
 
 
 def _short(value: str, most: int = 80) -> str:
@@ -88,13 +88,13 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of an unreadable picture, or None. Only the header is read, unless `whole` is True."""
+    """Return the problem of an unreadable image, or None. Only the header is read, unless `whole` is True."""
     size = _read(picture, methodcaller("load" if whole else "verify"))
     return size if isinstance(size, Problem) else None
 
 
 def size_of(picture: Stored) -> tuple[int, int] | Problem:
-    """Return a picture's displayed (width, height) in pixels, read from its header, or the problem with the picture."""
+    """Return an image's displayed (width, height) in pixels, read from its header, or the problem with the image."""
     return _read(picture, lambda opened: None)
 
 
@@ -110,22 +110,22 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
     try:
         with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as opened:
             width, height = opened.size
-            # Pillow decodes the whole picture to read the tags of a PNG file.
+            # Pillow decodes the whole image to read the tags of a PNG file.
             tags = {} if opened.format == "PNG" else opened.getexif()
             turned = tags.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
             check(opened)
     except FileNotFoundError:
-        return Problem(f"there is no picture{shown}", _READABLE, _FIX)
+        return Problem(f"there is no image{shown}", _READABLE, _FIX)
     except UnidentifiedImageError:
-        return Problem(f"the picture{shown} cannot be read: no format that pillow reads", _READABLE, _FIX)
+        return Problem(f"the image{shown} cannot be read: no format that pillow reads", _READABLE, _FIX)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return Problem(f"the picture{shown} cannot be read: {first_line(error)}", _READABLE, _FIX)
+        return Problem(f"the image{shown} cannot be read: {first_line(error)}", _READABLE, _FIX)
     return (height, width) if turned else (width, height)
 
 
 def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    """Yield (path, problem) of each picture whose header cannot be read."""
-    bar = Bar("reading the headers of pictures")
+    """Yield (path, problem) of each image whose header cannot be read."""
+    bar = Bar("reading the headers of images")
     bar.total = len(paths)
     pool = ThreadPoolExecutor(_THREADS)
     try:
@@ -139,17 +139,17 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def picture_columns(rows: Any) -> list[str]:
-    """Return the picture columns of a data set or split. If a stream has no column names, its first row is read."""
+    """Return the image columns of a data set or split. If a stream has no column names, its first row is read."""
     names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
     present = {*names}
     return [name for name in PICTURE_COLUMNS if name in present]
 
 
 def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for each unreadable picture in a `datasets.Dataset`."""
+    """Yield (row number, problem) for each unreadable image in a `datasets.Dataset`."""
     read = partial(picture_problem, whole=whole)
     names = picture_columns(rows)
-    bar = Bar("reading pictures")
+    bar = Bar("reading images")
     bar.total = len(rows)
     with ThreadPoolExecutor(_THREADS) as pool:
         start = 0
@@ -171,7 +171,7 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
 
 
 def data_url(picture: Any) -> str:
-    """Return a decoded picture as a data URL, scaled down to at most 256 pixels in width and height."""
+    """Return a decoded image as a data URL, scaled down to at most 256 pixels in width and height."""
     small = picture.copy()
     small.thumbnail((256, 256))
     stream = io.BytesIO()
@@ -181,7 +181,7 @@ def data_url(picture: Any) -> str:
 
 
 def row_without_pictures(rows: Any) -> int | None:
-    """Return the number of the first row without a picture in a `datasets.Dataset`, or None. Pictures are not decoded."""
+    """Return the number of the first row without an image in a `datasets.Dataset`, or None. Images are not decoded."""
     at = 0
     for table in rows.with_format("arrow").iter(1000):
         columns = [table.column(name) for name in PICTURE_COLUMNS if name in table.column_names]

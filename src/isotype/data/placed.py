@@ -1,11 +1,11 @@
-"""Move the pictures of a row into one column `images`, each with a place `{"type": "image"}` in a message.
+"""Move the images of a row into one column `images`, each with a place `{"type": "image"}` in a message.
 
 The input has one of these forms:
 
-- TRL: a column of pictures, and places in messages. If there are no places, the pictures precede the first question.
-- OpenAI and axolotl: the pictures are in the messages.
-- LLaVA, LLaMA-Factory and ms-swift: a column of pictures, and `<image>` in texts.
-- A folder of pictures: the texts are captions.
+- TRL: a column of images, and places in messages. If there are no places, the images precede the first question.
+- OpenAI and axolotl: the images are in the messages.
+- LLaVA, LLaMA-Factory and ms-swift: a column of images, and `<image>` in texts.
+- A folder of images: the texts are captions.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ PART_KINDS = ("image", "image_url", "input_image")
 PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")
 CAPTIONS = ("text", "caption")
 _MARK = re.compile(r"\n?<image>\n?")
-# Picture tokens of certain models: a text with such a token is already written for one model.
+# Image tokens of certain models: a text with such a token is already written for one model.
 _TOKENS = re.compile(
     r"<start_of_image>|<image_soft_token>|<\|image_?\w*\|>|<\|vision_start\|>|<IMG_CONTEXT>|\[IMG\]|<\|patch\|>"
 )
 _ORDER = ("prompt", "messages", "completion", "chosen", "rejected")
 _ANSWERS = ("completion", "chosen", "rejected")
-_FIX = 'write {"type": "image"} or <image> for each picture, and as many pictures in a column \'images\''
+_FIX = 'write {"type": "image"} or <image> for each image, and as many images in a column \'images\''
 
 
 def with_places(
     row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
 ) -> Row | Problem:
-    """Return the row with its pictures in `images` and a place for each picture, or the problem with the row.
+    """Return the row with its images in `images` and a place for each image, or the problem with the row.
 
-    A row without pictures is returned unchanged. In a row with pictures, texts become messages, unless they contain a
-    model's picture tokens, such as `<|image|>`.
+    A row without images is returned unchanged. In a row with images, texts become messages, unless they contain a
+    model's image tokens, such as `<|image|>`.
 
     Args:
-        folder: folder to which paths of pictures are relative; None for a stored data set.
-        listed: True if a single picture in a column `image` moves into the list `images`.
-        pictured: True if a row without pictures gets the same form as a row with pictures.
+        folder: folder to which paths of images are relative; None for a stored data set.
+        listed: True if a single image in a column `image` moves into the list `images`.
+        pictured: True if a row without images gets the same form as a row with images.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
     if not pictured and not any(part.get("type") in PART_KINDS for part in _parts(row)):
@@ -67,27 +67,27 @@ def with_places(
         before = pictures.seen
         chats[name] = [pictures.of_turn(turn) if isinstance(turn, Mapping) else turn for turn in chat]
         if name in _ANSWERS and pictures.seen > before:
-            expected = "pictures only in prompts: no model answers with one"
-            return Problem(f"column '{name}' holds a picture", expected, "move the picture to the prompt")
+            expected = "images only in prompts: no model answers with one"
+            return Problem(f"column '{name}' holds an image", expected, "move the image to the prompt")
     if pictures.seen:
-        # If a question were plain text, TRL would add places for the pictures before it again.
+        # If a question were plain text, TRL would add places for the images before it again.
         chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}
     elif beside:
         _before(chats, len(beside))
         pictures.places, pictures.taken = len(beside), list(beside)
     if pictures.places != len(beside):
-        what = f"{plural(pictures.places, 'place')} for a picture and {plural(len(beside), 'picture')}"
-        return Problem(what, "as many places as pictures", _FIX)
+        what = f"{plural(pictures.places, 'place')} for an image and {plural(len(beside), 'image')}"
+        return Problem(what, "as many places as images", _FIX)
     return _stored({**spoken, **chats}, pictures.taken, folder, listed)
 
 
 @dataclass
 class _Pictures:
-    """The pictures of a row, collected in the order of its messages.
+    """The images of a row, collected in the order of its messages.
 
     Attributes:
-        waiting: pictures from the picture columns that have no place yet.
-        marked: True if picture columns contain pictures; only then is `<image>` in a text a place.
+        waiting: images from the image columns that have no place yet.
+        marked: True if image columns contain images; only then is `<image>` in a text a place.
     """
 
     waiting: deque[Any]
@@ -97,7 +97,7 @@ class _Pictures:
 
     @property
     def seen(self) -> int:
-        """Number of places so far, including places that have no picture."""
+        """Number of places so far, including places that have no image."""
         return max(len(self.taken), self.places)
 
     def of_turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,7 +154,7 @@ def in_parts(turn: Any) -> Any:
 
 
 def _before(chats: Row, count: int) -> None:
-    """Insert `count` places for pictures before the first question, as TRL does if questions are plain text."""
+    """Insert `count` places for images before the first question, as TRL does if questions are plain text."""
     questions = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not questions or any(isinstance(turn["content"], str) for turn in questions):
         return
@@ -162,7 +162,7 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Convert a row to conversations, or return the problem with it. `pictured` is True if its picture columns have any.
+    """Convert a row to conversations, or return the problem with it. `pictured` is True if its image columns have any.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. If two conversations form a pair, their common
     beginning becomes the prompt.
@@ -174,9 +174,7 @@ def _spoken(row: Row, pictured: bool) -> Row | Problem:
         text = _MARK.sub("", row[name], count=1) if row[name].lstrip().startswith("<image>") else row[name]
         if _MARK.search(text) or _TOKENS.search(text):
             fix = "write 'messages', or 'prompt' and 'completion'"
-            return Problem(
-                f"column '{name}' is text with pictures in it", "a caption, or a conversation", fix
-            )
+            return Problem(f"column '{name}' is text with images in it", "a caption, or a conversation", fix)
         rest = {key: value for key, value in row.items() if key != name}
         question = {"role": "user", "content": [dict(PLACE), {"type": "text", "text": QUESTION}]}
         return {**rest, "prompt": [question], "completion": [{"role": "assistant", "content": text}]}

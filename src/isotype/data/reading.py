@@ -1,4 +1,4 @@
-"""Convert rows of a data set to the form that a trainer takes: names of columns, roles of messages, pictures, labels."""
+"""Convert rows of a data set to the form that a trainer takes: names of columns, roles of messages, images, labels."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class Reading:
         joined: True if prompt and completion become one conversation, `messages`; of the other columns, only `CHAT_COLUMNS` stay.
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.
-        listed: True if a single picture of a stored data set becomes a list, as in text files.
-        pictured: True if rows without pictures take the form of rows with pictures.
+        listed: True if a single image of a stored data set becomes a list, as in text files.
+        pictured: True if rows without images take the form of rows with images.
     """
 
     method: str
@@ -136,7 +136,7 @@ class Reading:
 
         Args:
             names: counter for the speakers of {from, value} messages, see `standard_chats`.
-            folder: folder of the row's file, to which paths of pictures are relative; None for a stored data set.
+            folder: folder of the row's file, to which paths of images are relative; None for a stored data set.
         """
         mapped = row if self.columns is None else self.columns.apply(row)
         if isinstance(mapped, Problem):
@@ -157,9 +157,9 @@ class Reading:
             if isinstance(standard, Problem):
                 return standard
             if unpaired and pictures_in(standard) and "chosen" in standard:
-                expected = "labelled completions for rows with pictures"
+                expected = "labelled completions for rows with images"
                 fix = "write two rows of 'prompt', 'completion' and 'label'"
-                return Problem("a pair of answers with pictures", expected, fix)
+                return Problem("a pair of answers with images", expected, fix)
         if self.chat or self.joined:
             standard = as_messages(standard)
         return _joined(standard) if self.joined else standard

@@ -278,7 +278,7 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 }
 CELL_SUFFIXES = (".csv", ".tsv")
 METADATA = "metadata"
-"""File name of the metadata in a folder of pictures, as in `datasets`."""
+"""File name of the metadata in a folder of images, as in `datasets`."""
 _FILE_NAMES = {
     **dict.fromkeys(("file_name", "image_file_name"), "image"),
     **dict.fromkeys(("file_names", "image_file_names", "images_file_names"), "images"),
@@ -335,7 +335,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield the rows of a caption file with the picture beside it, or the rows of another file with its picture columns."""
+    """Yield the rows of a caption file with the image beside it, or the rows of another file with its image columns."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -352,7 +352,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the picture whose path differs from that of a .txt file only by the suffix, or None."""
+    """Return the image whose path differs from that of a .txt file only by the suffix, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

@@ -244,7 +244,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 def _length(request: PlanRequest, config: Any) -> int:
     """Return the tokens of a row: as requested, or of the longest row, or a default.
 
-    A row has at most the model's positions, but rows with pictures are never cut.
+    A row has at most the model's positions, but rows with images are never cut.
     """
     step = request.step
     wanted = request.length or step.length

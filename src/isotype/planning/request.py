@@ -103,8 +103,8 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
     add("--rows", type=int, help="rows of a micro-batch (default: as memory allows)")
     length = "tokens of a row (default: --max_length, or the longest row of the data, or 1024)"
     add("--length", type=int, help=length)
-    add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
-    add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
+    add("--image", metavar="WxH", type=image_size, help="pixels of an image in each row, such as 1024x768")
+    add("--images", type=int, default=1, help="number of images in each row (default: 1)")
     add("-v", "--verbose", action="store_true", help="also print memory and time in detail")
     add("--json", action="store_true", help="print JSON")
     page = "write an HTML page with a chart of memory against tokens per second"

@@ -350,7 +350,7 @@ def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tupl
 
 
 _DENSE = (
-    "; towers and projectors stay {}: they are a small part of the weights, and every token of a picture or of sound passes through them "
+    "; towers and projectors stay {}: they are a small part of the weights, and every token of an image or of sound passes through them "
     "(--quantized_parts all quantizes them)"
 )
 

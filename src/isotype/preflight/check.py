@@ -104,7 +104,7 @@ def check(
               measures the values of a float16 step on these inputs, if the model has its weights and the measurement
               takes little time.
             - `wiring`: whether `check` runs a small copy of the model to measure which inputs influence which predictions
-              (default True). The measurement covers packed rows, padding, later tokens, labels, pictures and adapters. It
+              (default True). The measurement covers packed rows, padding, later tokens, labels, images and adapters. It
               needs labels, and token ids whose values are known.
             - `verify`: whether every fix is tried by a second trace (default True).
             - `seconds`: time limit of the trace; trials of fixes do not count. If the trace reaches the limit, the report

@@ -183,7 +183,7 @@ def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -
 
 
 _PICTURE = (336, 252)
-"""Size of a picture in pixels if a model takes any size."""
+"""Size of an image in pixels if a model takes any size."""
 
 
 def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
         return torch.zeros(ids.shape[0], dtype=torch.long)
     if name.endswith("ForTokenClassification"):
         return torch.zeros_like(ids)
-    # Picture tokens have no labels.
+    # Image tokens have no labels.
     labels = ids.clone()
     labels[:, 1 : 1 + pictures] = -100  # torch's `ignore_index`
     return labels
@@ -205,9 +205,7 @@ def _add_pictures(
         return 0, ()
     pictures = pictures_of(base.config, processor, [_PICTURE]) or by_config(base.config)
     if pictures is None:
-        return 0, (
-            "the batch has no pictures: without a processor, this config does not define their inputs",
-        )
+        return 0, ("the batch has no images: without a processor, this config does not define their inputs",)
     ids = batch["input_ids"]
     for placeholder in set(pictures.ids[pictures.kinds].tolist()):
         ids[ids == placeholder] = min(_FIRST, size - 1)
@@ -220,7 +218,7 @@ def _add_pictures(
         drawn = value.is_floating_point()
         batch[name] = torch.randn(value.shape, generator=generator) if drawn else value
     batch |= pictures.marks(ids, 1, base)
-    return pictures.tokens, ("the pictures of the batch are random: normally distributed, with a fixed seed",)
+    return pictures.tokens, ("the images of the batch are random: normally distributed, with a fixed seed",)
 
 
 _ROOM = 1.5

@@ -1,6 +1,6 @@
-"""Picture inputs of a row: token ids in the text, and tensors such as `pixel_values`.
+"""Image inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The model's processor makes these inputs from blank pictures of the wanted sizes. Without a processor, isotype computes
+The model's processor makes these inputs from blank images of the wanted sizes. Without a processor, isotype computes
 the inputs from the config, if the config has the necessary values.
 """
 
@@ -25,12 +25,12 @@ FILL = 5
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of one row.
+    """The images of one row.
 
     Attributes:
-        ids: int64 `[tokens]`, the tokens of the pictures in the text, with the tokens around each picture.
-        kinds: bool `[tokens]`, True for tokens that represent a part of a picture.
-        inputs: argument name -> tensor of one row's pictures.
+        ids: int64 `[tokens]`, the tokens of the images in the text, with the tokens around each image.
+        kinds: bool `[tokens]`, True for tokens that represent a part of an image.
+        inputs: argument name -> tensor of one row's images.
         source: the processor or the config, as a clause.
     """
 
@@ -42,29 +42,29 @@ class Pictures:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the text, including the tokens around each picture."""
+        """Number of tokens in the text, including the tokens around each image."""
         return len(self.ids)
 
     @property
     def values(self) -> int:
-        """Number of elements of the picture inputs."""
+        """Number of elements of the image inputs."""
         return sum(value.numel() for value in self.inputs.values())
 
     def words(self) -> str:
-        """Return `2 pictures of 1024x768 in each row: 1,540 tokens, by the processor`."""
+        """Return `2 images of 1024x768 in each row: 1,540 tokens, by the processor`."""
         if not self.sizes:
-            return "no row has a picture"
+            return "no row has an image"
         shown = sorted({f"{width}x{height}" for width, height in self.sizes})
-        noun = "picture" if len(self.sizes) == 1 else "pictures"
+        noun = "image" if len(self.sizes) == 1 else "images"
         of = shown[0] if len(shown) == 1 else f"{len(shown)} sizes"
         return f"{len(self.sizes)} {noun} of {of} in each row: {self.tokens:,} tokens, {self.source}"
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return the picture inputs of a batch of `rows` equal rows."""
+        """Return the image inputs of a batch of `rows` equal rows."""
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
-        """Return the model's `(mm_)token_type_ids` for ids `[rows, length]` whose pictures begin at column `start`."""
+        """Return the model's `(mm_)token_type_ids` for ids `[rows, length]` whose images begin at column `start`."""
         takes = inspect.signature(model.forward).parameters
         kinds = torch.zeros_like(ids)
         kinds[:, start : start + self.tokens] = self.kinds.long()
@@ -75,7 +75,7 @@ NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=t
 
 
 def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:
-    """Return a row's pictures by the model's processor, else by its config; None if neither suffices."""
+    """Return a row's images by the model's processor, else by its config; None if neither suffices."""
     if processor is not None and hasattr(processor, "image_processor"):
         return _by_processor(processor, sizes)
     return by_config(config, sizes)
@@ -100,7 +100,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the chat template's text for a picture: the difference between its texts for two pictures and for one."""
+    """Return the chat template's text for an image: the difference between its texts for two images and for one."""
     single, double = (
         str(
             render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
@@ -109,7 +109,7 @@ def picture_place(processor: Any) -> str:
     )
     longer = len(double) - len(single)
     same = next((at for at, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
-    # The text around a picture may begin or end like the picture's text ("<image><|im_end|>"): of the possible
+    # The text around an image may begin or end like the image's text ("<image><|im_end|>"): of the possible
     # cuts, take one that splits no special token.
     cuts = [
         double[at : at + longer]
@@ -121,9 +121,9 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Return a row's pictures by the config; None if the config lacks the necessary values.
+    """Return a row's images by the config; None if the config lacks the necessary values.
 
-    If `sizes` is None, the row has one picture of the only size that the vision tower takes.
+    If `sizes` is None, the row has one image of the only size that the vision tower takes.
     """
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
@@ -147,11 +147,11 @@ def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | No
 
 
 Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
-"""(whether each token represents a picture, the inputs)."""
+"""(whether each token represents an image, the inputs)."""
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
-    """Gemma 3, PaliGemma: each picture becomes one square of the tower's size."""
+    """Gemma 3, PaliGemma: each image becomes one square of the tower's size."""
     tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     side = vision.image_size
     if not isinstance(tokens, int) or not isinstance(side, int):
@@ -166,7 +166,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT takes the whole picture and its tiles without padding; a token follows each row of patches."""
+    """LLaVA-NeXT takes the whole image and its tiles without padding; a token follows each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -185,7 +185,7 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale a picture into a rectangle. Return (minus the pixels of the picture, pixels of padding)."""
+    """Scale an image into a rectangle. Return (minus the pixels of the image, pixels of padding)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels
@@ -215,7 +215,7 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Idefics 3 and SmolVLM cut a picture into four tiles along its longer side and add one with the whole picture."""
+    """Idefics 3 and SmolVLM cut an image into four tiles along its longer side and add one with the whole image."""
     side = vision.image_size
     per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
@@ -236,7 +236,7 @@ def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Pixtral and Mistral 3 shrink only pictures that exceed the tower's size; a token follows each row of merged patches."""
+    """Pixtral and Mistral 3 shrink only images that exceed the tower's size; a token follows each row of merged patches."""
     patch = vision.patch_size * config.spatial_merge_size
     marks: list[bool] = []
     shapes = []
@@ -261,9 +261,9 @@ _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
     "mistral3": _lines,
 }
-"""Model type -> rule. Other model types use `_fixed`, if their config has the number of tokens per picture."""
+"""Model type -> rule. Other model types use `_fixed`, if their config has the number of tokens per image."""
 _ONE_SIZE = (_fixed, _llava)
 """Rules for towers that take one size only."""
 _OLDER = (56 * 56, 28 * 28 * 1280)
 _PIXELS = {"qwen2_vl": _OLDER, "qwen2_5_vl": _OLDER, "qwen3_vl": (256 * 256, 4096 * 4096)}
-"""Model type -> (minimum, maximum) pixels of a picture: from transformers' processor and Qwen3-VL's checkpoints."""
+"""Model type -> (minimum, maximum) pixels of an image: from transformers' processor and Qwen3-VL's checkpoints."""

@@ -67,7 +67,7 @@ class Labels:
         shift: number of tokens from a prediction to its label (1 in a causal model); None if the labels do not repeat
             the inputs.
         at_padding: number of labels of tokens that the attention mask leaves out.
-        at_pictures: number of labels of picture tokens.
+        at_pictures: number of labels of image tokens.
     """
 
     learned: int

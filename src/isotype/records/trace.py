@@ -299,7 +299,7 @@ class Setup:
         room: memory limit of the step, with its reason; None for the device's limit.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
-        towers: names of the parts of the model that process only pictures or sound.
+        towers: names of the parts of the model that process only images or sound.
         data: known facts about the data set's rows in words; "" if no data set was opened.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
         ranges: measured value ranges; None if not measured.

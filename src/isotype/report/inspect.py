@@ -290,7 +290,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
 
 
 def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
-    behind = f", {logits.pictured} after a picture" if logits.pictured else ""
+    behind = f", {logits.pictured} after an image" if logits.pictured else ""
     texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens{behind})"
     if logits.kept is not None:
         formula = "1 - KL(trained || merged) / KL(trained || base)"

@@ -180,7 +180,7 @@ def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> No
 
 def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
     """Return the command that chats with a model as `{description: words}`, which `show_commands` prints."""
-    description = "try it, with a picture's path for FILE" if pictures else "try it"
+    description = "try it, with the path of an image for FILE" if pictures else "try it"
     return {description: chat_command(model, pictures=pictures)}
 
 

@@ -183,7 +183,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
         named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
         if unseen_towers(trace):
-            how = "train on rows with pictures or sound, or adapt the language model, too"
+            how = "train on rows with images or sound, or adapt the language model, too"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
     how = "compute the loss without detach(), .data, tolist() or numpy()"
     return _finding(

@@ -1,22 +1,22 @@
 """
-**What it means.** Only some batches run a part of the model. For example, rows with pictures run the vision
+**What it means.** Only some batches run a part of the model. For example, rows with images run the vision
 tower, but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather the part's weights in a collective,
 in which all processes must take part.
 
-**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no picture skips
+**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no image skips
 the tower and starts its next collective, while the other processes gather the tower's weights. The two collectives have
 different sizes, so the run hangs (NCCL) or crashes (gloo).
 
 **An example that fails**
 
-    data = interleave_datasets([with_pictures, text_alone])
+    data = interleave_datasets([with_images, text_alone])
     SFTTrainer(model, SFTConfig(fsdp="full_shard"), train_dataset=data)
 
 **Repaired**
 
-    batch = collate([*rows, row_with_a_picture])               # for a batch without pictures: one more row, its labels -100
+    batch = collate([*rows, row_with_an_image])               # for a batch without images: one more row, its labels -100
 
-`isotype sft` adds a row with a picture and without labels automatically.
+`isotype sft` adds a row with an image and without labels automatically.
 
 The check runs the batches of two processes under FSDP2 with torch's fake process group, and compares every collective of
 their steps.
@@ -26,7 +26,7 @@ layer. IST705 reports the same problem under DDP.
 
 **How safe is the fix?** The fix is safe, because a row without labels adds nothing to the loss or the gradients.
 
-**Seen in** isotype's own training of rows with and without pictures over two processes.
+**Seen in** isotype's own training of rows with and without images over two processes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-**What it means.** Tokens that should not count in the loss (padding, pictures) have labels, or the loss compares each
+**What it means.** Tokens that should not count in the loss (padding, images) have labels, or the loss compares each
 label with the wrong prediction, such as the one made two tokens earlier.
 
 **Why it happens.** A collator writes `labels = input_ids.clone()` and does not set the labels of padding to -100. The
@@ -54,12 +54,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
     padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"
     pictures = (
-        "at tokens that stand for pictures or sounds",
+        "at tokens that stand for images or sounds",
         "labels[labels == image_token_id] = -100",
     )
     for count, what, (place, how) in (
         (labels.at_padding, "padding", padding),
-        (labels.at_pictures, "pictures", pictures),
+        (labels.at_pictures, "images", pictures),
     ):
         if count:
             yield Finding(

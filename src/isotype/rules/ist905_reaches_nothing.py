@@ -1,9 +1,9 @@
 """
-**What it means.** An input that should affect the predictions has no effect: a picture, a sound, or an attention
+**What it means.** An input that should affect the predictions has no effect: an image, a sound, or an attention
 mask. The model is trained on the text alone.
 
-**Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the picture,
-or the model overwrites the picture's features or the mask.
+**Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the image,
+or the model overwrites the image's features or the mask.
 
 **An example that fails**
 

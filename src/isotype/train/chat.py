@@ -28,7 +28,7 @@ from isotype.report.run.record import Sample
 from isotype.report.text import say
 
 Message = dict[str, Any]
-"""A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has pictures)."""
+"""A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
 PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
@@ -114,7 +114,7 @@ def answers_after(trainer: Any, asked: Sequence[tuple[Sample, Prompt]], console:
 _RESET, _HELP, _EXIT, _IMAGE = "/reset", "/help", ("/exit", "/quit"), "/image"
 _HELP_TEXT = """\
 /reset        start the conversation again
-/image FILE   show a picture with the next question
+/image FILE   show an image with the next question
 /help         show these lines
 /exit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
@@ -123,12 +123,12 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     """Run `isotype chat` and return its exit status.
 
     Questions come from `--ask`, from the keyboard, or line by line from a pipe. All questions belong to one conversation,
-    which begins with the `--system` message. `/reset` starts the conversation again. Pictures from `--image` and `/image`
+    which begins with the `--system` message. `/reset` starts the conversation again. Images from `--image` and `/image`
     become part of the next question. In a keyboard session, Ctrl-C stops the current answer but not the chat.
 
     Raises:
-        UsageError: invalid options, a model that generates no text, a picture that the model cannot take, or a question
-            that does not fit into the context. A keyboard session prints errors about pictures and questions and goes on.
+        UsageError: invalid options, a model that generates no text, an image that the model cannot take, or a question
+            that does not fit into the context. A keyboard session prints errors about images and questions and goes on.
         CheckpointError, PrecisionError: as `load_for_inference`.
     """
     _check(options)
@@ -173,8 +173,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
 
 def opened_picture(path: str, processor: Any) -> Any:
     if not hasattr(processor, "image_processor"):
-        expected, fix = "a model that takes pictures, with its processor", "leave the picture out"
-        raise UsageError.of("the model takes only text", f"the picture {path}", expected, fix)
+        expected, fix = "a model that takes images, with its processor", "leave the image out"
+        raise UsageError.of("the model takes only text", f"the image {path}", expected, fix)
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -182,8 +182,8 @@ def opened_picture(path: str, processor: Any) -> Any:
             return picture.convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
         what = f"{path}: {getattr(error, 'strerror', None) or first_line(error)}"
-        expected = "a readable picture file"
-        raise UsageError.of("the picture cannot be shown", what, expected, "give another one") from error
+        expected = "a readable image file"
+        raise UsageError.of("the image cannot be shown", what, expected, "give another one") from error
 
 
 def _asked(question: str, pictures: Sequence[Any]) -> Message:

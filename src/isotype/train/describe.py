@@ -129,7 +129,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """For a model with pictures or sound, return (part, parameters, trainable parameters, storage dtypes) of each part."""
+    """For a model with images or sound, return (part, parameters, trainable parameters, storage dtypes) of each part."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
@@ -198,7 +198,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) for `--ask`, or for the first prompt of the test split (the first four with pictures)."""
+    """Return (sample, prompt) for `--ask`, or for the first prompt of the test split (the first four with images)."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]

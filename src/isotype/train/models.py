@@ -193,7 +193,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
     if takes == "input_ids":
         return
     headline = f"isotype {settings.method.name} trains models whose input is token ids"
-    expected = "a language model, with or without pictures"
+    expected = "a language model, with or without images"
     fix = "train the model in a script: isotype.load, isotype.add_lora and isotype.fuse accept it"
     raise UsageError.of(headline, f"{cls.__name__}, which takes {takes}", expected, fix)
 
@@ -307,7 +307,7 @@ def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str,
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """Return a checkpoint's tokenizer, or its processor if it takes pictures. Without either, raise CheckpointError."""
+    """Return a checkpoint's tokenizer, or its processor if it takes images. Without either, raise CheckpointError."""
     limit_templates()
     local = Path(source).is_dir()
     return tokenizer_of(Path(source) if local else source, revision, required=True)
@@ -406,9 +406,9 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts that get adapters: `--adapt` if given, the language model if no row has a picture, else None (all)."""
+    """Return the parts that get adapters: `--adapt` if given, the language model if no row has an image, else None (all)."""
     if settings.adapt is not None:
         return Adapt(read_parts(settings.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):
         return None
-    return Adapt((LANGUAGE,), "no row has a picture, so no loss depends on these layers")
+    return Adapt((LANGUAGE,), "no row has an image, so no loss depends on these layers")

@@ -1,7 +1,7 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
 No package that isotype can depend on contains a vision-language model. So the vision tower (0.4 million parameters) and
-a projector are trained for half a minute on drawn pictures. The training moves the outputs close to the embeddings of
+a projector are trained for half a minute on drawn images. The training moves the outputs close to the embeddings of
 matching words ("three", "red", "circles"). SmolLM2's weights do not change, and no part learns the demo's questions.
 """
 
@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for a picture's tokens. In every three tokens, one means the number, one the colour, and one the form."""
+"""Words for an image's tokens. In every three tokens, one means the number, one the colour, and one the form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
@@ -60,7 +60,7 @@ def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: 
     model = LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
-    say(f"training a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn pictures")
+    say(f"training a vision tower to name shapes, in {STEPS} steps of {_ROWS} drawn images")
     with one_thread():
         _teach(model, tokenizer)
     part = folder.with_name(f"{folder.name}.part")  # renamed when it is complete
@@ -110,7 +110,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector until a picture's tokens match the words for its number, colour and form (in turn)."""
+    """Train tower and projector until an image's tokens match the words for its number, colour and form (in turn)."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

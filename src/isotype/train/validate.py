@@ -381,7 +381,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
         UsageError: conversations without a chat template, a special token that is not in the vocabulary, or no
             completions for `--completion_only_loss True`.
         CheckpointError: the model has no embedding for some token ids of the tokenizer.
-        DataError: rows have token ids without an embedding, or pictures that the model does not take.
+        DataError: rows have token ids without an embedding, or images that the model does not take.
     """
     from transformers import AutoConfig
 

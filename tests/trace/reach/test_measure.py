@@ -35,7 +35,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     "name, fewest, only",
     {
         **{name: (name, fewest, "") for name, fewest in NAMES.items()},
-        "pictures": ("gemma3-vl", 1, "pictures are black"),
+        "pictures": ("gemma3-vl", 1, "images are black"),
     },
     *("llama", "bert-cls", "bart-s2s", "pictures"),
 )

@@ -66,7 +66,7 @@ class Learned:
 
     Attributes:
         step: the logits of every `step`-th token are stored.
-        pictured: the model's inputs for a picture that a text follows; None if the model has no image input.
+        pictured: the model's inputs for an image that a text follows; None if the model has no image input.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.

@@ -51,7 +51,7 @@ class LogitsDifference:
         base_kl: mean of KL(trained || base) over the tokens, in nats.
         losses: losses of the base, the trained and the merged model on training rows; None for other texts.
         source: name of the training rows; None for isotype's texts.
-        pictured: number of compared tokens that follow a picture.
+        pictured: number of compared tokens that follow an image.
     """
 
     tokens: int

@@ -94,7 +94,7 @@ def verdict(report: Record) -> str:
 
 
 def _unseen(report: Record) -> str:
-    return f"the step does not use {listed(report.unseen)}: only text was checked (--image 1024x768 adds a picture)"
+    return f"the step does not use {listed(report.unseen)}: only text was checked (--image 1024x768 adds an image)"
 
 
 _UNMEASURED = "its values in float16 were not measured"

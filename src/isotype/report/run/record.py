@@ -76,7 +76,7 @@ class Sample:
         question: text of the question.
         before, after: the model's answers before and after training; None if not recorded.
         reference: the data set's answer.
-        pictures: the pictures in the question, made smaller and written as data URLs.
+        pictures: the images in the question, made smaller and written as data URLs.
     """
 
     question: str

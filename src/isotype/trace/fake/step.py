@@ -414,11 +414,11 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _OF_TILES = 5
-"""Dimensions of pictures in tiles, `[rows, tiles, channels, height, width]`; zeros pad rows with fewer tiles."""
+"""Dimensions of images in tiles, `[rows, tiles, channels, height, width]`; zeros pad rows with fewer tiles."""
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: copies of small inputs, large integer inputs, and tiled pictures."""
+    """Return the inputs whose values the step may use: copies of small inputs, large integer inputs, and tiled images."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)

@@ -60,7 +60,7 @@ _FACTORISATIONS = frozenset(
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 # Conditions on all elements: `Numbers` chooses their truth value by its use, such as a check of arguments.
 _REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
-# Models use these operators to find pictures of zeros, which only pad a batch: their results are computed for large values, too.
+# Models use these operators to find images of zeros, which only pad a batch: their results are computed for large values, too.
 _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )

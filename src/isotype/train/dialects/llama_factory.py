@@ -62,7 +62,7 @@ def _rows(reader: Reader) -> None:
         fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
         if whole or language or reader.get("lora_target", "all") == "all":
             expected = (
-                "adapters on all parts of a model with pictures, or training of all of the model's weights"
+                "adapters on all parts of a model with images, or training of all of the model's weights"
             )
             what = f"freeze_vision_tower: {str(parts['vision_tower']).lower()}"
             reader.refuse(what, expected, fix if whole else _LANGUAGE)

@@ -157,7 +157,7 @@ def not_finite(
         checkpoint: the last complete checkpoint, or None if there is none.
         replay: result of running the step again, or None if the step was not run again.
         script: True in a user's script, where the error writes arguments as in Python.
-        pictures: True if the training data has pictures.
+        pictures: True if the training data has images.
     """
     figures = ", ".join(f"{name} {value}" for name, value in measured.items())
     what = f"step {step}{': ' if figures else ''}{figures}"

@@ -36,8 +36,8 @@ class Options:
         devices: number of devices that train together, or None if the launcher decides.
         sarif: path of the SARIF report, or `-` for standard output.
         fail_on: the exit status is 1 if a finding has this severity or a higher severity.
-        image: width and height of each picture in pixels, or None if the data decides.
-        images: number of pictures per row.
+        image: width and height of each image in pixels, or None if the data decides.
+        images: number of images per row.
     """
 
     bare: bool = False
@@ -88,7 +88,7 @@ class StepPlan:
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
         adapt: parts of the model that get adapters, or None for all parts.
-        pictures: the pictures of each row, or None for the default of the model's config.
+        pictures: the images of each row, or None for the default of the model's config.
         check_policy: raises PrecisionError if the arguments contradict the decided policy.
     """
 

@@ -209,11 +209,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose pictures are encoded: half are the rows with most pixels, half the rows with most pictures."""
+"""Number of rows whose images are encoded: half are the rows with most pixels, half the rows with most images."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the pictures of the sampled row that has the most encoded pixel values, or None if this row is unknown."""
+    """Return the images of the sampled row that has the most encoded pixel values, or None if this row is unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

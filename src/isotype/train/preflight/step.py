@@ -306,7 +306,7 @@ def row_length(plan: StepPlan, config: Any) -> int:
     """Return the number of tokens in a row: as requested, or a default that is at most the model's positions."""
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or min(default, positions_of(config) or default)
-    # Every traced row gets pictures, even if the rows of the data are short.
+    # Every traced row gets images, even if the rows of the data are short.
     if plan.lengths is not None or plan.pictures is not None:
         wanted = max(wanted, least_length(config, plan.pictures))
     return wanted
@@ -319,7 +319,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def least_row(plan: StepPlan, config: Any) -> int:
-    """Return the length below which the plan's rows cannot be cut, because they have pictures."""
+    """Return the length below which the plan's rows cannot be cut, because they have images."""
     of_data = 0 if plan.lengths is None or plan.pictures in (None, NONE) else plan.lengths.longest
     return max(of_data, least_length(config, plan.pictures))
 

@@ -70,7 +70,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     if options.image is None and options.images > 1:
         what = f"--images {options.images} without --image"
         problems.append(
-            Problem(what, "the size of the pictures", "add --image 1024x768, or leave --images out")
+            Problem(what, "the size of the images", "add --image 1024x768, or leave --images out")
         )
     return problems
 
@@ -111,8 +111,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="devices that train together; each has all weights (DDP), or a share with --fsdp 2 (--fsdp full_shard)",
     )
-    add("--image", metavar="WxH", type=image_size, help="pixels of a picture in each row, such as 1024x768")
-    add("--images", type=int, default=1, help="number of pictures in each row (default: 1)")
+    add("--image", metavar="WxH", type=image_size, help="pixels of an image in each row, such as 1024x768")
+    add("--images", type=int, default=1, help="number of images in each row (default: 1)")
     add("--generate", action="store_true", help="also trace the generation of tokens")
     add("-v", "--verbose", action="store_true", help="also print what memory and time consist of")
     add("--json", action="store_true", help="print JSON")
@@ -172,7 +172,7 @@ def plan_of(options: Options, command: Command) -> StepPlan:
 
 
 def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
-    """Add the pictures of `--image` to the plan. Raise UsageError if the number of tokens in a picture is unknown."""
+    """Add the images of `--image` to the plan. Raise UsageError if the number of tokens in an image is unknown."""
     if options.image is None:
         return plan
     from isotype.checkpoint.opened import config_of, open_model
@@ -187,9 +187,9 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     takes = getattr(config, "vision_config", None) is not None
     shown = "x".join(map(str, options.image))
     raise UsageError.of(
-        "the pictures cannot be counted",
+        "the images cannot be counted",
         f"--image {shown} for {plan.source}, {'whose processor is not on this machine' if takes else 'which takes only text'}",
-        "the processor in the model's directory" if takes else "a model that takes pictures",
+        "the processor in the model's directory" if takes else "a model that takes images",
         "copy preprocessor_config.json and the tokenizer into it" if takes else "leave --image out",
     )
 

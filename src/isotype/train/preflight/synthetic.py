@@ -26,11 +26,11 @@ def synthetic_batch(
     """Return a batch for a transformers model, in the form that TRL's collators make.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one picture by default if the config gives its number of tokens. Picture tokens have no loss. The
-    tokens without which an adapter has no effect are at the begin of each row, behind its pictures.
+    `pictures`, or one image by default if the config gives its number of tokens. Image tokens have no loss. The
+    tokens without which an adapter has no effect are at the begin of each row, behind its images.
 
     Raises:
-        UsageError: the model's input is not token ids, or `length` is too small for the tokens of the pictures.
+        UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.
     """
     base = without_peft(model)
     if getattr(base, "main_input_name", "input_ids") != "input_ids":
@@ -43,8 +43,8 @@ def synthetic_batch(
     if pictures is not None:
         least = least_length(base.config, pictures)
         if least > length:
-            expected = f"more than the {pictures.tokens} tokens of its pictures"
-            headline, fix = "the pictures do not fit into the sequence", f"rows of {least} tokens, or more"
+            expected = f"more than the {pictures.tokens} tokens of its images"
+            headline, fix = "the images do not fit into the sequence", f"rows of {least} tokens, or more"
             raise UsageError.of(headline, f"rows of {length} tokens", expected, fix)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         batch |= {**pictures.batch(rows), **pictures.marks(ids, 1, base)}
@@ -70,12 +70,12 @@ def least_length(config: Any, pictures: Pictures | None = None) -> int:
 
 
 TEXT_ALONE = (
-    "no row has a picture: --image 1024x768 adds a picture of that size to each row, and --images 2 adds two"
+    "no row has an image: --image 1024x768 adds an image of that size to each row, and --images 2 adds two"
 )
 
 
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
-    """Return a note on the pictures in a synthetic batch, or () for a model that takes no pictures."""
+    """Return a note on the images in a synthetic batch, or () for a model that takes no images."""
     if getattr(config, "vision_config", None) is None:
         return ()
     pictures = pictures or by_config(config)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
 
 _TRIED = 64
-"""Number of rows with pictures that the processor must accept before the model is loaded."""
+"""Number of rows with images that the processor must accept before the model is loaded."""
 
 
 def training_data(
@@ -143,7 +143,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if rows have pictures but the model takes none, or if the processor refuses a row (tries up to 64)."""
+    """Raise DataError if rows have images but the model takes none, or if the processor refuses a row (tries up to 64)."""
     problems = [
         problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
     ]
@@ -156,10 +156,8 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
     if not columns:
         return
     if not hasattr(tokenizer, "tokenizer"):
-        what = (
-            f"{split}: pictures in the column {listed(map(repr, columns))}, and a model that takes only text"
-        )
-        expected = "a model with a processor of pictures"
+        what = f"{split}: images in the column {listed(map(repr, columns))}, and a model that takes only text"
+        expected = "a model with an image processor"
         yield Problem(what, expected, "give such a model, or leave the column out")
         return
     if not hasattr(rows, "__len__"):
@@ -169,7 +167,7 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         try:
             collator.encoded([collator.written(rows[at], name) for name in answers_in(rows[at])])
         except (TemplateError, OSError, *ERRORS) as error:
-            expected = "turns and pictures that the model's processor takes"
+            expected = "turns and images that the model's processor takes"
             yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
 
 
@@ -178,21 +176,21 @@ def _columns(settings: Settings, rows: Any) -> list[str]:
 
 
 def has_pictures(settings: Settings, data: Any) -> bool:
-    """Return True if the method reads a column with pictures in any split."""
+    """Return True if the method reads a column with images in any split."""
     return any(_columns(settings, rows) for rows in data.values())
 
 
 def uncut(settings: Settings, data: Any) -> Settings:
-    """Return settings without a length limit if the rows have pictures, which are not cut, else `settings`."""
+    """Return settings without a length limit if the rows have images, which are not cut, else `settings`."""
     return settings.but(max_length=None) if has_pictures(settings, data) else settings
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Apply `plain_contents`, and drop rows with pictures that are longer than `max_length`.
+    """Apply `plain_contents`, and drop rows with images that are longer than `max_length`.
 
     Raises:
-        DataError: rows with pictures are longer than `max_length`, and `--excess_length_strategy` is not `drop`.
-        UsageError: the arguments request packing of rows with pictures.
+        DataError: rows with images are longer than `max_length`, and `--excess_length_strategy` is not `drop`.
+        UsageError: the arguments request packing of rows with images.
     """
     data = plain_contents(tokenizer, data, say)
     columns = [name for rows in data.values() for name in _columns(settings, rows)]
@@ -200,9 +198,9 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
         return data
     for name in ("packing", "padding_free"):
         if settings.value(name):
-            what = f"--{name} True, and pictures in the column {columns[0]!r}"
+            what = f"--{name} True, and images in the column {columns[0]!r}"
             expected, fix = "a separate row of the batch for each example", f"leave --{name} out"
-            raise UsageError.of("rows with pictures are not joined", what, expected, fix)
+            raise UsageError.of("rows with images are not joined", what, expected, fix)
     limit = settings.command.given("max_length")
     fitting_rows = {}
     problems: list[Problem] = []
@@ -214,11 +212,11 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
         if lengths and settings.excess_length_strategy == "drop":
             of = plural(len(rows), "row")
             say(
-                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out, because pictures are not cut"
+                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out, because images are not cut"
             )
             fitting_rows[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
             lengths = {} if len(fitting_rows[split]) else lengths
-        expected = f"at most max_length {limit} tokens, because pictures are not cut"
+        expected = f"at most max_length {limit} tokens, because images are not cut"
         fix = f"--max_length {max(lengths.values(), default=0)}, or none; --excess_length_strategy drop leaves such rows out"
         problems += [
             Problem(f"{split}, row {at + 1}: {plural(n, 'token')}", expected, fix)
@@ -230,7 +228,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
 
 
 def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
-    bar = Bar("counting the tokens of rows with pictures")
+    bar = Bar("counting the tokens of rows with images")
     bar.total = len(rows)
     for at, row in enumerate(undecoded(rows)):
         tokens, _ = collator.count(row)
@@ -242,7 +240,7 @@ def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, in
 
 @contextmanager
 def pictures_named(trainer: Any) -> Iterator[None]:
-    """If a trainer cannot decode a picture, raise DataError with the number of the picture's row."""
+    """If a trainer cannot decode an image, raise DataError with the number of the image's row."""
     try:
         yield
     except (OSError, SyntaxError) as error:

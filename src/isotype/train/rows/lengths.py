@@ -87,7 +87,7 @@ def lengths_of(
 ) -> Lengths | None:
     """Return the lengths of a data set's rows as the method's trainer tokenizes them, or None if they are unknown.
 
-    The lengths of a stream, or of rows with pictures without a processor, are unknown. SFT reads texts from `text_field`.
+    The lengths of a stream, or of rows with images without a processor, are unknown. SFT reads texts from `text_field`.
     With `only_assistant`, the prompt of a conversation ends before the first turn of the assistant that has loss.
     """
     if not hasattr(rows, "__len__") or not len(rows):
@@ -96,7 +96,7 @@ def lengths_of(
     if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
         if not hasattr(tokenizer, "tokenizer"):
             return None
-        pictured, rows = Pictured(tokenizer), undecoded(rows)  # it caches the tokens of a picture by its size
+        pictured, rows = Pictured(tokenizer), undecoded(rows)  # it caches the tokens of an image by its size
         counts = [pictured.count(rows[at]) for at in tried]
         return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
     words = getattr(tokenizer, "tokenizer", tokenizer)
@@ -168,7 +168,7 @@ def longest_possible(
         limit: largest number of tokens in a row (longer rows are cut), or None if rows are not cut.
         packed: True if short rows are joined up to `limit`.
         completion: number of tokens in the completion after each row.
-        pictured: True if the rows have pictures. Without a `limit`, the longest of the sampled rows is used.
+        pictured: True if the rows have images. Without a `limit`, the longest of the sampled rows is used.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:

@@ -1,8 +1,8 @@
-"""Makes batches of rows with pictures for supervised training, from the processor's outputs and labels.
+"""Makes batches of rows with images for supervised training, from the processor's outputs and labels.
 
-TRL's collator includes picture tokens in the loss, and finds the assistant's tokens only if the chat template has
-markers. `Pictured` takes the positions of pictures from the processor, and the positions of the assistant's text from
-`isotype.train.rows.spans`. Rows are not cut, because a picture needs all of its tokens.
+TRL's collator includes image tokens in the loss, and finds the assistant's tokens only if the chat template has
+markers. `Pictured` takes the positions of images from the processor, and the positions of the assistant's text from
+`isotype.train.rows.spans`. Rows are not cut, because an image needs all of its tokens.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ GIVEN, LEARNED, PICTURE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Written:
-    """A row as text for the processor, with a placeholder for each picture. `spans` marks the targets.
+    """A row as text for the processor, with a placeholder for each image. `spans` marks the targets.
 
     Attributes:
         spans: range [start, end) of each target, in characters of `text`.
-        pictures: the pictures in the order of their placeholders.
+        pictures: the images in the order of their placeholders.
     """
 
     text: str
@@ -51,13 +51,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Pictured:
-    """Collator for rows with pictures.
+    """Collator for rows with images.
 
     Attributes:
         only: True if only the assistant's turns are targets (`--assistant_only_loss`).
         whole: True if prompts are targets, too (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
-        always: True to add a row with a picture and no labels to a batch without pictures. A sharded model needs the
+        always: True to add a row with an image and no labels to a batch without images. A sharded model needs the
             added row, because all processes must gather the weights of the vision tower in every step.
     """
 
@@ -68,7 +68,7 @@ class Pictured:
     always: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return ids, mask and labels (int64 `[rows, tokens]`, padded on the right) and the pictures of a batch.
+        """Return ids, mask and labels (int64 `[rows, tokens]`, padded on the right) and the images of a batch.
 
         Raises:
             TemplateError: the chat template refuses a row.
@@ -102,7 +102,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs and each token's kind (int64 `[rows, tokens]`). Picture n has kind `PICTURE` + n."""
+        """Return the processor's outputs and each token's kind (int64 `[rows, tokens]`). Image n has kind `PICTURE` + n."""
         images = [list(row.pictures) for row in rows]
         batch = dict(
             self.processor(
@@ -119,12 +119,12 @@ class Pictured:
         )
         places, replaced = batch.pop("offset_mapping", None), batch.pop("text_replacement_offsets", None)
         if places is None or (any(images) and replaced is None):
-            what = f"{type(self.processor).__name__}, which does not return the positions of picture tokens"
+            what = f"{type(self.processor).__name__}, which does not return the positions of image tokens"
             expected = (
                 "a processor that calls transformers' `ProcessorMixin` for its texts, with a fast tokenizer"
             )
             raise UsageError.of(
-                "the tokens of pictures cannot be found", what, expected, "give a model with such a processor"
+                "the tokens of images cannot be found", what, expected, "give a model with such a processor"
             )
         kinds = torch.full_like(batch["input_ids"], GIVEN)
         around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._around), dtype=torch.long))
@@ -145,20 +145,20 @@ class Pictured:
 
     @cached_property
     def _alone(self) -> str:
-        """A rendered user turn that has a picture and no text."""
+        """A rendered user turn that has an image and no text."""
         turns = [{"role": "user", "content": [{"type": "image"}]}]
         return str(render_chat(self.processor, turns, tokenize=False))
 
     @cached_property
     def _around(self) -> frozenset[int]:
-        """Ids of special tokens that stand for a picture or come before or after a picture."""
+        """Ids of special tokens that stand for an image or come before or after an image."""
         added = self.processor.tokenizer.added_tokens_decoder
         return frozenset(
             at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
         )
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Split a row into consecutive parts (has loss, text). A picture's text gives its size and number of tokens."""
+        """Split a row into consecutive parts (has loss, text). An image's text gives its size and number of tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -168,7 +168,7 @@ class Pictured:
             text = self.processor.tokenizer.decode(tokens)
             if kind >= PICTURE:
                 width, height = written.pictures[kind - PICTURE].size
-                text = f"[picture {width} × {height}, {plural(len(tokens), 'token')}]"
+                text = f"[image {width} × {height}, {plural(len(tokens), 'token')}]"
             learned = kind == LEARNED
             if parts and parts[-1][0] == learned:
                 text = parts.pop()[1] + text
@@ -176,7 +176,7 @@ class Pictured:
         return parts
 
     def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the number of tokens in a row with its longest answer, and in its prompt. Pictures are not decoded."""
+        """Return the number of tokens in a row with its longest answer, and in its prompt. Images are not decoded."""
         answers = answers_in(row)
         lengths = [len(self._ids(self.written(row, name))) for name in answers]
         prompt = 0
@@ -199,7 +199,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's placeholder for a picture, and the text that replaces it if the picture has this size."""
+        """Return the template's placeholder for an image, and the text that replaces it if the image has this size."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -213,10 +213,10 @@ class Pictured:
 
 
 def learn_no_pictures(trainer: Any, training: Any) -> None:
-    """Replace the picture collator of TRL's SFT trainer with a `Pictured` that has the settings in `training`.
+    """Replace the image collator of TRL's SFT trainer with a `Pictured` that has the settings in `training`.
 
     Raises:
-        DataError: the model is sharded, and only some of the preference pairs have pictures.
+        DataError: the model is sharded, and only some of the preference pairs have images.
     """
     from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -230,10 +230,10 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
     if sharded and isinstance(collator, DataCollatorForVisionPreference):
         empty = row_without_pictures(trainer.train_dataset)
         if empty is not None:
-            what = f"row {empty + 1} has no picture, but others have one"
-            expected = "a picture in every pair: all processes of a sharded model must run its vision tower"
+            what = f"row {empty + 1} has no image, but others have one"
+            expected = "an image in every pair: all processes of a sharded model must run its vision tower"
             raise data_error(
-                "preference pairs with and without pictures",
+                "preference pairs with and without images",
                 [Problem(what, expected, "leave such rows out, or train without --fsdp")],
             )
 
@@ -245,7 +245,7 @@ def answers_in(row: Mapping[str, Any]) -> list[str]:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
-    """Return `messages` with each content as a list of parts, and with an image part for each picture."""
+    """Return `messages` with each content as a list of parts, and with an image part for each image."""
     from trl import prepare_multimodal_messages
 
     turns = [dict(turn) for turn in messages]
@@ -257,7 +257,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of targets and of pictures after picture tokens have replaced the placeholders in the text."""
+    """Return the spans of targets and of images after image tokens have replaced the placeholders in the text."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
