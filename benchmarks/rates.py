@@ -274,7 +274,7 @@ def table() -> str:
     lines = [
         *model_lines(REACHED),
         "",
-        "| run | card | rows of tokens | tokens/s published | foreseen | ratio | GiB published | foreseen | ratio |",
+        "| run | card | rows of tokens | tokens/s published | predicted | ratio | GiB published | predicted | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in runs():
@@ -300,7 +300,7 @@ def table() -> str:
     within = sum(each <= math.log(SPEED) for each in off)
     lines += [
         "",
-        f"Of {len(off)} held-back runs, {within} have a foreseen speed that is wrong by a factor of at most {SPEED};"
+        f"Of {len(off)} held-back runs, {within} have a predicted speed that is wrong by a factor of at most {SPEED};"
         f" for half of the {len(off)}, the factor is at most {math.exp(off[len(off) // 2]):.2f}.",
         "",
     ]
@@ -325,9 +325,9 @@ def model_lines(reached: Reached) -> list[str]:
         return f"{reached.rates(peaks)[torch.float16] / peaks[torch.float16]:.0%}".replace("%", " %")
 
     return [
-        f"Matrix products reach {share('t4')} of a T4's peak rate, {share('a100-80g')} of an A100's, {share('h100')} of an H100's, and {share('rtx4090')} of an "
-        f"RTX 4090's; {100 * reached.between:.0f} % of the traced bytes and launches between products count; a launch takes {1e6 * reached.launch:.0f} µs; a plan "
-        f"prints {1 / reached.spread:.2g} to {reached.spread:.3g} times what it foresees.",
+        f"The fitted numbers: matrix products reach {share('t4')} of the peak rate on a T4, {share('a100-80g')} on an A100, {share('h100')} on an H100, and "
+        f"{share('rtx4090')} on an RTX 4090. Operators between products have {100 * reached.between:.0f} % of their traced bytes and launches. A launch takes "
+        f"{1e6 * reached.launch:.0f} µs. A plan prints the range from {1 / reached.spread:.2g} to {reached.spread:.3g} times the predicted speed.",
     ]
 
 

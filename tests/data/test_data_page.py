@@ -47,7 +47,7 @@ def taken(name: str, method: str, columns: str | None) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("name", "methods", "columns", "content"), EXAMPLES)
 def test_every_example_is_loaded(name, methods, columns, content):
     write(name, content)
-    pictures = PAGE.index(f"\n`{name}` for") > PAGE.index("\n## Pictures\n")
+    pictures = PAGE.index(f"\n`{name}` for") > PAGE.index("\n## Images\n")
     for method in re.findall(r"`(\w+)`", methods):
         rows = taken(name.partition("/")[0], method, columns)
         assert len(rows) == {"txt": 1, "csv": content.count("\n") - 1}.get(
