@@ -32,7 +32,7 @@ AXES: dict[str, dict[str, str]] = {
         "every 2nd layer": '--gradient_checkpointing True --gradient_checkpointing_kwargs {"every_n_layers":2}',
     },
     "packing": {"packing": "--packing True"},
-    "model": {"pictures": "", "experts": ""},
+    "model": {"images": "", "experts": ""},
     "compile": {"compile": "--torch_compile True --torch_compile_backend eager"},
 }
 """Values of each axis beside its first one, which every pair has where it names no other: sft, no quantization, LoRA, one process, no
@@ -61,7 +61,7 @@ def arguments(pair: tuple[str, str], root: Path) -> list[str]:
     """The command of a pair, with its model and rows in `root`."""
     method = next((value for value in pair if value in AXES["method"]), "sft")
     model, data = root / "model", rows(method, 8)
-    if "pictures" in pair:
+    if "images" in pair:
         from tests.zoo.processors import picture, save_vision_model
 
         save_vision_model("gemma3", model)

@@ -14,7 +14,7 @@ USUAL = {
     ("kto", "packing"),
     ("int8", "all weights"),
     ("DoRA", "experts"),
-    ("reward", "pictures"),
+    ("reward", "images"),
 }
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Writes docs/combinations.md from tests/combinations.json.
+"""Write docs/combinations.md from tests/combinations.json.
 
 python -m tools.combinations                   # the page
 python -m tools.combinations --record [TEXT]   # run the pairs whose name has TEXT first (all: half an hour), and write their outcomes
@@ -20,13 +20,12 @@ from tests.combinations import AXES, PAIRS, RECORD, key, measured, recorded
 
 PAGE = ROOT / "docs" / "combinations.md"
 
-_HEAD = """# What combines
+_HEAD = """# Which options combine
 
-This page shows which options of a training combine in pairs; `python -m tools.combinations` writes the page from `tests/combinations.json`. **✓** means that a step
-with both options runs. `tests/test_combinations.py` trains a tiny model on a CPU, with the defaults for all other options (`sft`, LoRA, no quantization, one process,
-no checkpointing, no packing, a dense text model, no compiler); other tests compare the numbers of such steps. **✗** means that isotype refuses the pair before it
-loads weights; the number beside ✗ is the number of the message in the list below. `make test-all` runs every pair, and `make test` runs a few pairs. Steps with FSDP2
-or DDP run in two processes, and steps with `compile` use torch's backend `eager`. Combinations of three options, and GPUs, are not tested here.
+This page shows which options of a training can be combined in pairs. **✓** means that a training step with both options runs. **✗** means that isotype refuses the
+pair before it loads weights; the number after ✗ is the number of the error message in the list below. `tests/test_combinations.py` trains a tiny model on a CPU with
+each pair, and with the default of every other option: `sft`, LoRA, no quantization, one process, no gradient checkpointing, no packing, a dense text model, no
+`torch.compile`. FSDP2 and DDP run in two processes, and `compile` uses torch's backend `eager`. Combinations of three options, and GPUs, are not tested here.
 
 """
 
