@@ -90,7 +90,7 @@ def base_folder(root: Path) -> Path:
     from tests.train.tiny import rows, save_chat_model, save_rows
 
     base = root / "base"
-    save_chat_model(base / "model")
+    save_chat_model(base / "model", layers=2)
     model = AutoModelForCausalLM.from_pretrained(base / "model")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(
         base / "adapter"

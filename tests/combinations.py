@@ -68,7 +68,7 @@ def arguments(pair: tuple[str, str], root: Path) -> list[str]:
         picture(40, 40).save(root / "picture.png")
         data = [_with_picture(row) for row in data]
     else:
-        save_chat_model(model, experts=4 if "experts" in pair else 0)
+        save_chat_model(model, layers=2, experts=4 if "experts" in pair else 0)
     flags = next((AXES[axis][value] for axis in AXES for value in pair[:1] if value in AXES[axis]), "")
     more = next((AXES[axis][value] for axis in AXES for value in pair[1:] if value in AXES[axis]), "")
     fixed = f"""--model_name_or_path {model} --dataset_name {save_rows(root / "rows.jsonl", data)} --output_dir {root / "out"}

@@ -80,7 +80,7 @@ def prepare(options: Options) -> None:
     import os
 
     for target, make in (
-        (model, lambda folder: save_chat_model(folder)),
+        (model, lambda folder: save_chat_model(folder, layers=2)),
         (
             data,
             lambda folder: [

@@ -101,7 +101,7 @@ def _run(method: str, settings: dict[str, Any], folder: Path, *, fuse: bool) -> 
     import isotype
 
     transformers.set_seed(0)
-    base = save_chat_model(folder / "base")
+    base = save_chat_model(folder / "base", layers=2)
     head = (
         transformers.AutoModelForSequenceClassification
         if method == "reward"

@@ -163,7 +163,7 @@ def _inputs(root: Path, method: str, model: str | None, words: int | None) -> tu
     import transformers
     from tests.train.tiny import rows, save_chat_model, save_rows
 
-    base = Path(model) if model else save_chat_model(root / "base")
+    base = Path(model) if model else save_chat_model(root / "base", layers=2)
     if words and not model:
         wide = transformers.AutoModelForCausalLM.from_pretrained(base)
         transformers.set_seed(0)

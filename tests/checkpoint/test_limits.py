@@ -44,7 +44,7 @@ def with_entries(path: Path, **entries: object) -> None:
         ),
         ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000\n    expected  a number of at most 2000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"num_hidden_layers": 1000}, "num_hidden_layers 1000\n    expected  at most 21, the number of tensors in the weights"),
+        ({"num_hidden_layers": 1000}, "num_hidden_layers 1000\n    expected  at most 12, the number of tensors in the weights"),
         ({"attention_dropout": -5}, "attention_dropout is -5\n    expected  a number from 0 to 1"),
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         ({"rope_theta": 0}, "rope_theta is 0"),

@@ -34,7 +34,7 @@ def extra():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("user")
-    save_chat_model(root / "chat")
+    save_chat_model(root / "chat", layers=2)
     save_rows(root / "sft.jsonl", rows("sft"))
     (root / "bad_build.py").write_text(BUILD)
     (root / "bad_syntax.py").write_text("def f(:\n")

@@ -82,7 +82,7 @@ EVERY_FUSE: dict[str, dict[str, Any]] = {
 
 def prepared(directory: Path) -> tuple[Path, Path]:
     """A tiny chat model and its rows."""
-    return save_chat_model(directory / "model", "bfloat16"), save_rows(
+    return save_chat_model(directory / "model", "bfloat16", layers=2), save_rows(
         directory / "rows.jsonl", rows("sft", 32)
     )
 

@@ -34,7 +34,7 @@ from tests.train.tiny import reward_by_words, rows, save_chat_model
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Of 96 columns, bitsandbytes cannot repack 4-bit weights on CPUs with bfloat16 (IST407).
-    return save_chat_model(tmp_path_factory.mktemp("model"), "bfloat16", intermediate_size=128)
+    return save_chat_model(tmp_path_factory.mktemp("model"), "bfloat16", layers=2, intermediate_size=128)
 
 
 def packed(path: Path) -> Any:

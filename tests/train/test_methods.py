@@ -28,7 +28,7 @@ FLAGS: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("model"))
+    return save_chat_model(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture

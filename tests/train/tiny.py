@@ -16,9 +16,9 @@ TEMPLATE = (
 
 
 def save_chat_model(
-    directory: Path, dtype: str = "float32", layers: int = 2, experts: int = 0, intermediate_size: int = 96
+    directory: Path, dtype: str = "float32", layers: int = 1, experts: int = 0, intermediate_size: int = 96
 ) -> Path:
-    """Save a random Llama of `layers` layers, or a Qwen3-MoE, with a tokenizer of 64 words and a chat template."""
+    """Save a random Llama of `layers` layers (most tests of runs need one), or a Qwen3-MoE, with a tokenizer of 64 words and a chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
