@@ -710,5 +710,5 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         "    expected  a model on the hub (or in its local cache); no local path has this name either\n"
         "    fix       check the spelling and the network; for a private or gated model log in with "
         "`hf auth login`; without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local "
-        "cache at once"
+        "cache without a wait"
     )

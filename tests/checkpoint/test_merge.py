@@ -425,7 +425,7 @@ def test_without_a_policy_the_base_is_as_it_is_stored(make: Make, tmp_path: Path
         == "the dtype of the base checkpoint, because the adapter has no precision_policy.json"
     )
     assert report.notes[0].startswith(
-        "the adapter has no precision_policy.json: the base was taken as it is stored, in "
+        "the adapter has no precision_policy.json: the base was used as it is stored, in "
     )
 
 

@@ -309,7 +309,7 @@ def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tm
     auto = ["--config", tmp_path / "c.yaml", "--max_length", "auto"]
     status, out, err = run(capsys, *training, *auto, "--device", "t4")
     assert (status, err) == (0, "")
-    assert out.startswith("planned: float16, 8 of ")
+    assert out.startswith("planned: float16, 8 rows of ")
     train = shlex.split(out.partition("train it:")[2])
     assert "auto" not in train
     assert train[train.index("--per_device_train_batch_size") + 1] == "8"
@@ -317,7 +317,7 @@ def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tm
 
 def test_a_fix_that_arguments_make_has_its_command(capsys, config):
     _, out, _ = run(capsys, config, "--dtype", "bfloat16", "--device", "v100")
-    assert "; float16 ends at 65,504 (a setting; unsafe; " in " ".join(out.split())
+    assert "; float16 overflows above 65,504 (a setting; unsafe; " in " ".join(out.split())
     (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
     program, check, *words = shlex.split(line)
     assert (program, check) == ("isotype", "check")
@@ -354,7 +354,7 @@ def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, s
     status, out = _check(capsys, seeing, "--device", "h100", "-v")
     assert status == 0
     assert "runs clean" not in out
-    assert "The text of this step runs on NVIDIA H100" in out
+    assert "The text part of this step runs on NVIDIA H100" in out
     assert "the step does not use model.visual: only text was checked" in " ".join(out.split())
     assert "--image 1024x768 adds an image of that size to each row" in " ".join(out.split())
 

@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_made(
     monkeypatch.setenv(variable, str(NOWHERE[where](tmp_path)))
     assert default_cache_dir() == default_cache_dir() == tmp_path / "temporary"
     (line,) = caplog.messages
-    assert line.startswith(f"nothing can be kept in {NOWHERE[where](tmp_path)}")
+    assert line.startswith(f"nothing can be stored in {NOWHERE[where](tmp_path)}")
     assert line.endswith(
         f": {tmp_path}/temporary is used until this process ends; set ISOTYPE_CACHE to a folder that can be written"
     )
@@ -78,7 +78,9 @@ def test_nobodys_home(
 
     monkeypatch.setattr(Path, "expanduser", nobody)
     assert default_cache_dir() == tmp_path / "temporary"
-    assert caplog.messages[0].startswith("nothing can be kept in ~/.cache/isotype (Could not determine home")
+    assert caplog.messages[0].startswith(
+        "nothing can be stored in ~/.cache/isotype (Could not determine home"
+    )
 
 
 def test_libraries_keep_their_files_elsewhere(
@@ -89,7 +91,7 @@ def test_libraries_keep_their_files_elsewhere(
     prepare_library_caches()
     assert os.environ["HF_HOME"] == str(tmp_path / "temporary" / "huggingface")
     (line,) = caplog.messages
-    assert line.startswith(f"nothing can be kept in {tmp_path}/file/hub (Not a directory): downloads of")
+    assert line.startswith(f"nothing can be stored in {tmp_path}/file/hub (Not a directory): downloads of")
 
 
 def test_models_of_a_folder_that_can_only_be_read_are_still_found(
@@ -102,7 +104,7 @@ def test_models_of_a_folder_that_can_only_be_read_are_still_found(
     assert os.environ["HF_HOME"] == str(tmp_path)
     assert os.environ["HF_DATASETS_CACHE"] == str(tmp_path / "temporary" / "huggingface" / "datasets")
     assert os.environ["HF_MODULES_CACHE"] == "chosen"
-    assert "data sets are kept in" in caplog.messages[0]
+    assert "data sets are stored in" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(("command", "prepared"), [("merge", True), ("check", True), ("explain", False)])
@@ -133,8 +135,8 @@ def test_libraries_find_the_temporary_folder_which_goes_at_the_end(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
-        "nothing can be kept in /proc/none/.cache/huggingface",
-        "nothing can be kept in /proc/none/.cache/isotype",
+        "nothing can be stored in /proc/none/.cache/huggingface",
+        "nothing can be stored in /proc/none/.cache/isotype",
     ]
     assert [each.name for each in (tmp_path / "tmp").iterdir()] == [f"isotype-libraries-{os.geteuid()}"]
 

@@ -70,7 +70,7 @@ def test_rows_and_their_number_of_micro_batches(config: Path, room: None) -> Non
     assert tokens[tokens.index("--gradient_accumulation_steps") + 1] == "4"
     assert "--quantization" not in tokens
     assert words_of(row).startswith(
-        "planned: float32, 2 of 256 tokens × 4, checkpointing off: 6.00 MiB of the 6.00 MiB"
+        "planned: float32, 2 rows of 256 tokens × 4, checkpointing off: 6.00 MiB of the 6.00 MiB"
     )
 
 

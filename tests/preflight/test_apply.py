@@ -189,7 +189,7 @@ def test_an_unknown_target_leaves_nothing_applied(action: Action, kind: str) -> 
     model = with_buffer()
     before = state(model)
     assert refused(UsageError, apply_actions, model, [*ACTIONS, action]) == (
-        "the fix does not fit this model\n"
+        "the fix does not apply to this model\n"
         f"  - {action.kind} {action.target!r}\n"
         f"    expected  a {kind} of Net\n"
         "    fix       repair the model that was checked"

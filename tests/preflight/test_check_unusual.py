@@ -193,7 +193,7 @@ def test_a_rule_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     report = check(wide_norms(), ids(), device="cpu", verify=False)
     assert [finding.code for finding in report.errors] == ["IST101"]
     (failed,) = [finding for finding in report.findings if finding.code == "IST199"]
-    assert failed.message == "the rule IST299 could not judge the step, because ZeroDivisionError: by zero"
+    assert failed.message == "the rule IST299 could not check the step, because ZeroDivisionError: by zero"
 
 
 def test_a_failure_while_fixes_are_tried_leaves_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_report_without_its_step() -> None:
 
 def test_the_report_of_another_model() -> None:
     other = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="the fix does not fit this model"):
+    with pytest.raises(UsageError, match="the fix does not apply to this model"):
         repair(other, check(wide_norms(), ids(), device="cpu"))
     assert not other[0]._forward_hooks
 

@@ -60,7 +60,7 @@ def test_the_report_names_the_devices() -> None:
     assert "on each of 8 devices" in sharded
     assert "which keep gathered weights for the backward" in told(devices=8, fsdp=2, reshard=False)
     assert "DDP on 2 devices, each with all weights" in told(devices=2)
-    assert "FSDP's number of devices: without --devices N" in told(fsdp=2)
+    assert "the number of devices: without --devices N" in told(fsdp=2)
 
 
 def test_experts_that_no_quantizer_reaches_are_counted() -> None:

@@ -15,7 +15,7 @@ RULE = "ist101_operands"
 def test_norms_that_return_float32() -> None:
     (finding,) = verified(wide_norms(3), ids(), "IST101")
     assert finding.severity == "error"
-    assert finding.message == "float32 instead of bfloat16 in an operator that takes one dtype"
+    assert finding.message == "float32 instead of bfloat16 in an operator that requires equal dtypes"
     assert (finding.module, finding.op, finding.phase) == ("layers.0.proj", "aten.addmm.default", "forward")
     assert finding.cause == "layers.0.norm.weight is float32"
     assert len(finding.evidence) == 2

@@ -58,7 +58,7 @@ def test_into_the_same_dtype(write: str) -> None:
 
 def test_the_text_and_the_fix() -> None:
     (finding,) = verified(Scattered("index_add", FP32), {"x": X}, "IST103")
-    assert finding.message == "float32 instead of bfloat16 in a scatter, which takes one dtype"
+    assert finding.message == "float32 instead of bfloat16 in a scatter, which requires equal dtypes"
     assert finding.cause.startswith("zeros returns float32 at test_ist103.py:")
     assert finding.fixes[0].verified
     assert finding.fixes[0].description.startswith("write bfloat16 instead of float32 at test_ist103.py:")

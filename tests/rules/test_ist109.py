@@ -87,7 +87,7 @@ def test_packed_codes_that_a_cast_made_floats() -> None:
     (finding,) = verified(Packed(), inputs, "IST109")
     assert finding.message == "aten.bitwise_right_shift.Tensor has no kernel for bfloat16 on this device"
     assert [fix.description for fix in finding.fixes] == [
-        "keep the integers of codes, which a cast to bfloat16 rounds"
+        "keep codes as integers: a cast to bfloat16 rounds them"
     ]
 
 

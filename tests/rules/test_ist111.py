@@ -28,9 +28,9 @@ class Ending(nn.Module):
 X = {"x": torch.ones(2, 4, 8)}
 OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "label": (lambda h: F.cross_entropy(h.flatten(0, 1), torch.full((8,), 8)), "label 8 is not one of 8 classes"),
-    "row": (lambda h: h.gather(1, torch.full((2, 1, 8), 4)), "index 4 is outside of 4 rows"),
-    "negative": (lambda h: h.index_select(1, torch.tensor([-1])), "index -1 is outside of 4 rows"),
-    "list": (lambda h: h[:, torch.tensor([0, -5])], "index -5 is outside of 4 rows"),
+    "row": (lambda h: h.gather(1, torch.full((2, 1, 8), 4)), "index 4 is out of range for 4 rows"),
+    "negative": (lambda h: h.index_select(1, torch.tensor([-1])), "index -1 is out of range for 4 rows"),
+    "list": (lambda h: h[:, torch.tensor([0, -5])], "index -5 is out of range for 4 rows"),
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "int32": (
@@ -72,7 +72,7 @@ def test_a_row_of_many_tokens() -> None:
     assert found(RULE, traced(Net(1), many, phases=("forward",))) == []
     many["ids"][3, -1] = 17
     (finding,) = found(RULE, traced(Net(1), many, phases=("forward",)))
-    assert finding.message == "index 17 is outside of 16 rows"
+    assert finding.message == "index 17 is out of range for 16 rows"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Choices of what is trained that have no effect; tests/preflight/script/test_run.py has those of a script's optimizers."""
+"""Training settings that have no effect; tests/preflight/script/test_run.py has those of a script's optimizers."""
 
 from __future__ import annotations
 

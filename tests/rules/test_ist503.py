@@ -70,12 +70,14 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
     (finding,) = found(RULE, traced(Averaged(BF16, together), given(BF16)))
     assert finding.severity == "warning"
     assert finding.message == (
-        "2 bfloat16 tensors are changed in place outside of the optimizer: what is smaller than half a rounding step is lost"
+        "2 bfloat16 tensors are changed in place outside of the optimizer: an update below half a rounding step is lost"
     )
     assert finding.cause.startswith(
         "average.weight is bfloat16, and an operand of the in-place addition at test_ist503.py:"
     )
-    assert finding.notes == ("bfloat16 loses an update below 1/512 of a value, and some below 1/256",)
+    assert finding.notes == (
+        "bfloat16 loses every update below 1/512 of a value, and some updates below 1/256",
+    )
 
 
 def test_the_rounding_is_real() -> None:
@@ -106,7 +108,7 @@ def test_a_count_in_float16() -> None:
 def test_a_merge_into_bfloat16() -> None:
     (finding,) = found(RULE, traced(llama(), merge, phases=("forward",)))
     assert finding.message == (
-        "adapters are merged into 14 bfloat16 weights: what is smaller than half a rounding step is lost"
+        "adapters are merged into 14 bfloat16 weights: an update below half a rounding step is lost"
     )
     assert "q_proj.base_layer.weight is bfloat16" in finding.cause
     assert [fix.actions[0].kind for fix in finding.fixes] == ["advice", "advice"]
@@ -121,7 +123,7 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
     for finding in results:
         assert finding.message == (
             "whole deltas of adapters are computed and added to 4 bfloat16 stacked weights: "
-            "what is smaller than half a rounding step is lost"
+            "an update below half a rounding step is lost"
         )
         assert finding.cause.startswith(
             "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, and an operand of the addition at"

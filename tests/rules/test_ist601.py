@@ -40,7 +40,7 @@ def test_bfloat16_weights_on_a_v100() -> None:
     half, single = finding.fixes
     assert (half.safety, single.safety) == ("unsafe", "safe")
     assert half.description == (
-        "run the step in float16 with a GradScaler and cast the weights; float16 ends at 65,504"
+        "run the step in float16 with a GradScaler and cast the weights; float16 overflows above 65,504"
     )
     casts = {action.target: action.value for action in half.actions if action.kind == "parameter"}
     assert casts["base_model.model.lm_head.weight"] == "float16"

@@ -30,7 +30,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
     assert slow.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16")
     assert "measured: float16 matmuls run 40 times slower than bfloat16's" in slow.notes
     assert [fix.description for fix in slow.fixes] == [
-        "run the step in bfloat16 and cast the weights; bfloat16 keeps 8 bits of each",
+        "run the step in bfloat16 and cast the weights; bfloat16 keeps only 8 bits",
         "run the step in float32 and cast the weights",
     ]
     assert (gainless.severity, gainless.message) == (
@@ -38,7 +38,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
         "float16 matmuls run 3 times slower than bfloat16 on x86 CPU with AMX: 87 % of the FLOPs",
     )
     (fix,) = gainless.fixes  # float32 would be no faster
-    assert fix.description == "run the step in bfloat16 and cast the weights; bfloat16 keeps 8 bits of each"
+    assert fix.description == "run the step in bfloat16 and cast the weights; bfloat16 keeps only 8 bits"
     assert found("ist601_bfloat16", on(of_llama(BF16), "cpu-amx")) == []
 
 

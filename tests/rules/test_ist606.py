@@ -48,7 +48,7 @@ def test_float64_weights_are_one_finding() -> None:
     weights, given = found(RULE, on(traced(model, {"input": torch.ones(2, 8).double()}), "mps"))
     assert given.cause == "the input input is float64"
     assert weights.cause == "0.weight is float64"
-    assert weights.notes[0] == "3 more parameters likewise"
+    assert weights.notes[0] == "3 more parameters in float64"
     assert {action.target for action in weights.fixes[0].actions} == {
         "0.weight",
         "0.bias",

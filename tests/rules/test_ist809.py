@@ -336,7 +336,7 @@ def test_a_step_that_is_not_finite_in_float32_either(name: str) -> None:
     report = check(model, {"x": x}, device="t4", autocast="float16", wiring=False)
     (finding,) = report.findings  # and nothing about gradients that become zero
     assert (finding.code, finding.severity) == ("IST809", "error")
-    assert finding.message.startswith(f"the {what} of this batch are not finite, in float32 either: ")
+    assert finding.message.startswith(f"the {what} of this batch are not finite, even in float32: ")
     assert "test_ist809.py:" in finding.cause
 
 

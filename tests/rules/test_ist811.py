@@ -65,7 +65,7 @@ def test_a_bound_that_16_bits_round_to_1(name: str, dtype: torch.dtype) -> None:
     assert not value.grad.isfinite().all(), "the real gradient is what the rule says"
     inputs = {"hidden": torch.ones(2, 4, dtype=dtype)}
     (finding,) = find(traced(Pooled(guard, dtype), inputs, phases=("forward",)))
-    assert f"a bound of {bound} in {str(dtype)[6:]}: the clamp keeps {bound.split()[-1]}" in finding.message
+    assert f"a bound of {bound} in {str(dtype)[6:]}: the clamp returns {bound.split()[-1]}" in finding.message
     assert finding.fixes[0].description.startswith(
         f"write {instead}.finfo({dtype}).eps) instead of {bound.split()[0]}"
     )

@@ -155,7 +155,7 @@ def test_a_damaged_file_is_measured_again_and_a_full_disk_is_said(monkeypatch: p
     file.parent.rmdir()
     file.parent.write_text("a file where the folder would be")
     choice = choose(weight(), None, SHAPE, timer=clock(1, 2), card=CARD)
-    assert f"measured now, not kept: [Errno 17] File exists: '{file.parent}'" in choice.text
+    assert f"measured now, not stored: [Errno 17] File exists: '{file.parent}'" in choice.text
 
 
 @pytest.mark.parametrize(("tokens", "stands"), [(0, 256), (300, 512), (512, 512), (100_000, 2048)])

@@ -324,7 +324,7 @@ def test_bytes_that_have_changed_are_found_and_an_older_checkpoint_is_taken(run:
     path.write_bytes(content)
     outcome, text = train(run, "--resume_from_checkpoint", "true")
     assert (
-        f"note: {path.parent} is not complete: adapter_model.safetensors has other bytes than were saved"
+        f"note: {path.parent} is not complete: adapter_model.safetensors differs from the file that was saved"
         in text
     )
     assert f"resuming from {run / 'out' / 'checkpoint-1'}" in text

@@ -102,7 +102,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """Prediction of how the program `consumer` uses an adapter with `model`; `notes` lists flags that it needs."""
+    """Prediction of how the program `consumer` uses an adapter with `model`. `notes` lists the flags that the program needs."""
 
     adapter: str
     consumer: str

@@ -221,7 +221,7 @@ def _gguf_names(names: Iterable[str], architecture: Architecture, config: Any) -
     unnamed = [name for name, keys in names_in_file.items() if None in keys]
     if unnamed:
         what = f"parameters that have no name in GGUF: {listed(unnamed)}"
-        raise _refused(what, f"only parameters that llama.cpp knows for {architecture.name}")
+        raise _refused(what, f"only parameters that llama.cpp has for {architecture.name}")
     return names_in_file
 
 

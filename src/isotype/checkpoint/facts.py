@@ -98,7 +98,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters; leave out names in which a part between dots starts with one of `adapters`."""
+    """Yield the stored parameters, except those of adapters: a part of their name (between dots) starts with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

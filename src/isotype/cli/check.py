@@ -1,4 +1,4 @@
-"""`isotype check`: trace one training step on fake tensors, judge it and print the report."""
+"""`isotype check`: trace one training step on fake tensors, check it and print the report."""
 
 from __future__ import annotations
 

@@ -143,16 +143,14 @@ def quality_parser() -> Parser:
     )
     add = parser.add_argument
     add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
-    add(
-        "--data", help="a data set to measure on, in the form of --dataset_name; default: isotype's own texts"
-    )
+    add("--data", help="a data set to measure on, as in --dataset_name; default: isotype's own texts")
     add("--tokens", type=int, default=256, help="number of tokens to measure on (default 256)")
     add(
         "--exact",
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats for which one more forward measures all layers together (default nf4); for other formats, the results of the layers are added",
+        help="formats for which one more forward measures all layers together (default nf4); for other formats, the results of the single layers are added",
     )
     add("--device", help="device to compute on (default cpu)")
     add("--revision", help="branch, tag or commit of a hub id")

@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--steps", type=int, default=1, metavar="N", help=steps)
     add(
         "--device",
-        help="the device profile (t4, h100) for which the step is judged; default: the device in use",
+        help="the device profile (t4, h100) for which the step is checked; default: the device in use",
     )
     add(
         "--preflight-seconds",

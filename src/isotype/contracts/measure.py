@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=KINDS)
     parser.add_argument("-o", "--output", type=Path, required=True, help=file)
     parser.add_argument(
-        "--base", help="write only the operators that differ from this table of isotype (cpu-avx2)"
+        "--base", help="write only the operators that differ from this table (such as cpu-avx2)"
     )
     parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's examples")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

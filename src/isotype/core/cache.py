@@ -27,7 +27,7 @@ def default_cache_dir() -> Path:
         return folder
     instead = _temporary()
     logger.warning(
-        f"nothing can be kept in {folder} ({why}): {instead} is used until this process ends; "
+        f"nothing can be stored in {folder} ({why}): {instead} is used until this process ends; "
         "set ISOTYPE_CACHE to a folder that can be written"
     )
     os.environ["ISOTYPE_CACHE"] = str(instead)  # for child processes
@@ -35,7 +35,7 @@ def default_cache_dir() -> Path:
 
 
 def prepare_library_caches() -> None:
-    """Point Hugging Face's libraries to a temporary folder if their cache is not writable.
+    """Let Hugging Face's libraries use a temporary folder if their cache is not writable.
 
     Call this function before the libraries are imported; otherwise, the libraries raise errors during a command. Models
     are still read from a cache that is readable but not writable; only data sets and modules move to the temporary
@@ -50,19 +50,19 @@ def prepare_library_caches() -> None:
         moved = {
             name: str(instead / subfolder) for name, subfolder in names.items() if name not in os.environ
         }
-        what = "data sets are kept"
+        what = "data sets are stored"
     else:
-        moved, what = {"HF_HOME": str(instead)}, "downloads of Hugging Face's libraries are kept"
+        moved, what = {"HF_HOME": str(instead)}, "downloads of Hugging Face's libraries are stored"
     os.environ.update(moved)
     if moved:
         logger.warning(
-            f"nothing can be kept in {folder} ({why}): {what} in {instead} until this process ends; "
+            f"nothing can be stored in {folder} ({why}): {what} in {instead} until this process ends; "
             "set HF_HOME to a folder that can be written"
         )
 
 
 def why_unusable(folder: Path) -> str:
-    """Return why a folder (or its first existing parent) is not writable, as a clause; "" if it is writable."""
+    """Return a clause that says why a folder (or its first existing parent) is not writable; "" if it is writable."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryDirectory(prefix=".isotype-", dir=existing):

@@ -1,8 +1,8 @@
-"""Check a local or hub data set, then build it in the form that a trainer takes.
+"""Check a local or hub data set, then build it in the format that a trainer takes.
 
-Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. Of parquet files,
-directories of `save_to_disk` and hub data sets, the columns, the first 1000 rows, and later rows with empty values or
-faulty chats are checked; of streams, only the columns and the first 1000 rows.
+Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. For parquet
+files, directories of `save_to_disk` and hub data sets, the columns, the first 1000 rows, and later rows with empty values
+or faulty chats are checked. For streams, only the columns and the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Prepared:
         files, digest: the text files and their digests.
         shapes: types of the columns in text files.
         reading: how rows of text files are converted.
-        first: first row in the form that the trainer takes.
+        first: first row in the format that the trainer takes.
         notes: lines for the user.
     """
 
@@ -147,7 +147,7 @@ def _prepare_text(files: tuple[Path, ...], job: Job, columns: Sequence[str] | No
         records = _with_pictures(records, pictures)
     result = survey(records, job.method, job.text_field, cells=cells)
     if pictures and result.findings:
-        # Rows without images may differ in form from rows with images: read all in the form of the latter.
+        # Rows without images may differ in format from rows with images: read all in the format of the latter.
         pictured = dataclasses.replace(job, reading=dataclasses.replace(job.reading, pictured=True))
         records = _with_pictures(_records(files, pictured, columns), {})
         again = survey(records, job.method, job.text_field, cells=cells)
@@ -308,7 +308,7 @@ Parts = Sequence[tuple[str, int | None]]
 
 
 def opened(dataset: Any, parts: Parts, job: Job, columns: Sequence[str] | None = None) -> Prepared:
-    """Check the first rows of each part of a `datasets` data set, and return it in the form that the trainer takes."""
+    """Check the first rows of each part of a `datasets` data set, and return it in the format that the trainer takes."""
     if columns is not None:
         dataset = dataset.select_columns([name for name in columns if name in dataset.column_names])
     # A streamed data set may have no column names before its first row is read.

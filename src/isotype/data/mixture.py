@@ -132,7 +132,7 @@ def _from_hub(entry: Any, job: Job, only: Sequence[str] | None, streaming: bool)
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Convert the parts to one form if they differ: texts become messages, or prompts with completions conversations."""
+    """Convert the parts to one format if they differ: texts become messages, or prompts and completions become conversations."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
@@ -157,7 +157,7 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
         f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if text else ''}"
         for part, names, text in zip(parts, required, plain, strict=True)
     )
-    expected = "data sets of one form (for sft, also conversations beside prompts and completions)"
+    expected = "data sets of the same format (for sft, also conversations beside prompts and completions)"
     fix = "train on the data sets one after the other, or rename an entry's columns with `columns`: {prompt: question, completion: answer}"
     raise data_error("datasets", [Problem(held, expected, fix)])
 

@@ -1,6 +1,6 @@
 """Move the images of a row into one column `images`, each with a place `{"type": "image"}` in a message.
 
-The input has one of these forms:
+The input has one of these formats:
 
 - TRL: a column of images, and places in messages. If there are no places, the images precede the first question.
 - OpenAI and axolotl: the images are in the messages.
@@ -50,7 +50,7 @@ def with_places(
     Args:
         folder: folder to which paths of images are relative; None for a stored data set.
         listed: True if a single image in a column `image` moves into the list `images`.
-        pictured: True if a row without images gets the same form as a row with images.
+        pictured: True if a row without images gets the same format as a row with images.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
     if not pictured and not any(part.get("type") in PART_KINDS for part in _parts(row)):

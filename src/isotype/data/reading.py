@@ -1,4 +1,4 @@
-"""Convert rows of a data set to the form that a trainer takes: names of columns, roles of messages, images, labels."""
+"""Convert rows of a data set to the format that a trainer takes: names of columns, roles of messages, images, labels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def column_map(value: object, origin: str) -> ColumnMap | None:
 
 
 def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Parse `alpaca` or pairs `prompt=question,completion=answer`; return None if `text` is None. Raise DataError otherwise."""
+    """Parse `alpaca` or pairs `prompt=question,completion=answer`. Return None for None, and raise DataError for other texts."""
     if text is None:
         return None
     if text in PRESETS:
@@ -109,7 +109,7 @@ class Reading:
         prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.
         listed: True if a single image of a stored data set becomes a list, as in text files.
-        pictured: True if rows without images take the form of rows with images.
+        pictured: True if rows without images take the format of rows with images.
     """
 
     method: str
@@ -132,7 +132,7 @@ class Reading:
         return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
     def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
-        """Return the row in the form that the trainer takes, or the problem with it.
+        """Return the row in the format that the trainer takes, or the problem with it.
 
         Args:
             names: counter for the speakers of {from, value} messages, see `standard_chats`.

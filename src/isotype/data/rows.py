@@ -307,10 +307,10 @@ def read_rows(
     reading: Reading | None = None,
     names: Counter[str] | None = None,
 ) -> Iterator[Record]:
-    """Return an iterator over (line, row or Problem) of one file.
+    """Yield (line, row) of one file, or (line, Problem) for an unreadable row.
 
     Cells of a CSV file are text in the columns `textual`; cells of other columns may become numbers or bools. A
-    `reading` converts the rows to the form that a trainer takes; `names` counts speakers, see `Reading.apply`.
+    `reading` converts the rows to the format that a trainer takes; `names` counts speakers, see `Reading.apply`.
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()

@@ -1,4 +1,4 @@
-"""Convert conversations in ShareGPT's form ({from, value} messages) to messages with the roles of chat templates.
+"""Convert conversations in ShareGPT's format ({from, value} messages) to messages with the roles of chat templates.
 
 The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
 the keys of messages, so that templates write `<|im_start|>gpt`, a role that models were not trained with.
@@ -126,7 +126,7 @@ def _message(column: str, message: Row) -> Row | Problem:
 
 
 def _calls(text: str) -> list[Row] | None:
-    """Convert a JSON text to tool calls in the form that chat templates use; return None if the text is no call."""
+    """Convert a JSON text to tool calls in the format that chat templates use; return None if the text is no call."""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):

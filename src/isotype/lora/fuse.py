@@ -200,7 +200,7 @@ class FusionReport:
             lines.append(f"rotary: one function rotates queries and keys in each of {layers}")
         if self.copies:
             size = format_bytes(self.copied_bytes)
-            lines.append(f"kept: dense copies of {plural(self.copies, 'base weight')}, {size}")
+            lines.append(f"stored: dense copies of {plural(self.copies, 'base weight')}, {size}")
         lines += self.fallbacks
         for kernel_name in sorted({kernel.name for kernel in self.kernels.values() if kernel.functions}):
             operations = (name for name, kernel in self.kernels.items() if kernel.name == kernel_name)

@@ -118,7 +118,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """In the `with` block, let `unpadded` remove the same padding from fake batches as for `bare`. None removes none."""
+    """In the `with` block, `unpadded` removes the padding of a fake batch as in the batch `bare`. None removes no padding."""
     return _holding(_traced, bare)
 
 

@@ -39,7 +39,7 @@ class BoundarySettings:
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
     - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast
       to `compute`, also in evaluation and generation, because every matmul in a float32 residual stream needs autocast.
-    - `"inputs"`: for towers that encode images or sound. Float inputs, which come in the dtype that the processor
+    - `"inputs"`: for towers that encode images or audio. Float inputs, which come in the dtype that the processor
       chose, are cast to `result`.
 
     With a boundary of any kind, a copied 8-bit layer keeps its row scales (see `_init_8bit_state`).

@@ -19,7 +19,7 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """For each tensor with NaN or infinity, return name -> counts of both, in words."""
+    """Return name -> counts of NaN and infinity in words, for each tensor that contains one of them."""
     return {
         name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
     }

@@ -39,7 +39,7 @@ _TOKENS = re.compile(r"token_ids?$")
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
-"""The number of equal calls that a call represents in a trace, beside the repeats of its module."""
+"""The number of equal calls that a call represents in a trace, in addition to the repeats of its module."""
 
 
 @contextmanager
@@ -121,12 +121,12 @@ def _source(forward: Callable[..., Any]) -> str:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """For each layer in a folded list, return its full name -> number of layers that it represents."""
+    """Return full name -> number of represented layers, for each layer in a folded list."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """For each module, return name -> number of modules of the original model that it represents."""
+    """Return name -> number of represented modules of the original model, for each module."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))

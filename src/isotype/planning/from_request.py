@@ -20,7 +20,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
 from isotype.core.formats import ASKED
 from isotype.core.json_records import Names, text_of
-from isotype.core.names import format_bytes, grouped
+from isotype.core.names import format_bytes, grouped, plural
 from isotype.core.random_states import random_states_kept
 from isotype.model.recompute import CHECKPOINTING
 from isotype.model.targets import ADAPTED, choose_targets
@@ -450,6 +450,6 @@ def words_of(row: Row) -> str:
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
     room = "" if row.room is None else f" of the {format_bytes(row.room)} that it may use"
     return (
-        f"planned: {row.storage}, {row.rows} of {row.length:,} tokens{times}, checkpointing {row.checkpointing}: "
+        f"planned: {row.storage}, {plural(row.rows, 'row')} of {row.length:,} tokens{times}, checkpointing {row.checkpointing}: "
         f"{format_bytes(row.peak)}{room}{foreseen}"
     )

@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> Row | None:
-    """Return the first row that fits: with fewer rows at once, then with recomputation, other storage or shorter rows."""
+    """Return the first row that fits: with a smaller micro-batch, then with recomputation, other storage or shorter rows."""
     step = request.step
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
     tries = [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]

@@ -118,8 +118,8 @@ def mix(
             bytes than in nf4.
 
     Returns:
-        The request with the format that the model as a whole reports and the layers in other formats; and a sentence with
-        the number of layers in each format, their bytes, and the estimated damage in nats per token.
+        A request whose `quantization` is the format of most layers, with the layers in other formats; and a sentence with the
+        number of layers in each format, their bytes, and the estimated damage in nats per token.
 
     Raises:
         PrecisionError: even the smallest formats exceed `base_memory`.

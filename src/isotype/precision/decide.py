@@ -325,12 +325,12 @@ def _auto_compute(
 ) -> tuple[torch.dtype, str]:
     trained, best = facts.trained_dtype, profile.best_dtype()
     if trained is None or trained not in COMPUTE_DTYPES:
-        return best, f"the best that {profile.title} runs natively; the checkpoint names no dtype"
+        return best, f"the best dtype that {profile.title} runs natively; the checkpoint names no dtype"
     name = dtype_name(trained)
     if trained == torch.float32 and storage_format and best != torch.float32:
         return best, (
-            f"{storage_format} weights are rounded already, so float32 matmuls would keep nothing that "
-            f"{dtype_name(best)} ones lose, and would be slower"
+            f"{storage_format} weights are rounded already, so float32 matmuls would be slower "
+            f"and no more precise than {dtype_name(best)} matmuls"
         )
     if profile.supports(trained) == "native":
         return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
@@ -350,7 +350,7 @@ def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tupl
 
 
 _DENSE = (
-    "; towers and projectors stay {}: they are a small part of the weights, and every token of an image or of sound passes through them "
+    "; towers and projectors stay {}: they are a small part of the weights, and every image or audio token passes through them "
     "(--quantized_parts all quantizes them)"
 )
 

@@ -38,7 +38,7 @@ class Measurement:
         try:
             values: dict[str, Any] = json.loads(text)
             if values.pop(key) != number:
-                raise ValueError(f"not a measurement of layout {number}")
+                raise ValueError(f"its {key} is not {number}")
             measurement: Self = decoded(values, cls)
             measurement.require_whole()
             return measurement

@@ -42,7 +42,7 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
         if not targets:
             take_back(undos)
             raise UsageError.of(
-                "the fix does not fit this model",
+                "the fix does not apply to this model",
                 f"{action.kind} {action.target!r}",
                 f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}",
                 "repair the model that was checked",

@@ -20,7 +20,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Kind = Literal[
     "step",  # dtypes of the step
-    "untraced",  # a part of the step that was not traced or not judged
+    "untraced",  # a part of the step that was not traced or not checked
     "memory",  # fit of the step in the device's memory
     "device",  # missing or slow features of the device, for any step
     "versions",  # installed libraries

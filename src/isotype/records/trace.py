@@ -245,7 +245,7 @@ class Weight:
         pinned: whether the model's author keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of equal layers' weights for which this weight stands if equal layers are traced once.
+        repeats: number of equal layers' weights that this weight represents if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
         exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
@@ -299,7 +299,7 @@ class Setup:
         room: memory limit of the step, with its reason; None for the device's limit.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
-        towers: names of the parts of the model that process only images or sound.
+        towers: names of the parts of the model that process only images or audio.
         data: known facts about the data set's rows in words; "" if no data set was opened.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
         ranges: measured value ranges; None if not measured.
@@ -467,7 +467,7 @@ def _lines(trace: Trace) -> Iterator[str]:
         path = tuple(name for i in range(len(names)) if (name := ".".join(names[: i + 1])) in trace.modules)
         for depth, name in enumerate(path, 1):
             if path[:depth] != entered[:depth]:
-                times = f"   stands for {call.repeats}" if depth == len(path) and call.repeats > 1 else ""
+                times = f"   represents {call.repeats}" if depth == len(path) and call.repeats > 1 else ""
                 yield f"{'  ' * depth}{name} ({trace.modules[name]}){times}"
         entered = path
         yield f"{'  ' * (len(path) + 1)}{_words(call)}"

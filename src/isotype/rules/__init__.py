@@ -21,7 +21,7 @@ FAMILIES: Mapping[str, str] = {
     "IST6": "hardware and versions",
     "IST7": "distributed",
     "IST8": "range",
-    "IST9": "dependence: who reaches whom",
+    "IST9": "dependence: which inputs change which outputs",
 }
 """The topic of each family of rules. The rules of a family have codes that start with the same prefix."""
 
@@ -83,7 +83,7 @@ def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
     try:
         yield from (replace(finding, kind=rule.kind, code=rule.code) for finding in rule.find(trace))
     except Exception as error:  # noqa: BLE001 - the other rules' findings count; this failure is reported
-        yield unjudged(f"the rule {rule.code} could not judge the step", error, f"{rule.code}: ")
+        yield unjudged(f"the rule {rule.code} could not check the step", error, f"{rule.code}: ")
 
 
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:

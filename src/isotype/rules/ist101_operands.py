@@ -32,4 +32,4 @@ from isotype.rules.kit.groups import Claim
 TITLE = "Activations whose dtype differs from that of the weights"
 CLAIMS = (Claim("rest", lambda broken: True),)
 
-find = contract_rule(__name__, "{given} instead of {expected} in an operator that takes one dtype")
+find = contract_rule(__name__, "{given} instead of {expected} in an operator that requires equal dtypes")

@@ -44,4 +44,4 @@ def _takes_an_adapter(broken: Broken) -> bool:
 
 CLAIMS = (Claim("operand", _takes_an_adapter),)
 
-find = contract_rule(__name__, "{given} instead of {expected} at an adapter")
+find = contract_rule(__name__, "{given} instead of {expected} in an adapter")

@@ -31,4 +31,4 @@ from isotype.rules.kit.groups import SCATTERS, Claim
 TITLE = "A scatter whose source has another dtype than its destination"
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)
 
-find = contract_rule(__name__, "{given} instead of {expected} in a scatter, which takes one dtype")
+find = contract_rule(__name__, "{given} instead of {expected} in a scatter, which requires equal dtypes")

@@ -2,7 +2,7 @@
 **What it means.** The operands have one dtype, but the device has no kernel for it.
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and
-some losses exist in float32 and float64 only; so do products with a sparse matrix on a GPU. Other operators do not support float16 on a CPU, or bfloat16 on an older
+some losses exist in float32 and float64 only. On a GPU, so do products with a sparse matrix. Other operators do not support float16 on a CPU, or bfloat16 on an older
 GPU. On a GPU, autocast refuses `binary_cross_entropy` in any dtype, because the logarithm of a rounded probability
 can overflow.
 
@@ -70,7 +70,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             if cause.kind == "conversion" and _TAKES_INTEGERS.search(cause.name):
                 continue  # with integers, the operator that returns this operand returns integers
             stored = cause.kind in ("buffer", "parameter")
-            what = f"keep the integers of {cause.name}, which a cast to {dtype} rounds"
+            what = f"keep {cause.name} as integers: a cast to {dtype} rounds them"
             masks = what if stored else f"use bool or integer tensors at {where}"
             finding = replace(finding, fixes=(advice(finding.source, masks),))
         if "sparse" in finding.op and trace.setup.autocast is not None:  # autocast would cast float32 again

@@ -73,7 +73,7 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
     message = (
         f"label {index} is not one of {size} classes"
         if labels
-        else f"index {index} is outside of {size} rows"
+        else f"index {index} is out of range for {size} rows"
     )
     at = f" at {short(cause.source)}" if cause.source else ""
     whose = (

@@ -1,6 +1,6 @@
 """
-**What it means.** The step raised an error, which ended the trace. No operator's contract (the dtypes that it accepts)
-explains the error. Only the part of the step before the error was checked.
+**What it means.** The step raised an error, which ended the trace. The dtypes that operators
+accept do not explain the error. Only the part of the step before the error was checked.
 
 **Why it happens.** One of these:
 

@@ -81,14 +81,14 @@ def _groups(trace: Trace) -> list[list[_Wide]]:
     """Group the matmuls in a wide dtype by cause. A matmul of the backward joins the group of the same line in the forward."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    # Adapters are wide on purpose, IST404 judges quantized layers, and by_ranges needs float32 for large values.
+    # Adapters are wide on purpose, IST404 reports quantized layers, and by_ranges needs float32 for large values.
     exempt = {weight.module for weight in trace.weights if weight.adapter or weight.quantization is not None}
     exempt |= {call.module for call in trace.calls if base_name(call.module) in trace.by_ranges}
     broken = {call.module for call in trace.breaches()}
     routers = {(product.module, product.source) for product, _, _ in router_products(trace)}
     for call in trace.calls:
         if (call.module, call.source) in routers or call.module in broken:
-            continue  # the rules of routers and of broken contracts judge them
+            continue  # the rules of routers and of broken contracts report them
         wide = _wide(trace, call, exempt)
         if wide is None:
             continue

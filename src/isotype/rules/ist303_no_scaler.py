@@ -65,7 +65,8 @@ def find(trace: Trace) -> Iterator[Finding]:
             if unused is not None:
                 message += f": the first update turns rows of {unused.name} into NaN"
                 notes.insert(
-                    1, f"{unused.name} has more rows than the batch has tokens: the others' gradient is zero"
+                    1,
+                    f"{unused.name} has more rows than the batch has tokens: unused rows have zero gradients",
                 )
     elif _backward_in_float16(trace):
         message = "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero"
@@ -102,7 +103,7 @@ def _measured(trace: Trace) -> Iterator[str]:
     shares = flushed(trace)
     if shares is not None:
         yield (
-            f"measured: {100 * shares.plain:.0f} % of the gradients' values become zero, and "
+            f"measured: {100 * shares.plain:.0f} % of the gradient values become zero without loss scaling, and "
             f"{100 * shares.scaled:.0f} % at a loss scale of 65536"
         )
 

@@ -27,8 +27,8 @@ only some parameters have a gradient, there is no error, but the parameters with
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
 **What is not reported.** Parameters that the step does not use, such as experts that get no tokens. Parameters of the
-base model that do not affect the loss, unless a line of your code detaches their results. Gradients that are removed
-from a part of the parameters. Adapters that do not affect the loss get a note, as in the pooling head of a vision tower.
+base model that do not affect the loss, unless a line of your code detaches their results. Code that removes the
+gradients of only some parameters. Adapters that do not affect the loss get a note, as in the pooling head of a vision tower.
 
 **How safe is the fix?** The fix is safe, because hidden states that require gradients have the same values.
 
@@ -80,8 +80,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     left_out = _left_out(trace, ignored)
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
-        how = "keep these parameters switched on (by the context manager or the flag) until the backward ends; with use_reentrant=False, checkpointing would raise an error"
-        cause = f"the forward uses {_named(left_out)}; gradient checkpointing does not use it when it computes the layer again"
+        how = "keep these parameters enabled until the backward ends; with use_reentrant=False, checkpointing would raise an error"
+        cause = f"the forward uses {_named(left_out)}; the recomputation of gradient checkpointing does not"
         yield _finding(trace, None, left_out, cause, (advice("use_reentrant", how),))
     if unused and refused is None and trace.reached:  # the pooling head of a vision tower
         how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
@@ -183,7 +183,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
         named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
         if unseen_towers(trace):
-            how = "train on rows with images or sound, or adapt the language model, too"
+            how = "train on rows with images or audio, or adapt the language model, too"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
     how = "compute the loss without detach(), .data, tolist() or numpy()"
     return _finding(

@@ -7,9 +7,9 @@
 
 **Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling, the
 gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides most of
-the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised. An
-optimizer step with scaled gradients is up to 65,536 times too large for SGD, and skips no step with infinite gradients.
-An optimizer step with gradients that were divided, but not multiplied, is 65,536 times too small for SGD.
+the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised. With
+scaled gradients, a step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped. With
+gradients that were divided by the scale, but never multiplied, a step of SGD is 65,536 times too small.
 
 **An example that costs**
 

@@ -40,15 +40,15 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, names, trained
 from isotype.rules.kit.words import advice, and_others
 
-TITLE = "Choices of what is trained that have no effect"
+TITLE = "Training settings that have no effect"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     warning = partial(Finding, "warning")
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
-        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of no module that ran with gradients: they were replaced later, or ran in torch.no_grad()"
-        how = "create the optimizer after the last change of the model, with all parameters to train; freeze the others (requires_grad_(False)) to save their gradients"
+        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were replaced later, or ran in torch.no_grad()"
+        how = "create the optimizer after the last change of the model, with all parameters to train; freeze the others (requires_grad_(False)) to save the memory of their gradients"
         yield warning(
             f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters",
             phase="optimizer",
@@ -67,6 +67,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.unmatched:
         yield warning(
             f"names of modules that the adapter should train match no module: {', '.join(trace.unmatched)}",
-            cause="PEFT leaves out names in target_modules and modules_to_save that match nothing, if another name matches",
+            cause="PEFT ignores a name in target_modules or modules_to_save that matches nothing, if another name matches",
             fixes=(advice("target_modules", "give the names that model.named_modules() yields"),),
         )

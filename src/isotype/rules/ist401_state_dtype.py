@@ -55,14 +55,14 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         [step for operand in call.operands for step in operand.origin.path()] for call in trace.breaches()
     ]
     crashes = sum(any(step.kind == "state" or "dequantize" in step.name for step in path) for path in paths)
-    to_compute = f"let the quantization states dequantize to {dtype_name(compute)}"
+    to_compute = f"set the dtype of the quantization states to  {dtype_name(compute)}"
     return finding_of(
         "error" if crashes else "warning",
         f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
         f"but the layers compute in {dtype_name(compute)}",
         weights,
-        cause=f"the quantization state of {named(weights[0].module)} names {dtype_name(state)}",
-        notes=(f"{crashes} operators with the dequantized weight fail",)
+        cause=f"the quantization state of {named(weights[0].module)} has the dtype {dtype_name(state)}",
+        notes=(f"{crashes} operators that use the dequantized weight fail",)
         if crashes
         else (
             "the layers cast each dequantized weight; other code that dequantizes these weights would fail",

@@ -4,7 +4,7 @@ policy requests this dtype.
 
 **Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and runs at the float32 rate, but
 has no more digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights
-become zero. A float16 checkpoint that is loaded in bfloat16 loses three of eleven bits of each weight.
+become zero. A float16 checkpoint that is loaded in bfloat16 loses three of the eleven significant bits of each weight.
 
 **Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader
 with a fixed dtype has cast the weights, or `.float()` or `.half()` has cast them after loading. Or the dtype in the
@@ -54,7 +54,7 @@ _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
         "warning",
         "values above 65,504 become infinite, and small values become zero",
     ),
-    (torch.float16, torch.bfloat16): ("note", "three of eleven bits of each weight are gone"),
+    (torch.float16, torch.bfloat16): ("note", "each weight loses three of its eleven significant bits"),
 }
 """For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and a description of the loss."""
 

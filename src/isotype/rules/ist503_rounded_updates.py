@@ -57,7 +57,7 @@ from isotype.rules.kit.words import actions, advice
 
 TITLE = "An in-place addition to a 16-bit weight"
 
-_LOST = "what is smaller than half a rounding step is lost"
+_LOST = "an update below half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
 """PEFT 0.21 adds an adapter to the stacked weights of experts with this operator (`_LoraFactorsProxy`)."""
@@ -137,7 +137,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterab
         source=call.source,
         cause=f"{weights[0].name} is {dtype_name(dtype)}, and an operand of the {in_place}addition at {short(call.source)}",
         notes=(
-            f"{dtype_name(dtype)} loses an update below 1/{2 * share} of a value, and some below 1/{share}",
+            f"{dtype_name(dtype)} loses every update below 1/{2 * share} of a value, and some updates below 1/{share}",
         ),
         fixes=tuple(fixes),
     )

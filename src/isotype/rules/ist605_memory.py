@@ -72,7 +72,7 @@ _PREDICTIONS = (
 )
 _SIZES: Mapping[Phase, tuple[str, str]] = {
     "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
-    "rollout": ("the number of rows that are generated at once", "generation_batch_size"),
+    "rollout": ("the number of rows that are generated together", "generation_batch_size"),
 }
 _DEVICES = (2, 4, 8, 16, 32, 64)
 

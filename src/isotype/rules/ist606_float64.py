@@ -94,7 +94,7 @@ def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> 
         calls,
         cause=cause_text(origins[0], trace.owners),
         notes=(
-            *((f"{plural(more, f'more {origins[0].kind}')} likewise",) if more else ()),
+            *((f"{plural(more, f'more {origins[0].kind}')} in float64",) if more else ()),
             trace.setup.profile.reason(torch.float64),
         ),
         fixes=tuple(_fixes(origins)),

@@ -49,16 +49,16 @@ def find(trace: Trace) -> Iterator[Finding]:
         what = f"only some batches run {listed(reach.skipped, 3)}"
         how = "add a row that runs these modules, with labels of -100, to every batch that does not run them"
     else:
-        what = "the gradients of some batches do not reach the same modules"
-        how = "let every batch use all trained modules: it is enough to add 0 times their result to the loss"
+        what = "the gradients of different batches reach different modules"
+        how = "let every batch use all trained modules, or add 0 times their outputs to the loss"
     notes = ["measured on the first batches of the training data"]
     if reach.parting is not None:
-        first, other = (call or "is at its end" for call in (reach.parting.first, reach.parting.other))
+        first, other = (call or "ends its step" for call in (reach.parting.first, reach.parting.other))
         place = f"in collective {reach.parting.at + 1} of the step"
-        notes.insert(0, f"{place} one process {first}, and another {other} (FSDP2 with a fake process group)")
+        notes.insert(0, f"{place}, one process {first}, another {other} (FSDP2 with a fake process group)")
     yield Finding(
         "error",
-        f"{what}: processes that share the model wait for each other",
+        f"{what}: the processes of a sharded model wait for each other",
         module=reach.skipped[0] if reach.skipped else "",
         cause="when a module runs, FSDP gathers the module's weights in all processes together",
         notes=tuple(notes),

@@ -58,7 +58,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"torch.arange returns {count:,} numbers in {name}: some neighbours are equal",
             calls,
             cause=f"torch.arange in {name} at {short(source)}",
-            notes=(f"{name} holds every whole number up to {_EXACT[dtype]:,}",),
+            notes=(f"{name} represents every integer up to {_EXACT[dtype]:,}",),
             fixes=(
                 fix(f"count in float32 at {short(source)}", "line", (source,), "float32"),
                 advice(source, f"count in integers, and cast the results to {name}"),

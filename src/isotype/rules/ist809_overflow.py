@@ -101,7 +101,7 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
     how = f"keep zeros and large numbers from {where}: {_GUARDS}"
     return Finding(
         "error",
-        f"the {what} of this batch are not finite, in {ranges.dtype} either: {_short(operator.op)} returns {returns}",
+        f"the {what} of this batch are not finite, even in {ranges.dtype}: {_short(operator.op)} returns {returns}",
         module=operator.module,
         op=operator.op,
         phase=operator.phase,
@@ -125,7 +125,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
         f"{_short(first.call.op)} {end} {what} up to {value} in float16: headroom {first.headroom:.2g}",
         [first.call],
         places=tuple(dict.fromkeys(value.module for value in beyond)),
-        cause=f"{what} of {named(first.module)} reach {value}, and float16 ends at 65,504",
+        cause=f"{what} of {named(first.module)} reach {value}, and float16's largest number is 65,504",
         notes=tuple(_notes(trace, ranges, beyond)),
         fixes=tuple(_fixes(trace, ranges)),
     )

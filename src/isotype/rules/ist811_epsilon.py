@@ -59,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         at = f" at {short(first.source)}" if first.source else ""
         if whole := round(number):
             written = f"a bound of {number:.15g}"
-            effect = f"the clamp keeps {whole}, where log(1 - x), atanh and acos have no finite gradient"
+            effect = f"the clamp returns {whole}, where log(1 - x), atanh and acos have no finite gradient"
             instead = f"{'-' * (number < 0)}(1 - torch.finfo({dtype}).eps)"
         else:
             written = f"an epsilon of {number:g}"

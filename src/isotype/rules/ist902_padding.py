@@ -31,7 +31,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import leak_finding, leak_of, where
 from isotype.rules.kit.words import advice
 
-TITLE = "Padding that is read"
+TITLE = "Padding that changes predictions"
 KIND = "wiring"
 
 

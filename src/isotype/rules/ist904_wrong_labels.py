@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
     padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"
     pictures = (
-        "at tokens that stand for images or sounds",
+        "at image or audio tokens",
         "labels[labels == image_token_id] = -100",
     )
     for count, what, (place, how) in (

@@ -1,5 +1,5 @@
 """
-**What it means.** An input that should affect the predictions has no effect: an image, a sound, or an attention
+**What it means.** An input that should affect the predictions has no effect: an image, an audio clip, or an attention
 mask. The model is trained on the text alone.
 
 **Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the image,

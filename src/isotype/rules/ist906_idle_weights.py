@@ -57,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     what = (
         "nothing that is trained reaches the loss"
         if whole
-        else f"{len(names)} of {plural(len(trained), 'kind')} of trainable weights reach no loss"
+        else f"{len(names)} of {plural(len(trained), 'group')} of trainable weights reach no loss"
     )
     why = next((unused.why for unused in idle if unused.why), "")
     shown = and_others(names)
@@ -85,7 +85,7 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
     if names:
         yield Finding(
             "note",
-            f"{plural(len(names), 'kind')} of trainable weights get no gradient from this batch: {and_others(names)}",
+            f"{plural(len(names), 'group')} of trainable weights get no gradient from this batch: {and_others(names)}",
             module=names[0].rpartition(".")[0],
             phase="backward",
             cause="this batch does not run the modules, or nothing uses their results",

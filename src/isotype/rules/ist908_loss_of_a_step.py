@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         "error" if accumulates else "note",
         "the loss ignores the number of labels in the step"
         + (": the gradients grow with the number of micro-batches" if accumulates else ""),
-        cause="the loss is the same, to the last digit, with twice the num_items_in_batch",
+        cause="the loss does not change, to the last digit, if num_items_in_batch doubles",
         notes=(measured_on(reach),),
         fixes=(advice("num_items_in_batch", how),),
     )

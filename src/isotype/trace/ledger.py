@@ -126,7 +126,7 @@ class Ledger:
             self._change("activations", size)
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply what a forward without a backward leaves in memory beside its outputs: a cache of keys and values."""
+        """Multiply the memory that a forward without a backward keeps besides its outputs, such as a key-value cache."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)
@@ -172,7 +172,7 @@ class Ledger:
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return each phase's peak, and the timeline, of a step that is not the first.
+        """Return the peak of each phase and the timeline, for any step after the first.
 
         Args:
             states: bytes of the optimizer state that the first step creates.

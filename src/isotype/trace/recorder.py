@@ -185,7 +185,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Enter a module's forward. If the module casts to the dtype of `returns`, the result gets this origin."""
+        """Enter a module's forward. If the module casts its result to the dtype of `returns`, the result gets the origin `returns`."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -266,7 +266,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def mark_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Let the gradient of a parameter, which has one, be known as such: until now, its origin is that of an operand."""
+        """Mark `parameter.grad`, which must exist, as a gradient. Before this call, its origin is that of an operand."""
         assert parameter.grad is not None
         origin = Origin("gradient", parameter.grad.dtype, name, before=self.origin(parameter))
         self.mark(parameter.grad, origin)

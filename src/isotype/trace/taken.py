@@ -26,7 +26,7 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""For a read of `tensor.dtype`, a function mode gets a function whose `__self__` is this."""
+"""For a read of `tensor.dtype`, a function mode gets a function whose `__self__` is this object."""
 
 _MOST_FRAMES = 8
 # Number of callers in which the value of a function's parameter is searched.

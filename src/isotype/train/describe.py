@@ -129,7 +129,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """For a model with images or sound, return (part, parameters, trainable parameters, storage dtypes) of each part."""
+    """For a model with image or audio inputs, return (part, parameters, trainable parameters, storage dtypes) of each part."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:

@@ -146,7 +146,7 @@ _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
     "corda": _DATA,
     "lora_ga": _DATA,
-    "mica": "its B is not trained, which isotype's policies do not support",
+    "mica": "its matrix B is not trained, which isotype does not support",
 }
 """PEFT's initialisations that isotype refuses, each with the reason."""
 

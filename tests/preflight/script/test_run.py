@@ -250,7 +250,7 @@ def test_gradients_that_are_clipped_before_they_are_unscaled(
     )
     status, _, err = _run(capsys, str(script))
     assert status == 0
-    assert "no step was judged" not in err
+    assert "no step was checked" not in err
     assert (
         err.count("warning[IST308]: gradients are clipped while the loss scale multiplies them") == expected
     )
@@ -272,7 +272,7 @@ def test_a_script_whose_steps_are_all_skipped_is_told_so(
     )
     status, _, err = _run(capsys, "--no-preflight", str(script))
     assert status == 0
-    assert "isotype: no step was judged after it ran: gradients were unscaled, but the optimizer took" in err
+    assert "isotype: no step was checked after it ran, because the optimizer took no step" in err
 
 
 _LOOP = """
@@ -338,7 +338,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "model[1] = torch.nn.Linear(8, 1)",
             _PLAIN_STEP,
             "IST309]: no optimizer updates 2 of 4 trainable parameters",
-            "SGD holds 2 parameters of no module that ran with gradients",
+            "SGD holds 2 parameters of modules that did not run with gradients",
         ),
         (
             "optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)",
@@ -510,7 +510,7 @@ _SCALED_STEP = (
             "model = torch.nn.Linear(8, 1)",  # huggingface/diffusers #4733
             _SCALED_STEP,
             "IST309]: no optimizer updates 2 of 2 trainable parameters",
-            "SGD holds 4 parameters of no module that ran with gradients",
+            "SGD holds 4 parameters of modules that did not run with gradients",
         ),
         (
             "",
@@ -570,8 +570,8 @@ def test_a_script_that_takes_its_branch_for_the_cpu_is_told_so(
     before = torch.cuda.is_available
     status, _, err = _run(capsys, "--device", device, str(script))
     assert status == 0
-    note = f"{script}:{line} asks whether a GPU is available, and this machine has none: the step is the one that the script "
-    assert (f"{note}runs without a GPU, judged for NVIDIA A100" in " ".join(err.split())) == bool(line)
+    note = f"{script}:{line} asks whether a GPU is available, and this machine has none: isotype checks the step that the "
+    assert (f"{note}script runs without a GPU, for NVIDIA A100" in " ".join(err.split())) == bool(line)
     assert torch.cuda.is_available is before
 
 

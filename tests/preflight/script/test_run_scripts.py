@@ -407,7 +407,7 @@ def test_a_look_ahead_ends_when_its_time_is_spent(runs: Runs) -> None:
     before, _, after = err.partition("Traceback (most recent call last):\n")
     assert (status, out) == (1, "")
     assert before == (
-        "isotype: the first step was traced only up to forward of embed: 1e-09 s were spent (--preflight-seconds)\n"
+        "isotype: the first step was traced only up to forward of embed: the limit is 1e-09 s (--preflight-seconds)\n"
     )
     assert "error[IST101]" in after
     assert "safe; verified: " in after
@@ -491,4 +491,4 @@ def test_adapters_that_the_backward_computes_without_are_named_after_the_first_s
     assert ("isotype: after the first step:" in err) != kept
     if not kept:
         assert "warning[IST307]: no gradient reaches 2 of 5 trainable parameters" in err
-        assert "gradient checkpointing does not use it when it computes the layer again" in err
+        assert "the recomputation of gradient checkpointing does not" in err

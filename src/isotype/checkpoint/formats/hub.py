@@ -26,7 +26,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
         f"hub id {model_id}{at}",
         "a model on the hub (or in its local cache); no local path has this name either",
         "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
-        "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache at once",
+        "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache without a wait",
     ):
         return pretrained(AutoConfig, model_id, revision=revision or "main")
 

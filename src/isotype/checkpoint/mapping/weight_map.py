@@ -20,7 +20,7 @@ from isotype.checkpoint.mapping.stored import (
 )
 
 TURNED = "by transformers' `TensorProcessor` for GGUF files"
-"""Name of the conversion of a GGUF file's tensor: it may change the order of the values, but not their number."""
+"""Name of the conversion of a GGUF file's tensor. The conversion may change the order of the values, but not their number."""
 CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """Exceptions that transformers' conversions raise if the shapes or the number of tensors are unexpected."""
 

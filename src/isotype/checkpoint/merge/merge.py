@@ -380,7 +380,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
             "halfway between two codes may get the other code"
         )
     if adapter.policy is None and own_base:
-        as_stored = f"the base was taken as it is stored, in {policy.storage}"
+        as_stored = f"the base was used as it is stored, in {policy.storage}"
         cautions.append(f"the adapter has no precision_policy.json: {as_stored}")
     return cautions
 

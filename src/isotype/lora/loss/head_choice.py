@@ -137,7 +137,7 @@ def choose(
     except TheirsFailedError as failure:
         return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
     if not_stored is not None:
-        how += f", not kept: {not_stored}"
+        how += f", not stored: {not_stored}"
     faster = times.faster > 1
     name = "isotype's" if faster else "TRL's"
     return HeadChoice(faster, f"{name}: {times_text(times)} ({shape}; {how} on {card})")

@@ -75,7 +75,7 @@ def attention_kernel(
 ) -> Kernel | None:
     """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU of known capability.
 
-    `enabled` are the enabled kernels, see `enabled_attention`. "none": no enabled kernel takes the call.
+    `enabled` are the enabled kernels, see `enabled_attention`. Return "none" if no enabled kernel takes the call.
     """
     if not _is_known(profile):
         return None

@@ -16,11 +16,11 @@ from isotype.records.finding import in_library
 
 
 class Branch:
-    """The answer "no GPU" makes a script take its branch for the CPU, whatever device the step is judged for.
+    """The answer "no GPU" makes a script take its branch for the CPU, whatever device the step is checked for.
 
     Attributes:
         line: `file:line` of the script's first question; "" if it has not asked.
-        title: name of the device for which the step is judged.
+        title: name of the device for which the step is checked.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:

@@ -69,13 +69,13 @@ MENTIONED_FROM = 5.0
 """If the trace before the first step takes more seconds than this, a line reports it even if nothing was found."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ALL_SKIPPED = (
-    "no step was judged after it ran: gradients were unscaled, but the optimizer took no step, because the GradScaler "
-    "skipped every step (gradients that are infinite or NaN), or because the script ended first"
+    "no step was checked after it ran, because the optimizer took no step: the GradScaler skipped every step (infinite or "
+    "NaN gradients), or the script ended first"
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
 _NO_GPU = (
-    "asks whether a GPU is available, and this machine has none: the step is the one that the script runs without a GPU, "
-    "judged for"
+    "asks whether a GPU is available, and this machine has none: isotype checks the step that the script runs without a "
+    "GPU, for"
 )
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
 # Words by which torch and its libraries describe incompatible dtypes in errors.
@@ -178,7 +178,7 @@ class Diagnosis:
             self._say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
-            reason = f"{self._seconds:g} s were spent (--preflight-seconds)" if spent else failure.error
+            reason = f"the limit is {self._seconds:g} s (--preflight-seconds)" if spent else failure.error
             self._say(f"the first step was traced only up to {where}: {reason}")
         if not self._loss_traced:
             self._say("the model returns no loss: the loss that the script computes was not traced")
@@ -405,7 +405,7 @@ class Diagnosis:
         elif live:
             self._render(Report(trace, tuple(live)))
         else:
-            self._say(f"{call.op} was given dtypes that do not fit:")
+            self._say(f"{call.op} got incompatible dtypes:")
             self._print_call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:

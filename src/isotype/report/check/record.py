@@ -108,7 +108,7 @@ class Record:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Vision and audio towers that the step does not use, because its inputs contain no image or no sound."""
+        """Vision and audio towers that the step does not use, because its inputs contain no image or no audio."""
         return unseen_towers(self.trace)
 
     @property

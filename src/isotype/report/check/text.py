@@ -86,7 +86,7 @@ def verdict(report: Record) -> str:
         case "unmeasured":
             return f"{title} accepts every dtype of this step; {'; '.join([_UNMEASURED, *rest])}"
         case "partial":
-            return f"The text of this step runs on {title}; {'; '.join([_unseen(report), *rest])}"
+            return f"The text part of this step runs on {title}; {'; '.join([_unseen(report), *rest])}"
         case "clean":
             room = "" if report.largest is None else f", headroom of float16 {report.largest.headroom:.2g}"
             checked = f"{plural(report.operators, 'operator')} checked{room}"
@@ -194,7 +194,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
-        unmeasured = f"no contract was measured on {title}; the rule of the operator's family was used"
+        unmeasured = f"the dtypes that these operators accept were not measured on {title}; the rule of the operator's family was used"
         rows.append(("assumed", f"{', '.join(report.assumed)}: {unmeasured}"))
     rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
     if failure is not None:
@@ -214,9 +214,9 @@ def trust(report: Record) -> list[tuple[str, str]]:
 def sharding_notes(setup: Setup) -> Iterator[str]:
     """Yield the assumptions that the memory figures of an FSDP step depend on."""
     if setup.fsdp and setup.devices == 1:
-        yield "FSDP's number of devices: without --devices N (devices=N), memory is counted for one device that holds all weights"
+        yield "the number of devices: without --devices N (devices=N), the memory figures are those of one device that holds all weights"
     elif setup.fsdp == 1:
-        yield "buffers that only FSDP1 needs: the memory is that of FSDP2"
+        yield "buffers that only FSDP1 needs: the memory figures are those of FSDP2"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The `find` functions of rules on broken contracts (IST1xx). A finding has all operators that fail for the same cause."""
+"""The `find` functions of rules on broken contracts (IST1xx). A finding covers all operators that fail for the same cause."""
 
 from __future__ import annotations
 

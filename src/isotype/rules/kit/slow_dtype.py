@@ -23,7 +23,7 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
     profile = trace.setup.profile
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
-    # A step without a traced matmul is judged by its intended dtype.
+    # For a step without a traced matmul, the intended dtype counts.
     meant = not any(trace.flops.values()) and trace.setup.compute == dtype
     targets = _targets(trace, dtype, other)
     if (support == "native" and not targets) or not (meant or _time_share(trace, dtype) >= _LEAST_SHARE):
@@ -108,7 +108,7 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
     return f"the step computes in {name}"
 
 
-_UNSAFE = {torch.float16: "float16 ends at 65,504", torch.bfloat16: "bfloat16 keeps 8 bits of each"}
+_UNSAFE = {torch.float16: "float16 overflows above 65,504", torch.bfloat16: "bfloat16 keeps only 8 bits"}
 """For each dtype: the drawback of casting weights to it."""
 
 

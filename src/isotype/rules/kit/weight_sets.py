@@ -44,7 +44,7 @@ def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 
 def unseen_towers(trace: Trace) -> tuple[str, ...]:
-    """Return the vision and audio towers that the step does not use, because its inputs contain no image or no sound."""
+    """Return the vision and audio towers that the step does not use, because its inputs contain no image or no audio."""
     towers = trace.setup.towers
     modules_used = {plain_name(call.module) for call in trace.calls} if towers else set()
     return tuple(t for t in towers if not any(f"{module}.".startswith(f"{t}.") for module in modules_used))

@@ -37,7 +37,7 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """The loss in the output of a model. `partial` is whether `is_partial` is true for an output."""
+    """Returns the loss in a model's output. `partial` is True if `is_partial` was true for an output."""
 
     partial = False
 

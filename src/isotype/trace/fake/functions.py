@@ -194,7 +194,7 @@ def _sparse(values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 def name_of(func: Any) -> str:
-    """Return the Python name of a function, "" if it has none."""
+    """Return the Python name of a function; "" if it has none."""
     return str(getattr(func, "__name__", ""))
 
 
@@ -210,7 +210,7 @@ def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> An
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""No note names a layer's scores that take less than this share of the step's peak, or fewer bytes than this."""
+"""Minimum share of the step's peak memory, and minimum bytes, of a layer's scores that a note reports."""
 
 
 class Attention:
@@ -223,7 +223,7 @@ class Attention:
     def as_on_device(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: FakeRecorder
     ) -> tuple[Callable[..., Any], contextlib.AbstractContextManager[Any]]:
-        """Return (function, context) by which attention with these arguments runs with the kernel that the device would use."""
+        """Return a function and a context that compute attention for these arguments with the kernel of the device."""
         cast, enabled = recorder.edited() or recorder.autocast, enabled_attention()
         call = _call_of(args, kwargs, cast)
         kernel = None if call is None else attention_kernel(self._profile, call[0], enabled=enabled)

@@ -1,4 +1,4 @@
-"""Failures that follow from known values alone, with any weights: an index outside of its table, a result that is NaN."""
+"""Failures that do not depend on the weights: an index that is out of range, or a NaN that known values cause."""
 
 from __future__ import annotations
 

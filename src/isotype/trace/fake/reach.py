@@ -49,7 +49,7 @@ class InputReach:
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Record that what an operator returns or overwrites depends on every input that one of its operands depends on."""
+        """Record an operator: its results and the operands that it overwrites depend on all inputs of its operands."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:

@@ -1,4 +1,4 @@
-"""The recorder of a step on fake tensors: it judges every operator, and continues after a broken contract.
+"""The recorder of a step on fake tensors: it checks every operator, and continues after a broken contract.
 
 The recorder is a dispatch mode above `FakeTensorMode`. If code branches on an unknown value, a value is assumed. If the
 device would raise for the dtypes of an operator's operands, the recorder records a breach, converts the operands and
@@ -131,7 +131,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return hooks
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
-        """Leave a module as any recorder does, and record its name if its output may require a gradient."""
+        """Call `Recorder.leave`, and record the module's name if its output may require a gradient."""
         if self.phase == "forward" and torch.is_grad_enabled() and self._frames:
             self.gradients.behind.append(self._frames[-1].name)
         super().leave(arguments, output)

@@ -124,14 +124,14 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of `parameter`: whole for the traced layer, and as a shard for each layer it represents."""
+        """Count a new gradient of `parameter`: all of it for the traced layer, and a shard for each layer that is represented."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
         self._ledger.count(parameter.grad, "gradients")
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce the groups that are not reduced yet, whose inputs need no gradient, and free all buffers."""
+        """Reduce the remaining groups, whose inputs need no gradient, and free all buffers."""
         for gathering in self._groups:
             self._reduce(gathering)
             self._ledger.add("gathered", -gathering.whole * gathering.is_prefetched)

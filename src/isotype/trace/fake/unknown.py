@@ -64,7 +64,7 @@ class Use:
     order: Order
 
     def number(self, truth: bool, is_integer: bool) -> float:
-        """Return a number that makes the comparison true or false, as `truth` says; 1 if 1 does so."""
+        """Return a number for which the comparison has the value `truth`; 1 if possible."""
         rises, limit = self.order.rises, self.order.limit
         if rises is None:
             return float(truth)

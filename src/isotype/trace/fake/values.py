@@ -103,7 +103,7 @@ class Values:
             self._unknown[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
-        """If an operator factorizes a matrix with unknown values, give its result `info` the value of a success, 0."""
+        """If an operator factorizes a matrix with unknown values, set its result `info` to 0, which means success."""
         if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():

@@ -64,7 +64,7 @@ class StaleCasts:
 
     Autocast casts a weight once and caches the cast until the outermost autocast region ends. If an optimizer steps
     inside the region, a later forward in the region uses the old weights. `report` is called at the first such forward.
-    The test casts, changes, and again casts a weight of its own.
+    The test uses a weight of its own: it casts the weight, changes it, and casts it again.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._handle: Any = None
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """Watch until the next forward, after an optimizer step for these models."""
+        """After an optimizer step for these models, watch until the next forward."""
         self.detach()
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]

@@ -103,8 +103,8 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
-    """Return (name, parameter, gradient is not zero, values) for the first values of each 16-bit parameter of the model that
-    the optimizer is about to change; nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
+    """For each 16-bit parameter that the optimizer is about to change, return (name, parameter, mask of nonzero gradients, values)
+    of the first elements. Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
     samples: list[Sample] = []
     for group in optimizer.param_groups if getattr(optimizer, "found_inf", None) is None else ():
         starts = 0 < float(group.get("lr", 0.0)) >= float(group.get("initial_lr", 0.0))
@@ -117,8 +117,8 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 
 
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the parameters that the optimizer's step has not changed (`unmoved`), although their gradient is
-    not zero, and of those with values that have become NaN or infinite (`spoiled`)."""
+    """Return the names of parameters that the optimizer's step has not changed (`unmoved`) although their gradient is not
+    zero, and the names of parameters in which values have become NaN or infinite (`spoiled`)."""
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
     later = any(re.search("kahan|comp|shift|master", key) for key in keys)

@@ -254,7 +254,7 @@ def _of_gradients(args: Sequence[Any]) -> bool:
 
 
 class LiveFunctions(TorchFunctionMode):
-    """A function mode that records which function runs, and errors that a function raises itself, not its operators."""
+    """A function mode that records the running function, and the errors that a function raises outside of its operators."""
 
     def __init__(self, recorder: LiveRecorder) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class LiveFunctions(TorchFunctionMode):
 
 @contextmanager
 def warnings_at_callers() -> Iterator[None]:
-    """While the block runs, let a warning of a function that the modes of this file call name the line that called it."""
+    """While the block runs, a warning of a function that this file's modes call names the line that called the function."""
     before: Any = warnings.showwarning
 
     def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:

@@ -52,7 +52,7 @@ WATCH_SECONDS = 10.0
 """Time limit of the recorder's own work in seconds: enough for 100,000 operators."""
 
 MANY_SKIPPED = 20
-"""If the GradScaler skips so many steps, the recording ends: halved so often, a loss scale of 65536 is below 1."""
+"""The recording ends if the GradScaler skips this number of steps: each skip halves the loss scale, from 65536 to below 1."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
@@ -347,7 +347,7 @@ class Watch:
         self._module_hooks.close()
 
     def _skip(self) -> None:
-        """End a step that the GradScaler has skipped: judge it, and record the step that now begins."""
+        """End a step that the GradScaler has skipped: check it, and record the step that now begins."""
         assert self.recorder is not None
         self.scaler, self.skipped, self.skipping = True, self.skipped + 1, True
         self._without_modes(self._after)
@@ -462,7 +462,7 @@ class Watch:
         )
 
     def products(self) -> dict[str, Call]:
-        """Return a product of the forward with each trainable parameter, by the parameter's name."""
+        """For each trainable parameter, return a matmul of the forward that uses it, by the parameter's name."""
         assert self.recorder is not None
         trained = {weight.name for weight in self.recorder.weights if weight.trainable}
         return {

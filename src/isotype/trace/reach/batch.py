@@ -83,7 +83,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
     labelled = isinstance(copies.get("labels"), torch.Tensor)
     if not labelled:
         copies = _with_labels(copies)
-    # The shapes of images and sounds do not show the row that an image or sound belongs to.
+    # The shapes of image and audio inputs do not show the row that an image or audio clip belongs to.
     if ids.shape[0] > MOST_ROWS and not _in_pieces(copies):
         copies = _rows_at(copies, ids.shape[0], slice(MOST_ROWS))
     return replace(_read(_window(_read(copies))), labelled=labelled)

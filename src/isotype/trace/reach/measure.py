@@ -157,7 +157,7 @@ def _matrix(probe: Probe, row: int) -> Matrix | None:
 
 
 def _unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Yield the inputs that change no prediction, among images and sounds in labelled rows and the attention mask."""
+    """Yield the inputs that change no prediction, among images and audio in labelled rows and the attention mask."""
     batch, learned, has_picture = probe.batch, probe.learned, probe.of_pictures.any(-1)
     unlearned = bool(has_picture.any()) and not bool(has_picture[learned.rows].any())
     for name, value in () if unlearned else batch.inputs.items():

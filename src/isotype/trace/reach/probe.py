@@ -148,7 +148,7 @@ class Probe:
 
     @cached_property
     def of_pictures(self) -> torch.Tensor:
-        """Mask of the tokens whose ids stand for images or sounds in the config, `[rows, tokens]`."""
+        """Mask of the tokens whose ids represent images or audio in the config, `[rows, tokens]`."""
         config = getattr(self.copy.model, "config", None)
         tokens = [token for name in _PICTURES if isinstance(token := getattr(config, name, None), int)]
         return torch.isin(self.batch.ids, torch.tensor(tokens, dtype=torch.long))

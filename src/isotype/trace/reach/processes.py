@@ -78,7 +78,7 @@ def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
     The forward and backward of each batch run in this process, which is one of two in a fake process group.
 
     Args:
-        model: a small copy, which is sharded in place, as accelerate does it, and cannot be used afterwards.
+        model: a small copy. It is sharded in place, as accelerate does, and cannot be used afterwards.
         batches: one batch for each process.
     """
     distributed = sys.modules.get("torch.distributed")

@@ -104,7 +104,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
     Argument("packing", "training", "True", "several short rows in one", ("labels",)),
     Argument(
-        "beta", "training", "0.1", "higher values stay near the reference", _COMPARED, limit=_NOT_NEGATIVE
+        "beta", "training", "0.1", "higher: nearer to the reference model", _COMPARED, limit=_NOT_NEGATIVE
     ),
     Argument("reward_funcs", "training", "my_rewards.length", "or accuracy_reward, …", ("policy",)),
     Argument("num_generations", "training", "8", "completions of each prompt", ("policy",), _GROUP),

@@ -211,7 +211,7 @@ def named_as_config(argv: Sequence[str]) -> list[str]:
 def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
     """Split `[METHOD] [MODEL] …`, the words after `isotype check` or `plan`, into (method, model, other words).
 
-    A model can only be the first word if no method is, and if it is no file of settings.
+    The first word is the model unless it names a method or is a file of settings.
     """
     words = list(argv)
     method = words.pop(0) if words and words[0] in METHODS else None

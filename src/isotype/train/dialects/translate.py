@@ -31,7 +31,7 @@ _MODULES = {"axolotl": axolotl, "llama_factory": llama_factory}
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Return the program that a file was written for, judged by the names in the file. Return None for a file of isotype."""
+    """Return the program that a file was written for, according to the names in the file. Return None for a file of isotype."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1

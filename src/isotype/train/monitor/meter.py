@@ -211,7 +211,7 @@ def _tries(arguments: Any, step: int, script: bool) -> list[str]:
     tries = []
     if arguments.fp16:
         wider = "bf16=True, or neither bf16 nor fp16" if script else "--dtype bfloat16 or float32"
-        tries.append(f"{wider}: float16 ends at 65504")
+        tries.append(f"{wider}: float16's largest number is 65504")
     if step > 1:
         tries.append(flag("learning_rate", f"{arguments.learning_rate / 10:g}"))
         if not arguments.warmup_steps:

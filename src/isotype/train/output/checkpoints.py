@@ -80,7 +80,7 @@ def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
             return f"{name} has {path.stat().st_size} of {size} bytes"
     for name, checksum in checksums.items() if contents else ():
         if _crc32(checkpoint / name) != checksum:
-            return f"{name} has other bytes than were saved"
+            return f"{name} differs from the file that was saved"
     if not (checkpoint / _STATE).is_file():
         return f"{_STATE} is missing"
     if read_json(checkpoint / _STATE) is None:

@@ -369,7 +369,7 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
 def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
     notes = [*batch_notes(model.config, plan.pictures), *getattr(model, "adapter_notes", ())]
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
-        notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are kept")
+        notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are saved")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
         notes.append(
             "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"

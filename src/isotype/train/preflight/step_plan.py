@@ -54,7 +54,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
-    """Return the version that `--fsdp` names and the command with TRL's value of the argument, `full_shard` or none.
+    """Return the FSDP version in `--fsdp`, and the command with TRL's value for `--fsdp` instead (`full_shard` or none).
 
     A value that is not one of `versions` is TRL's own: the version is None, and the command is returned unchanged.
     """

@@ -151,7 +151,7 @@ class Pictured:
 
     @cached_property
     def _around(self) -> frozenset[int]:
-        """Ids of special tokens that stand for an image or come before or after an image."""
+        """Ids of special tokens that represent an image or come before or after an image."""
         added = self.processor.tokenizer.added_tokens_decoder
         return frozenset(
             at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
