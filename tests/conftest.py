@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-# Importing and tracing make many objects and few cycles: looking for garbage all the time takes a tenth of the suite.
+# Importing makes no garbage worth looking for; it is looked for when the tests have been collected.
+gc.disable()
+# Tracing makes many objects and few cycles: looking for garbage all the time takes a tenth of the suite.
 gc.set_threshold(20_000, 20, 50)
 # Every merge and every trainer collects: what is young is enough for its models, all that lives is looked at between files.
 _collect = gc.collect
@@ -47,6 +52,7 @@ import hypothesis  # noqa: E402
 import jinja2  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from _pytest.logging import caplog_handler_key  # noqa: E402
 
 # Where there is no GPU Triton's interpreter runs its kernels; the variable is read when a kernel is defined.
 if not torch.cuda.is_available():
@@ -61,6 +67,7 @@ jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
 hypothesis.settings.register_profile("few", max_examples=30)
 
 from isotype.compat import hub  # noqa: E402
+from tests import pairwise  # noqa: E402
 from tests.models import save_tiny  # noqa: E402
 
 
@@ -100,15 +107,31 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fewer random examples a run where the exhaustive forms are left out."""
+    """Fewer random examples a run where the exhaustive forms are left out, and no tests made for them."""
     if config.option.markexpr:
         hypothesis.settings.load_profile("few")
+    pairwise.rest_is_made = "not exhaustive" not in config.option.markexpr
 
 
-def pytest_collection_finish() -> None:
+def _capture_few_logs(plugin: Any) -> None:
+    """Logs are captured for tests that ask for them: to begin and end it pytest visits each of two thousand loggers, six times a test."""
+    capture = plugin._runtest_for
+    logging.getLogger().addHandler(logging.NullHandler())  # what no test reads is not printed instead
+
+    @contextmanager
+    def capture_if_asked(item: pytest.Item, when: str) -> Iterator[None]:
+        item.stash[caplog_handler_key] = plugin.caplog_handler
+        with capture(item, when) if "caplog" in item.fixturenames else nullcontext():
+            yield
+
+    plugin._runtest_for = capture_if_asked
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports have made stays to the end: no later collection looks at it again."""
-    gc.collect(2)
+    _capture_few_logs(session.config.pluginmanager.get_plugin("logging-plugin"))
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -17,9 +17,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     import pytest
@@ -182,6 +183,13 @@ def _of_probe(module: Any) -> None:
     module.measure_all = measure_all
 
 
+def _without_the_compiler() -> Any:
+    """Functions for devices without kernels are compiled by no test: importing torch's compiler takes longer than bitsandbytes itself."""
+    import torch
+
+    return mock.patch.object(torch, "compile", lambda function, **options: function)
+
+
 _DOORS: dict[str, Callable[[Any], None]] = {
     "isotype.precision.devices.cpu": _of_cpu,
     "isotype.precision.devices.profile": _of_profile,
@@ -190,7 +198,9 @@ _DOORS: dict[str, Callable[[Any], None]] = {
     "isotype.lora.loops.loading": _of_loading,
     "isotype.lora.loops.products": _of_products,
     "bitsandbytes.nn.modules": _of_bitsandbytes,
+    "bitsandbytes.backends.default.ops": lambda module: None,
 }
+_AROUND = {"bitsandbytes.backends.default.ops": _without_the_compiler}
 
 
 class _Doors(importlib.abc.MetaPathFinder):
@@ -207,7 +217,8 @@ class _Doors(importlib.abc.MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                execute(module)
+                with _AROUND.get(fullname, nullcontext)():
+                    execute(module)
                 _DOORS[fullname](module)
 
             loader.exec_module = exec_module

@@ -18,6 +18,9 @@ Row = tuple[int, ...]
 Part = tuple[tuple[int, int], ...]
 """`(axis, value)` of some axes of a row."""
 
+rest_is_made = True
+"""Whether tests are made that are marked `exhaustive`: half of all, which a run that leaves them out would make in each worker."""
+
 
 def parts_of(row: Row, strength: int = 2) -> set[Part]:
     """The `(axis, value)` of any `strength` axes in a row of indices."""
@@ -48,7 +51,7 @@ def pairwise(
     strength: int = 2,
     indirect: Sequence[str] = (),
 ) -> pytest.MarkDecorator:
-    """`parametrize` over the product of `axes`; what the covering leaves out is marked `exhaustive`.
+    """`parametrize` over the product of `axes`; what the covering leaves out is marked `exhaustive`, or not made.
 
     Args:
         names: the arguments, one for each axis: `"model, dtype, storage"`; a list where an axis gives several: `["dtype, storage", "side"]`.
@@ -68,7 +71,7 @@ def pairwise(
         for row in covering([len(axis) for axis in taking_part], strength)
     }
     parameters = []
-    for row in product(*(range(len(axis)) for axis in values)):
+    for row in product(*(range(len(axis)) for axis in values)) if rest_is_made else sorted(chosen):
         picked = [axis[index] for axis, index in zip(values, row, strict=True)]
         marks = [mark for value in picked for mark in value.marks if not _is_exhaustive(value)]
         parameters.append(
@@ -86,7 +89,7 @@ def pairwise(
 
 
 def few(names: str, values: Iterable[Any], *chosen: Any) -> pytest.MarkDecorator:
-    """`parametrize` over `values`, of which all but the `chosen` are marked `exhaustive`.
+    """`parametrize` over `values`, of which all but the `chosen` are marked `exhaustive`, or not made.
 
     Args:
         names: the arguments: `"name"` or `"name, dtype"`.
@@ -105,6 +108,7 @@ def few(names: str, values: Iterable[Any], *chosen: Any) -> pytest.MarkDecorator
             marks=() if key in wanted else pytest.mark.exhaustive,
         )
         for key, value in by_id.items()
+        if rest_is_made or key in wanted
     ]
     return pytest.mark.parametrize(arguments, parameters)
 

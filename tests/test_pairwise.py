@@ -9,6 +9,11 @@ import pytest
 from tests.pairwise import covering, few, pairwise, parts_of
 
 
+@pytest.fixture(autouse=True)
+def _rest(monkeypatch):
+    monkeypatch.setattr("tests.pairwise.rest_is_made", True)
+
+
 @pytest.mark.parametrize(
     ("sizes", "most"), [((10, 3, 4, 2), 44), ((4, 2, 3), 12), ((2, 6, 3), 18), ((2, 2, 2), 5)]
 )
