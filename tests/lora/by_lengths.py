@@ -1,4 +1,4 @@
-"""torch's attention by lengths on a CPU, which has none: the kernels of its operators as plain sums, one sequence after another."""
+"""torch's variable-length attention on a CPU, which has none: the kernels of its operators as plain sums, one sequence after another."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_calls_that_are_left_are_told() -> None:
     [
         ("gemma2", "the attention implementation is eager"),
         ("gpt-oss", "the attention implementation is eager"),
-        ("falcon", "FalconForCausalLM has attention of its own, outside of transformers' registry"),
+        ("falcon", "FalconForCausalLM has its own attention, outside of transformers' registry"),
         (
             "glm_moe_dsa",
             "the code of GlmMoeDsaForCausalLM compares the implementation's name with sdpa",

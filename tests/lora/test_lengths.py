@@ -28,7 +28,9 @@ from tests.models import tiny_model
 H100, T4 = device_profile("h100"), device_profile("t4")
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.lacking(
-    "" if lengths.takes_lengths() else f"torch {torch.__version__} has no attention by lengths with a scale"
+    ""
+    if lengths.takes_lengths()
+    else f"torch {torch.__version__} has no variable-length attention with a scale"
 )
 TOLERANCE = 5e-5
 """As of tests/lora/test_padding.py: float32 sums in another order."""
@@ -216,12 +218,12 @@ def test_the_mask_of_sequences(window: int | None, causal: bool) -> None:
     [
         ("t4", torch.float16, {}, "NVIDIA T4 has no FlashAttention in float16"),
         ("h100", torch.float32, {}, "has no FlashAttention in float32"),
-        ("mi300x", BF16, {}, "attention by lengths is for NVIDIA GPUs, and this is"),
+        ("mi300x", BF16, {}, "variable-length attention is for NVIDIA GPUs, and this is"),
         (
             "h100",
             BF16,
             {"attention_dropout": 0.1},
-            "the model's attention has dropout (attention_dropout), and attention by lengths has none",
+            "the model's attention has dropout (attention_dropout), and variable-length attention has none",
         ),
         ("h100", BF16, {"_attn_implementation": "eager"}, "the attention implementation is eager"),
     ],
@@ -241,7 +243,10 @@ def test_why_padding_is_computed(
 def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "takes_lengths", lambda: False)
     report = registered._with_lengths(tiny_model("llama"), [tiny_model("llama")], H100, BF16, "")
-    assert report.padded == f"torch {torch.__version__} has no attention by lengths with a scale and windows"
+    assert (
+        report.padded
+        == f"torch {torch.__version__} has no variable-length attention with a scale and windows"
+    )
 
 
 def test_models_that_compute_otherwise_keep_their_padding(calls: list[Any]) -> None:

@@ -21,7 +21,7 @@ def test_a_generator_that_has_moved_on_is_said() -> None:
     drawn = batches()
     report = check(nn.Linear(WIDTH, 2), lambda m: m(next(drawn)).mean(), device="cpu", verify=False)
     (note,) = [finding for finding in report.notes if finding.code == "IST198"]
-    assert note.cause == "the generator drawn cannot be set back: items that the trace has read are lost"
+    assert note.cause == "the generator drawn cannot be rewound: items that the trace has read are lost"
 
 
 def test_a_tensor_where_python_cannot_look_is_said() -> None:

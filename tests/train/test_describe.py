@@ -41,9 +41,7 @@ def test_a_line_for_attention_without_a_kernel() -> None:
     with quiet():
         model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
     report = isotype.fuse(model)
-    report.attention.slow = (
-        "NVIDIA T4 has no fused kernel for bfloat16: all scores are written out in float32"
-    )
+    report.attention.slow = "NVIDIA T4 has no fused kernel for bfloat16: all scores are stored (float32)"
     assert f"attention: {report.attention.slow}" in shown(report, verbose=False)
 
 

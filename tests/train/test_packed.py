@@ -170,7 +170,7 @@ def test_packed_rows_are_foreseen_with_a_mask_of_each(
 @pytest.mark.parametrize(
     ("profile", "by_lengths"),
     [
-        pytest.param("h100", True, marks=pytest.mark.newest),  # torch 2.10 has no attention by lengths
+        pytest.param("h100", True, marks=pytest.mark.newest),  # torch 2.10 has no variable-length attention
         ("t4", False),
         ("cpu-amx", False),
         ("cpu-avx2", False),

@@ -308,7 +308,7 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     require_finite(adapter.directory, ((base_name(name), value) for name, value in weights.items()))
     base = peft_model.get_base_model()
     if wrapped := [name for name in weights if unwrapping(name)]:
-        expected = "the names of the base model after base_model.model."
+        expected = "names as in the base model, with the prefix base_model.model."
         problem = Problem(listed(wrapped, 2), expected, unwrapping(wrapped[0]))
         raise _incompatible(adapter, base, [problem])
     try:

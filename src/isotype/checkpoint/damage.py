@@ -55,7 +55,7 @@ class Sums:
     """The measurement of one linear layer.
 
     `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]`
-    is Σ |g|² x² over `tokens` tokens, with a token's input x and its output gradient g. It is the diagonal of the
+    is Σ |g|² x² over `tokens` tokens, with a token's input x and its output gradient g. This sum is the diagonal of the
     Fisher information, summed over the weight's rows.
     """
 

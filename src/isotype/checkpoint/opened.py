@@ -266,7 +266,7 @@ def _require_config_and_weights(directory: Path, no_weights: bool) -> None:
     if adapter.is_file() and (directory / "config.json").is_file():
         expected, fix = (
             "only one of the two: transformers would load both",
-            "give the adapter a directory of its own",
+            "put the adapter into a separate directory",
         )
         raise CheckpointError.of("a model and an adapter in one directory", what, expected, fix)
     if not (directory / "config.json").is_file():

@@ -35,7 +35,7 @@ def interrupts_kept() -> Iterator[None]:
     The exception can be raised at any line, and some code catches every exception: datasets 5.2.0 treats an interrupt
     as a failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch treats it as a value without
     a shape. If a library has caught an interrupt, this function raises it at the end of the block, or instead of an
-    error that follows. It has no effect in other threads, or on signals that are ignored or have the default action.
+    error that follows. The function has no effect in other threads, or on signals that are ignored or have the default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

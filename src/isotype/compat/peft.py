@@ -41,9 +41,9 @@ _BY_ROW = ("POLY", "SHADOW", "XLORA")
 
 
 def why_whole_rows(model: Any) -> str:
-    """Return why an adapter needs each sequence in a row of its own; "" if it does not.
+    """Return why an adapter needs each sequence in a separate row; "" if it does not.
 
-    aLoRA counts tokens from the end of a row; the other kinds compute a value of their own for each row.
+    aLoRA counts tokens from the end of a row; the other kinds compute a separate value for each row.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind_of_adapter(config)

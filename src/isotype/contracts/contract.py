@@ -287,7 +287,7 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Each turns a pattern of float64 and float32 into one of float32 and bfloat16, with which every operator was measured."""
+"""Tables that turn a pattern of float64 and float32 into one of float32 and bfloat16, which was measured for every operator."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:

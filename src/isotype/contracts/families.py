@@ -126,7 +126,7 @@ _CUDA_FACTORIZATIONS = {
     "linalg_ldl_factor_ex": "ldl_factor_looped_cusolver",
     "linalg_solve_triangular triangular_solve": "triangular_solve_cuda",
 }
-"""For operators that are separated by spaces: the kernel that torch calls first on a GPU."""
+"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU."""
 
 _CPU_KERNELS = {
     "avg_pool3d": "avg_pool3d_out_frame",
@@ -139,7 +139,7 @@ _CPU_KERNELS = {
         for name in ["erfcx", "ndtri", "log_ndtr", "zeta", "bessel_j0", "bessel_j1"]
     },
 }
-"""For operators that a CPU runs in float32 and float64 only: the kernel. Measured with torch 2.13."""
+"""Names of operators that a CPU runs in float32 and float64 only -> the kernel. Measured with torch 2.13."""
 
 FAMILIES: tuple[Family, ...] = (
     # Each device's kernel checks mm with its own message. addmm is checked before any kernel, with one message.

@@ -20,7 +20,7 @@ def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
     """Turn on the allocator's expandable segments, so that batches of different lengths leave no gaps in GPU memory.
 
     Call this function before torch is imported. The result is the new value of the environment variable, or None if it is
-    not set. It is not set if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
+    not set. The variable is not set if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
     (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or for `--use_vllm`: vLLM rejects expandable segments.
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:

@@ -5,7 +5,7 @@ cut. `write_whole` writes one text. If the replacement of a directory's files is
 directory then has all new files) or undoes it (all old files). Before `recover`, the directory contains some of these:
 
 - `.isotype-saving/`: files that are being written; `recover` deletes them.
-- `.NAME.isotype-old/`: the complete former NAME while the new NAME takes its place.
+- `.NAME.isotype-old/`: the complete former NAME, while it is replaced by the new NAME.
 - `.NAME.isotype-deleted/`: a directory that is being deleted.
 - `.isotype-publishing/`: complete files that are being moved into the directory.
 """

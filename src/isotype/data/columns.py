@@ -234,8 +234,8 @@ def empty_rows(dataset: Any, columns: Iterable[str]) -> list[int]:
 def misspoken_rows(dataset: Any, chats: Mapping[str, str]) -> list[int]:
     """Return the numbers of rows of a stored data set that may have a chat with a fault, so that they must be checked.
 
-    Such a chat has a message with an unusual role or without content, or has no answer. `chats`: column -> its name for
-    the trainer.
+    A chat with a fault has a message with an unusual role or without content, or has no answer. `chats`: column -> its
+    name for the trainer.
     """
     import numpy as np
     import pyarrow

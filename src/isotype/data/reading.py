@@ -42,7 +42,7 @@ class ColumnMap:
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
         """Return the row with the trainer's column names; other columns stay.
 
-        Return a problem instead if a column is missing, or if another column already has the new name of a column.
+        Return a problem instead if a column is missing, or if the new name of a column is already the name of another.
         """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:

@@ -233,7 +233,7 @@ def fuse(
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
-        inputs: keyword arguments of the model's forward that finds layers with the same input. The default inputs are a
+        inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
         budget: maximum bytes for dense copies. Base weights that are quantized or need a cast get copies. The default is
             0 on a GPU. On a CPU the default is a quarter of the free memory, because a CPU takes more than half as long

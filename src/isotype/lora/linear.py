@@ -180,7 +180,7 @@ class _LayerTensors:
     """The tensors of one layer, and their positions in the call.
 
     Attributes:
-        start, first_pair: among all tensors of the call, the positions of the layer's first tensor and of its first A.
+        start, first_pair: positions of the layer's first tensor and of its first A among all tensors of the call.
         first_column: first column of the layer's adapters in X Aᵀ.
         scaled_up: s B of all adapters, concatenated to `[out, rank]` in the working dtype; None without adapters.
     """

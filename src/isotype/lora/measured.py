@@ -49,7 +49,7 @@ class Times:
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:
-    """Return the file for times of this torch version under `conditions`, on GPUs named `card` or else on this CPU."""
+    """Return the file for times measured under `conditions` with this torch version, on a GPU named `card` or else on this CPU."""
     machine = [card, torch.__version__] if card else _machine()
     key = json.dumps([*conditions, *machine])
     return default_cache_dir() / folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -3,7 +3,7 @@
 FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together. All trained parameters
 of a group must have one dtype. A model under a policy has several dtypes: float32 norms among bfloat16 weights, integer
 codes, float32 adapters. FSDP2 must cast nothing when it gathers (`param_dtype=None`). Parameters that are trained in
-another dtype than the rest of their block become a group of their own.
+another dtype than the rest of their block become a separate group.
 """
 
 from __future__ import annotations

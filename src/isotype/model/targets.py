@@ -111,7 +111,7 @@ def _module_of(model: Any, name: str, drawn: set[str]) -> str:
 
 
 _UNABLE = ("use_dora", "lora_bias")
-"""For adapters on parameters (`ParamWrapper`), PEFT does not support these settings."""
+"""Settings that PEFT does not support for adapters on parameters (`ParamWrapper`)."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ def _counts(block: Any) -> set[int]:
 # ------------------------------------------------------------------------------ weights that the model reads itself
 
 _RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze")
-"""These attributes of a tensor give a tensor with the same values."""
+"""Attributes and methods of a tensor that return a tensor with the same values."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 

@@ -72,7 +72,7 @@ _LIKE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "dataset_name",
     "device", "fsdp", "model_name_or_path",
 )  # fmt: skip
-"""These arguments change the trained weights only by rounding."""
+"""Arguments that change the trained weights only by rounding."""
 
 
 def _changes(command: Command, row: Row) -> str:

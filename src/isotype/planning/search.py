@@ -82,7 +82,7 @@ LENGTHS = 64
 """The longest row is searched in multiples of this number of tokens."""
 
 FARTHEST = 32768
-"""Unless the goal is `longest`, no longer row than this is traced, because that takes seconds."""
+"""Maximum tokens of a traced row unless the goal is `longest`, because tracing a longer row takes seconds."""
 
 _FITTINGS = 8
 """Maximum number of mixtures that are tried for one row, each with less memory than the one before."""

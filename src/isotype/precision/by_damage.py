@@ -118,8 +118,8 @@ def mix(
             bytes than in nf4.
 
     Returns:
-        A request whose `quantization` is the format of most layers, with the layers in other formats; and a sentence with the
-        number of layers in each format, their bytes, and the estimated damage in nats per token.
+        The request, with `quantization` for the whole model (see `_most`) and the layers in other formats; and a sentence with
+        the number of layers in each format, their bytes, and the estimated damage in nats per token.
 
     Raises:
         PrecisionError: even the smallest formats exceed `base_memory`.
@@ -184,6 +184,6 @@ def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> in
 
 
 def _most(chosen: Mapping[str, str], plain: str) -> str:
-    """Return the format that the model as a whole reports, as libraries expect one: nf4 if any layer has 4 bits."""
+    """Return one format for the whole model, because libraries expect one: nf4 if any layer has 4 bits."""
     forms = set(chosen.values())
     return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

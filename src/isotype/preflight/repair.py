@@ -214,7 +214,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether the finding is gone and there are no more errors than before; one may have replaced another.
+    """Return whether the finding is gone and the number of errors has not grown (an error may have replaced another).
 
     Returns False if the trace for `after` ended early and the trace for `before` did not, because an early end hides findings.
     """

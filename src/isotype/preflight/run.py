@@ -222,7 +222,7 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings, in which an error that another error causes is only a note of that other error.
+    """Return the findings. If one error causes another, the second error is only a note of the first.
 
     Error B counts as caused by error A if B comes later in the step, a fix of A resolves both, and no fix of B resolves
     A. Only fixes that change the model count, because a change of an argument or a line may fix several causes at once.

@@ -190,7 +190,7 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of the values `stored` once, and cache the largest for `value`, which has some of them."""
+        """Record the magnitudes of `stored` once, and cache the largest magnitude for `value`, which has a part of the values."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (magnitude(stored).value, median(stored))

@@ -68,7 +68,7 @@ class Action:
 
     @property
     def scope(self) -> Scope:
-        """The part that the action changes."""
+        """The part that the action changes, one of `SCOPES`."""
         match self.kind:
             case "line":
                 return "library" if in_library(self.target) else "line"

@@ -162,7 +162,7 @@ class Call:
         outside: a known index that the operator refuses, and the size of the table that it reads.
         undefined: number of results that are NaN for all weights: softmax rows that are masked completely, or a mean over
             no label.
-        by_script: True if the script of a live step runs this call after autograd's backward, such as clipping.
+        by_script: True if a script runs this call in a live step after autograd's backward, such as clipping.
     """
 
     op: str

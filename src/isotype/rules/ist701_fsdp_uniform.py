@@ -105,5 +105,5 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
         )
         yield advice("fully_shard", how)
     elif any(weight.adapter for weight in mismatched):
-        how = "put the adapters into units of their own: peft.utils.other.fsdp_auto_wrap_policy(model)"
+        how = "put the adapters into separate units: peft.utils.other.fsdp_auto_wrap_policy(model)"
         yield advice("auto_wrap_policy", how)

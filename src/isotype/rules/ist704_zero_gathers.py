@@ -1,6 +1,6 @@
 """
-**What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. Here these parameters
-have several dtypes, such as float32 adapters and a bfloat16 base.
+**What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. In this step, these
+parameters have several dtypes, such as float32 adapters and a bfloat16 base.
 
 **Why it happens.** DeepSpeed 0.19.2 allocates the gathered parameters in the dtype of the first parameter.
 Earlier releases of DeepSpeed convert all parameters and buffers to one dtype, even rotary frequencies and adapters.

@@ -80,7 +80,7 @@ def _numbers(calls: Iterable[Call]) -> set[float]:
 
 
 def _mask(beyond: Sequence[Held]) -> Finding:
-    """Return the finding for a number in the code that a product makes infinite, as in `(1 - mask) * -1e9`."""
+    """Return the finding for a constant in the code that becomes infinite in a product, as in `(1 - mask) * -1e9`."""
     first = beyond[0]
     value, where = number(first.value), short(first.call.source)
     return finding_at(

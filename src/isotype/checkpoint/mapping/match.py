@@ -39,7 +39,7 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _as_saved(name: str) -> str:
-    """Return how to repair a tensor's name that a model with an adapter or a wrapper has; "" for any other name."""
+    """Return how to repair the name of a tensor that was saved from a model with an adapter or a wrapper; "" for other names."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
             "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
@@ -344,7 +344,7 @@ def _doubled_problems(match: Match) -> Iterator[Problem]:
         first, second = match.weights.sources[name].tensors[0][0].weight, tensor.weight
         yield Problem(
             f"{name} twice: {first.name} in {first.file.name} and {second.name} in {second.file.name}",
-            "one tensor for each name of the model",
+            "one tensor per name in the model",
             "remove the tensor that does not belong to the model, or save the model again",
         )
 

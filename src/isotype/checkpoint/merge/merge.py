@@ -201,7 +201,7 @@ def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any)
     if name is not None:
         what, expected = (
             f"{source}: {name}",
-            "linear layers: transformers reads no quantized stacks of experts",
+            "only linear layers: transformers cannot read quantized stacked experts",
         )
         gguf = ", or --gguf q8_0" if is_exportable(config, None) else ""
         fix = f"--dtype bfloat16{gguf}; or use the adapter with its base in {stored}"
@@ -360,8 +360,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     cautions = []
     if own_base and trained is not None and trained.quantized and not policy.quantized:
         cautions.append(
-            "the adapter was merged into the weights that the base's files store: in the training's dequantized "
-            f"{trained.storage} weights, its changes would be lost when the result is quantized"
+            "the adapter was merged into the weights that the base's files store: if the training's dequantized "
+            f"{trained.storage} weights were quantized again, the adapter's changes would be lost"
         )
     if compared and not own_base and trained is not None and trained.quantized:
         cautions.append(

@@ -143,7 +143,7 @@ def write_merged(
 def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
     """Quantize the dense model in the folder `dense` to a bitsandbytes format, and write it as transformers does.
 
-    It quantizes the weights that `isotype.load` quantizes; pinned parameters stay float32.
+    The function quantizes the weights that `isotype.load` quantizes; pinned parameters stay float32.
     """
     policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
     deferred = DeferredBlocks()

@@ -42,16 +42,16 @@ def varlen_attention() -> Any:
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Return why a device, dtype or config makes attention by lengths impossible, as a clause; None if it is possible."""
+    """Return why a device, dtype or config makes variable-length attention impossible, as a clause; None if it is possible."""
     if profile.kind != "cuda":
-        return f"attention by lengths is for NVIDIA GPUs, and this is {profile.title}"
+        return f"variable-length attention is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
         return f"{profile.title} has no FlashAttention in {dtype_name(dtype)}"
     if not takes_lengths():
-        return f"torch {torch.__version__} has no attention by lengths with a scale and windows"
+        return f"torch {torch.__version__} has no variable-length attention with a scale and windows"
     rates = {name: value for name, value in config.to_dict().items() if "drop" in name and "att" in name}
     if dropped := [name for name, value in rates.items() if isinstance(value, float) and value > 0]:
-        return f"the model's attention has dropout ({', '.join(dropped)}), and attention by lengths has none"
+        return f"the model's attention has dropout ({', '.join(dropped)}), and variable-length attention has none"
     return None
 
 

@@ -55,7 +55,7 @@ _SHORT = 32
 """Calls with at most this many queries take microseconds with any kernel."""
 
 _SPARSE = 0.4
-"""torch's kernel computes all scores. That kernel is not tried if the plan needs a smaller share of the scores."""
+"""torch's kernel, which computes all scores, is not tried if a plan needs a smaller share of the scores than this."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
 def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
     """Repeat keys and values if this enables a fused kernel for `dtype`, or else report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
-        slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are written out in float32"
+        slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are stored (float32)"
         return AttentionReport(False, slow, slow=slow)
     reason = _why_not_registered(owners)
     if reason is not None:
@@ -192,7 +192,7 @@ def _with_lengths(
     owner = owners[0]
     why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owner.parameters()):
-        why = "attention by lengths was not tried, because the model has no weights"
+        why = "variable-length attention was not tried, because the model has no weights"
     if why is not None:
         return AttentionReport(False, reason, padded=why)
     report = _put(owner, LENGTHS, AttentionReport(True))
@@ -246,7 +246,7 @@ def _why_not_registered(owners: list[Any]) -> str | None:
         return f"the attention implementation is {', '.join(sorted(map(str, chosen)))}"
     for owner in owners:
         if not takes_attention(owner):
-            return f"{type(owner).__name__} has attention of its own, outside of transformers' registry"
+            return f"{type(owner).__name__} has its own attention, outside of transformers' registry"
         source = inspect.getsource(sys.modules[type(owner).__module__])
         if re.search(r"_attn_implementation\s*(==|!=|in|not in)\s[^\n]*[\"']sdpa[\"']", source):
             return f"the code of {type(owner).__name__} compares the implementation's name with sdpa"
@@ -316,7 +316,7 @@ def attention_forward(
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
         if plan.closed_finitely:
-            reason = "the mask excludes some queries from every key with finite numbers"
+            reason = "the mask hides all keys of some queries by finite numbers"
         elif (kernel := _kernel(module, inputs, kind, plan)) != "sdpa":
             spec = spec_of(q, k, v, plan, scale=scaling, work=attention_dtype(q))
             return OWN[kernel](q, k, v, spec).transpose(1, 2), None

@@ -151,7 +151,7 @@ def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) 
     """Return True if isotype's head should compute the log-probabilities, False if TRL's head should.
 
     On CUDA and XPU with Triton, return `faster`, a measured result (`isotype.lora.loss.head_choice`). TRL's head has no
-    label smoothing and reads no quantized weight. TRL's results are wrong if a model's own head is no mere projection.
+    label smoothing and reads no quantized weight. TRL's results are wrong if a model's own head does more than a projection.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import is_triton_available

@@ -265,7 +265,7 @@ class _Low:
     ) -> None:
         """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B.
 
-        If the routing weights of the rows, `weighted`, are given, the gradients of A and B include them as a factor.
+        `weighted` has the routing weights of the rows, which are a factor of the gradients of A and B; None for no factor.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)

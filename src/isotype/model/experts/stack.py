@@ -43,7 +43,7 @@ NESTED = 256
 class QuantizedStack(UncastBuffers):
     """The parametrization of one stacked weight, which contains the weight's constants and dequantizes codes.
 
-    The constants are buffers with bitsandbytes' names in a state dict. They move with the model, but are never cast.
+    The constants are buffers with bitsandbytes' names in a state dict. The constants move with the model, but are never cast.
 
     Attributes:
         shape: `[experts, d1, d2]` of the dense weight.

@@ -4,9 +4,9 @@ The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (tor
 `priority_order`:
 
 1. cuDNN's kernel on Hopper and large Blackwell GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as in
-   torch's builds for CUDA 13). It supports masks of any float dtype, and grouped heads in 16 bits.
-2. FlashAttention, from capability 8.0 on. It supports grouped heads but no mask.
-3. The memory-efficient kernel, also on older GPUs. It supports masks, and grouped heads from torch 2.14 on.
+   torch's builds for CUDA 13). This kernel supports masks of any float dtype, and grouped heads in 16 bits.
+2. FlashAttention, from capability 8.0 on. FlashAttention supports grouped heads but no mask.
+3. The memory-efficient kernel, also on older GPUs. This kernel supports masks, and grouped heads from torch 2.14 on.
 4. Plain operators (`math`), which materialize all scores in float32.
 """
 

@@ -87,7 +87,7 @@ class DeviceProfile:
             devices.
         speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
         contracts: name of the table of operator contracts if devices of this kind have several (`"cpu-avx2"`); else "".
-        unlike: a clause that says how this device differs from the one on which the table was measured; "" if it does not.
+        unlike: a clause that says how this device differs from the device of the measured table; "" if it does not differ.
         repacks_4bit: whether bitsandbytes, in evaluation mode, repacks 4-bit weights on this device.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
         page_rate: bytes of zeroed pages that a CPU's operating system provides per second; None if not measured.

@@ -234,7 +234,7 @@ class Diagnosis:
             self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report those findings of the real step whose codes have not been reported yet, or only with a lower severity."""
+        """Report the findings of the real step whose codes are new, or were reported only with a lower severity."""
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
@@ -465,7 +465,7 @@ class Diagnosis:
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report with the finding about `call`, or with a `live` finding's cause, first; None without such a finding."""
+    """Return the report, first the finding about `call` or one with the cause of a `live` finding; None without such a finding."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

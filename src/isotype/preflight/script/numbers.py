@@ -131,7 +131,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Judge the losses if one is NaN. An infinite loss may be an effect of the loss scale: GradScaler skips that step."""
+        """Check the losses if one is NaN. An infinite loss may be an effect of the loss scale: GradScaler skips that step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 

@@ -137,7 +137,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`. Its module and, without `cause`, its cause are those of the first weight."""
+    """Return a finding about `weights`. The module is that of the first weight, and so is the cause if `cause` is not given."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

@@ -123,7 +123,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return `index` as the number of an existing row of `tensor`: an assumed expert number may be too large."""
+        """Limit `index` to the rows of `tensor`, because an assumed expert number may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -247,7 +247,7 @@ class Attention:
             if scores < max(_LEAST, _LEAST_SHARE * peak):
                 continue
             title, name = self._profile.title, dtype_name(dtype)
-            how = f"{format_bytes(scores)} of scores are written out for a layer's attention, because on {title} no fused kernel takes"
+            how = f"{format_bytes(scores)} of scores are stored for a layer's attention, because on {title} no fused kernel takes"
             if grouped and needs_repeated_heads(self._profile, dtype):
                 yield f"{how} grouped heads in {name}; with fused layers (--fuse, isotype.fuse), keys and values are repeated instead"
             else:
@@ -310,5 +310,5 @@ def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _as_half(leaf: Any) -> Any:
-    """Return a result of a transform in float32 as the transform in float16 returns it."""
+    """Convert the float32 result of a transform to the result that the float16 transform would return."""
     return leaf.to(_HALVES[leaf.dtype]) if isinstance(leaf, torch.Tensor) else leaf

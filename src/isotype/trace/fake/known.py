@@ -17,7 +17,7 @@ from isotype.trace.fake.values import LIMIT, Values
 aten = torch.ops.aten
 
 _MOST = 1 << 20
-"""The masked positions of larger tensors (in elements) are not followed."""
+"""Maximum number of elements of a tensor whose masked positions are followed."""
 _INTEGERS = "_isotype_integers"
 _MASKED = "_isotype_masked"
 _NAN = "_isotype_nan"

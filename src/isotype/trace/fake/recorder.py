@@ -201,7 +201,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 return args[0].fake_device
             return func(*args, **(kwargs or {}))
         if time.monotonic() > self.deadline:
-            raise TimeSpentError("the time for the trace was spent")
+            raise TimeSpentError("the time limit of the trace was reached")
         # Function modes must get the model's calls, not the calls of this recorder and the fake kernels.
         with without_functions():
             return self._record(func, args, kwargs or {})

@@ -27,7 +27,7 @@ from isotype.trace.taken import is_inside, position
 _ROUNDS = 3
 _MOST_READS = 50
 _BY_TURNS = (1.0, 1.0, 0.0, 1e9)
-"""A loop that reads a number of unknown use gets these in turn: `x > limit` and `x < limit` both become false."""
+"""Numbers that a loop reads in turn if their use is unknown: `x > limit` and `x < limit` both become false."""
 _NOT_FINITE = re.compile(r"(?:\b|_|is)(?:nan|inf)(?:\b|_)")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NOP")

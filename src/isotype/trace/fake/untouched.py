@@ -27,7 +27,7 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects, not counting modules; nearer objects come first. So many visits take about 0.1 s."""
+"""Maximum number of visited objects, not counting modules; nearer objects come first. Visiting this number takes about 0.1 s."""
 _FUNCTIONS = 500
 """Maximum number of functions whose globals are visited; nearer functions come first."""
 _MOST_REFERENTS = 200
@@ -122,7 +122,7 @@ class Untouched:
     def left(self) -> tuple[str, ...]:
         """A sentence for each object whose state could not be restored."""
         moved = [
-            f"the generator {_written(name)} cannot be set back: items that the trace has read are lost"
+            f"the generator {_written(name)} cannot be rewound: items that the trace has read are lost"
             for name, generator, at in self._generators
             if generator.gi_frame is None or generator.gi_frame.f_lasti != at
         ]
@@ -131,7 +131,7 @@ class Untouched:
             for name, value in self._opaque
             if _reaches_fake(value, self._seen)
         ]
-        more = f"{len(self._queue):,} objects that the step's code reaches were not examined; what the trace assigned to them stays"
+        more = f"{len(self._queue):,} objects that the step's code reaches were not examined: values that the trace assigned to them stay"
         return (*moved, *holding, *([more] if self._queue else ()))
 
     def _enqueue(self, name: _Name, value: Any) -> None:

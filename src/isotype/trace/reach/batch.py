@@ -172,7 +172,7 @@ def _window(batch: Batch) -> dict[str, Any]:
 
 
 def _border(batch: Batch) -> tuple[int, int, int]:
-    """For the border with the closest label behind it: return its row, and the first and last column of a window."""
+    """Find the border with the closest label behind it, and return its row and the first and last column of a window."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids

@@ -25,7 +25,7 @@ from isotype.trace.reach.small import NoCopyError, small_copy
 
 _MATRIX_ROWS = 24
 _SHARED_OUT = 1 << 27
-"""A copy with more weights, times tokens of the batch, runs on all threads: one thread takes 0.02 s for a forward."""
+"""If weights times tokens exceed this number, a copy runs on all threads: one thread takes 0.02 s for a forward."""
 
 Sharing = Literal["", "ddp", "fsdp"]
 _COUNT = "num_items_in_batch"
@@ -117,7 +117,7 @@ def _measured(probe: Probe) -> Reach:
         unused=(*_unused_inputs(probe, padding), *_unused_weights(probe), *_unused_count(probe)),
         matrix=_matrix(probe, of_copy[0].row if of_copy else int(probe.learned.rows[0])),
     )
-    return replace(reach, undecided=("there was not enough time for all probes",)) if probe.late else reach
+    return replace(reach, undecided=("there was no time for all measurements",)) if probe.late else reach
 
 
 def _labels(probe: Probe) -> Labels:

@@ -49,7 +49,7 @@ from isotype.train.preflight.synthetic import (
 from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
 
-MIXED = "each document is traced in a padded row of its own: in one packed row, documents would attend to each other"
+MIXED = "each document is traced in a separate padded row: in one packed row, documents would attend to each other"
 
 _TRIAL = 32
 """Tokens in a trial row with two documents. The trace of this row shows whether the documents attend to each other."""

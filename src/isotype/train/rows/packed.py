@@ -68,7 +68,7 @@ def keep_rows(trainer: Any) -> str | None:
     if packed:
         return f"packing: the rows of a batch are not joined into one: {_no_lengths(model)}; a mask separates the documents in a row"
     why = mixed or "the loss of the router would count padding"
-    return f"packing: each document is padded in a row of its own: {why}"
+    return f"packing: each document is padded in a separate row: {why}"
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
