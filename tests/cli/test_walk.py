@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 ROWS = [{"prompt": f"number {number} and", "completion": f" {number + 1}, as it is"} for number in range(16)]
 TRAINED = {"learning_rate": 0.02, "num_train_epochs": 2.0, "lora_r": 4, "max_length": 64}
-CHOSEN = {"gradient_checkpointing": False}
+CHOSEN = {"gradient_checkpointing": False, "quantization": "nf4"}
 """Not left to the plan, which would trace every storage with it and without."""
 
 
@@ -70,8 +70,6 @@ def test_a_plan_of_a_file_and_its_check_print_the_values_of_the_file(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
-    with (folder / "c.yaml").open("a", encoding="utf-8") as settings:
-        settings.write("quantization: nf4\n")  # a plan traces each storage that is left to it
     _, *words = until_trained(PLAN_OF_A_FILE, capsys)
     command = parse_settings(METHODS["sft"], words).command
     assert {name: command[name] for name in TRAINED} == TRAINED

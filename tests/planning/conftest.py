@@ -55,9 +55,14 @@ def noted(shapes: list[tuple[int, ...]], request: StepRequest) -> Trace:
     return trace
 
 
+def by_formula(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the list of traced shapes. No layer is fused: a formula knows none."""
+    shapes: list[tuple[int, ...]] = []
+    patch.setattr("isotype.train.preflight.step.trace_of", partial(noted, shapes))
+    patch.setattr("isotype.train.preflight.step._fuse", lambda plan, model: ())
+    return shapes
+
+
 @pytest.fixture
 def formula(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the list of traced shapes."""
-    shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr("isotype.train.preflight.step.trace_of", partial(noted, shapes))
-    return shapes
+    return by_formula(monkeypatch)

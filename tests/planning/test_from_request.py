@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -30,9 +29,9 @@ from isotype.records.trace import Trace
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.preflight.synthetic import least_length
-from tests.models import CONFIGS
+from tests.models import CONFIGS, tiny_config
 from tests.pairwise import few
-from tests.planning.conftest import noted, step_of
+from tests.planning.conftest import by_formula, step_of
 from tests.zoo.processors import save_picture_rows, save_vision_model
 
 SCHEMA = Draft202012Validator(
@@ -75,13 +74,14 @@ def test_a_row_with_some_layers_computed_again_is_what_a_check_of_its_command_fo
 
 
 @few("accumulation", [1, 2], 2)
-def test_check_and_plan_have_one_peak_and_one_room(config: Path, accumulation: int) -> None:
+def test_check_and_plan_have_one_peak_and_one_room(accumulation: int, tmp_path: Path) -> None:
     """Full training: from the second step on, the optimizer's states are the larger part."""
+    tiny_config("LlamaConfig", num_hidden_layers=1).save_pretrained(tmp_path)
     words = f"--use_peft False --dtype bfloat16 --gradient_checkpointing False --gradient_accumulation_steps {accumulation}"
     words += " --per_device_train_batch_size 4 --max_length 64 --device rtx4090"
-    step = plan_of(*parse_options([str(config), *words.split()]))
+    step = plan_of(*parse_options([str(tmp_path), *words.split()]))
     report = check_plan(step, ("forward", "backward", "unscale", "optimizer"))
-    request, _ = parse_request([str(config), *words.split(), "--rows", "4"])
+    request, _ = parse_request([str(tmp_path), *words.split(), "--rows", "4"])
     (row,) = plan_of_request(request).rows
     assert (row.rows, row.accumulation) == (4, accumulation)
     assert report.memory.peak == row.peak
@@ -115,15 +115,12 @@ def test_some_layers_are_computed_again_where_no_row_fits_without_and_one_does_w
 
 
 @pytest.fixture(scope="module")
-def shapes() -> list[tuple[int, ...]]:
-    return []
-
-
-@pytest.fixture(scope="module")
-def plan(config: Path, shapes: list[tuple[int, ...]]) -> Plan:
+def plan(config: Path) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotype.train.preflight.step.trace_of", partial(noted, shapes))
-        return planned(config, "6MiB")
+        shapes = by_formula(patch)
+        plan = planned(config, "6MiB")
+    assert 0 < len(shapes) <= 4 * len(plan.rows)  # few are traced
+    return plan
 
 
 def test_as_few_micro_batches_as_fit_each_as_large_as_the_others(plan: Plan) -> None:
@@ -137,10 +134,6 @@ def test_as_few_micro_batches_as_fit_each_as_large_as_the_others(plan: Plan) -> 
         ("nf4", "every layer"): (8, 1, True),
     }
     assert all(row.spare == row.room - row.peak for row in plan.rows if row.room is not None)
-
-
-def test_few_shapes_are_traced(plan: Plan, shapes: list[tuple[int, ...]]) -> None:
-    assert 0 < len(shapes) <= 4 * len(plan.rows)
 
 
 def test_rows_that_are_pinned_stay(config: Path, formula: object) -> None:
@@ -305,6 +298,7 @@ def test_the_fewest_of_a_device_that_hold_the_step_are_enough(
         parts = {kind: size // trace.setup.devices for kind, size in kinds.items()}
         return replace(trace, memory=Memory({"forward": parts}))
 
+    by_formula(monkeypatch)
     monkeypatch.setattr("isotype.train.preflight.step.trace_of", shared)
     plan = planned(config, "300KiB", quantization="nf4")  # a step of 64 tokens takes 1088 KiB of one device
     assert plan.chosen is None

@@ -24,7 +24,7 @@ from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.checkpoint.test_damage import linear
 from tests.models import tiny_model
-from tests.planning.conftest import step_of
+from tests.planning.conftest import by_formula, step_of
 
 ACTIVATIONS = 2**20
 _NATS = {"nf4": 1.0, "fp4": 2.0, "nf4-fitted": 0.6, "nf4-32-fitted": 0.5, "int8": 0.01}
@@ -54,6 +54,7 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
         sizes: Any = {"forward": {"weights": stored, "activations": ACTIVATIONS}}
         return replace(step_of(request), memory=Memory(sizes))
 
+    by_formula(monkeypatch)
     monkeypatch.setattr("isotype.train.preflight.step.trace_of", trace_of)
     return str(path)
 
