@@ -51,7 +51,7 @@ class StoredWeights:
         return {name: torch.Size(shape) for name, shape in shapes.items() if shape is not None}
 
     def in_other_dtypes(self, quantized: Collection[str]) -> dict[str, torch.dtype]:
-        """Return name -> dtype for the float tensors that are stored in another dtype than most, without `quantized`."""
+        """Return name -> dtype for the float tensors that are stored in another dtype than most, except those in `quantized`."""
         plain = {
             name: source.tensors[0][0]
             for name, source in self._sources.items()

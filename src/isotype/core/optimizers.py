@@ -60,7 +60,7 @@ NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("stable_adamw", own_kernels=True),
     NamePart("sgd", state="none", why="no moments without momentum"),
 )
-"""For each fact, the first part that matches and has this fact decides. `galore_adamw_8bit`: galore's package, 8-bit state."""
+"""The first matching part that has a fact decides the fact: `galore_adamw_8bit` has galore's package and an 8-bit state."""
 
 
 def package_of(name: str) -> str | None:

@@ -67,7 +67,7 @@ def load_training_data(
     if script_args.dataset_config:
         flags = f"--dataset_config '{script_args.dataset_config}' with the local data set '{name}'"
         fix = "name the file or the folder itself in --dataset_name"
-        raise data_error(name, [Problem(flags, "a configuration only with a hub data set", fix)])
+        raise data_error(name, [Problem(flags, "no configuration name, which only hub data sets have", fix)])
     return _load_local(local, script_args.dataset_streaming, job)
 
 

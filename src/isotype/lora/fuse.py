@@ -236,8 +236,8 @@ def fuse(
         inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
         budget: maximum bytes for dense copies. Base weights that are quantized or need a cast get copies. The default is
-            0 on a GPU. On a CPU the default is a quarter of the free memory, because a CPU takes more than half as long
-            to dequantize a weight as to multiply by it. A sharded (FSDP2) model gets no copies.
+            0 on a GPU. On a CPU the default is a quarter of the free memory, because
+            dequantizing a weight takes a CPU more than half the time of multiplying by it. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

@@ -301,7 +301,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches that are compared if several processes train; they are of different processes or steps."""
+"""Number of batches to compare if several processes train: batches of different processes or steps."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

@@ -20,7 +20,7 @@ class Repairs:
 
     Attributes:
         fixes: the fixes that together resolve the findings, in the order in which they were chosen.
-        settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to give it, too.
+        settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to set, too.
         lines: `file:line` in code -> the dtype that the caller has to use there, too.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.

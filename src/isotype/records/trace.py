@@ -97,7 +97,7 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """Of the origins on the path, the nearest one that chose the dtype.
+        """The nearest origin on the path that chose the dtype.
 
         A promotion has the cause of the operand whose dtype it chose. A cast to another tensor's dtype has the cause of
         that tensor. A parameter, an input, and a cast to an explicit dtype are their own causes.

@@ -104,8 +104,8 @@ class Ledger:
         """Multiply the bytes of the live activations of `module` by `times`, if they were counted after the mark
         `since`.
 
-        The next represented module gets an output of `module` as its input, and saves it if `module` has saved its own
-        input. Memory freed after `since` (of a weight that was moved) is not subtracted.
+        If `module` has saved its input, the next represented module also saves its own: an output of `module`.
+        Memory freed after `since` (of a weight that was moved) is not subtracted.
         """
         saved = {
             key
@@ -257,7 +257,7 @@ class Ledger:
 
 
 def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
-    """Return a point of the timeline of a later step or micro-batch, at whose start states and gradients exist."""
+    """Return a timeline point for a later step or micro-batch, which starts with optimizer states and gradients in memory."""
     least: dict[MemoryKind, int] = {}
     if states and point.phase in ("forward", "backward", "unscale"):
         least["optimizer"] = states

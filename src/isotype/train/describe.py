@@ -303,6 +303,6 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return a report row about the language-model head, or no row if the run did not time two functions for it."""
+    """Return a report row about the choice of the language-model head; no row if nothing was measured."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

@@ -72,7 +72,7 @@ class Match:
         initialised: tensors that the checkpoint lacks and transformers initialises, with the reason by name.
         tied: tensors that share another tensor's values, with the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
-        unused: the tensors of `surplus` that no other class for the model's config uses either.
+        unused: the tensors of `surplus` that all other classes for the model's config leave unused, too.
         unread: tensors whose values cannot be computed, each with the reason.
         buffers: buffers that no file has, because the model computes them.
     """

@@ -22,7 +22,7 @@ _CHUNK = 1 << 18
 
 
 _LEAST_KL = 1e-12
-"""KL in nats of logits that differ by about 1e-6, which float32 rounds."""
+"""KL divergence in nats between logits that differ only by float32 rounding (about 1e-6)."""
 
 
 @dataclass(frozen=True)

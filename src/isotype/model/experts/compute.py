@@ -193,7 +193,7 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
 
 
 _ALIGNED = 8
-"""The strides of torch's grouped product must be multiples of 16 bytes: of this number of 16-bit values."""
+"""Strides in torch's grouped product must be multiples of this number of 16-bit values (16 bytes)."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:

@@ -194,7 +194,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
-        unmeasured = f"the dtypes that these operators accept were not measured on {title}; the rule of the operator's family was used"
+        unmeasured = f"dtypes were not measured on {title}; the rule of the operator's family was used"
         rows.append(("assumed", f"{', '.join(report.assumed)}: {unmeasured}"))
     rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
     if failure is not None:

@@ -70,7 +70,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause`. If it is a weight, also yield all weights with its module class, name and dtype: they fail next."""
+    """Yield `cause`. If it is a weight, also yield all weights with its module class, name and dtype, which would fail next."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

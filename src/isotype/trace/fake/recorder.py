@@ -157,7 +157,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self.values.came_rounded(fakes[name], name, written=True)
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Register as inputs the real tensors with which the caller's loss calls the model."""
+        """Register the real tensors that the caller's loss passes to the model as inputs."""
         # Reading a tensor's dtype is a function call, too: it would swap the tensor before the tensor has its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
