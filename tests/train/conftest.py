@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from isotype.model.recompute import checkpointing
+from isotype.train.chat import answer
 from isotype.train.run import Choice, Run
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer the sample questions of a training in 4 tokens instead of 64: a tiny model seldom stops before the limit."""
+    monkeypatch.setattr(answer, "__defaults__", (4,))
 
 
 @pytest.fixture

@@ -151,9 +151,10 @@ def test_what_accelerate_launch_asks_for_is_taken_over(
 
 
 def test_a_script_that_compiles_the_whole_model_is_checked_outside_of_the_graph(
-    path: Path, tmp_path: Path, caplog: Any
+    tmp_path: Path, caplog: Any
 ) -> None:
     """transformers' Trainer compiles the whole model; no graph contains frames of the check."""
+    path = save_chat_model(tmp_path / "model")
     checked: list[Any] = []
     callback = isotype.PrecisionCallback()
     callback._report = lambda report, **_: checked.append(report)  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from isotype.checkpoint import opened
 from isotype.cli.main import main
 from isotype.core.errors import DataError
 from isotype.train.models import processing_class
+from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.lengths import Lengths, lengths_of
 from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
@@ -133,14 +134,14 @@ def test_what_the_rows_are_read_as_is_said_of_the_data(model, tmp_path):
     assert plan.notes == ()
 
 
-def test_a_check_sees_which_layers_the_training_fuses_together(capsys, tmp_path):
+def test_a_check_sees_which_layers_the_training_fuses_together(tmp_path):
     """Llama reads the values of its mask, which a weightless model lacks; formerly the search was given up with a note."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     LlamaConfig(**sizes, intermediate_size=48, use_cache=False).save_pretrained(tmp_path)
-    assert (
-        main(["check", "sft", "--model_name_or_path", str(tmp_path), "--device", "cpu-avx2", "--json"]) == 0
-    )
-    assert "one by one" not in capsys.readouterr().out
+    plan = plan_of(*parse_options(["sft", "--model_name_or_path", str(tmp_path), "--device", "cpu-avx2"]))
+    report = check_plan(plan, ("forward",))
+    assert report.ok
+    assert "one by one" not in str(report)
 
 
 def test_check_reads_columns_and_holds_rows_back_as_the_training_does(capsys, model, tmp_path):

@@ -45,10 +45,10 @@ def trained(root: Path, name: str, method: str, flags: str) -> tuple[list[Any], 
 @pytest.mark.parametrize(
     ("method", "count", "flags", "stops"),
     [
-        # An epoch is three generations of two prompts; each serves two steps.
-        pytest.param("grpo", 6, f"{ANSWERS} --gradient_accumulation_steps 2 --num_iterations 2 --max_steps 8", (7,), id="grpo"),
+        # An epoch is two generations of two prompts, or three; each serves two steps.
+        pytest.param("grpo", 4, f"{ANSWERS} --gradient_accumulation_steps 2 --num_iterations 2 --max_steps 6", (5,), id="grpo"),
         pytest.param("grpo", 6, f"{ANSWERS} --gradient_accumulation_steps 2 --num_iterations 2 --max_steps 8", (1,), id="first", marks=pytest.mark.exhaustive),
-        pytest.param("sft", 9, "--per_device_train_batch_size 2 --train_sampling_strategy group_by_length --max_steps 7", (6,), id="lengths"),
+        pytest.param("sft", 5, "--per_device_train_batch_size 2 --train_sampling_strategy group_by_length --max_steps 5", (4,), id="lengths"),
         pytest.param("rloo", 6, f"{ANSWERS} --steps_per_generation 4 --max_steps 8", (3, 7), id="rloo", marks=pytest.mark.exhaustive),
         pytest.param("dpo", 8, "--use_peft False --sync_ref_model True --ref_model_sync_steps 2 --per_device_train_batch_size 4 --max_steps 4", (3,), id="reference", marks=pytest.mark.exhaustive),
     ],

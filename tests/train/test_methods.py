@@ -28,7 +28,7 @@ FLAGS: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("model"), layers=2)
+    return save_chat_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_trains_under_the_policy(model: Path, method: str, dtype: str, tmp_path:
     policy = trainer.model.precision_policy
     assert (policy.compute, policy.storage) == (getattr(torch, dtype), "nf4")
     seen = assert_policy_holds(trainer.model, policy)
-    assert seen["linear4bit"] >= 14
-    assert seen["master"] >= 28
+    assert seen["linear4bit"] >= 7
+    assert seen["master"] >= 14
 
     steps = outcome.record.steps
     assert [step.step for step in steps] == [1, 2, 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,13 @@ from rich.console import Console
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from isotype.cli.main import main
 from isotype.data.methods import METHODS
 from isotype.lora.loss.trl_head import may_go_by_lengths
 from isotype.lora.unpadded import mixes_documents
 from isotype.precision.devices.profile import device_profile
-from isotype.train.preflight.step import MIXED
+from isotype.train.preflight.plan import StepPlan
+from isotype.train.preflight.step import MIXED, check_plan
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.lengths import Lengths, one_a_row, packed_rows
 from isotype.train.rows.packed import Rows, keep_rows
 from isotype.train.training import run as train
@@ -29,6 +29,7 @@ from tests.models import tiny_model
 from tests.pairwise import few
 from tests.parsed import parse_settings
 from tests.train.tiny import save_chat_model, save_rows
+from tests.train.traced import traced
 
 PACKED = [
     {"input_ids": [11, 12, 13, 21, 22], "seq_lengths": [3, 2]},
@@ -137,33 +138,26 @@ def test_documents_of_packed_rows_have_rows_of_their_own(
 
 # By what the check decides: states, and a mask with documents; `mixes_documents` above runs all models.
 @few("name", ["bloom", "mamba", "gpt-oss", "llama", "gemma2"], "mamba", "llama")
-def test_a_check_knows_whose_documents_would_see_each_other(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_knows_whose_documents_would_see_each_other(name: str, tmp_path: Path) -> None:
     model = tiny_model(name) if name in ("llama", "gemma2") else _model(name)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    main(
-        f"check sft --model_name_or_path {tmp_path} --packing True --max_length 16 --device cpu --dtype float32 --json".split()
-    )
-    assert (MIXED in json.loads(capsys.readouterr().out)["not_traced"]) == (name in MIXING)
+    notes = check_plan(_plan(tmp_path, 16), ("forward",)).trace.notes
+    assert (MIXED in notes) == (name in MIXING)
 
 
-def _activations(folder: Path, rows: int, capsys: pytest.CaptureFixture[str]) -> int:
-    command = f"check sft --model_name_or_path {folder} --packing True --max_length 64 --device cpu --dtype float32 --json"
-    main([*command.split(), "--per_device_train_batch_size", str(rows), "--gradient_checkpointing", "False"])
-    report = json.loads(capsys.readouterr().out)
-    assert report["complete"]
-    return int(report["memory"]["phases"]["forward"]["activations"])
+def _plan(folder: Path, length: int, rows: int = 8) -> StepPlan:
+    words = f"""sft --model_name_or_path {folder} --packing True --max_length {length} --device cpu --dtype float32
+        --per_device_train_batch_size {rows} --gradient_checkpointing False"""
+    return plan_of(*parse_options(words.split()))
 
 
 @few("name", ["gemma2", "llama"], "gemma2")  # two kinds of masks; the other has one of them
-def test_packed_rows_are_foreseen_with_a_mask_of_each(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_rows_are_foreseen_with_a_mask_of_each(name: str, tmp_path: Path) -> None:
     """The estimate has a mask per row instead of one for all pairs of tokens, which only a step of one row has."""
     tiny_model(name).config.save_pretrained(tmp_path)
-    one, four = (_activations(tmp_path, rows, capsys) for rows in (1, 4))
+    phases = (traced(_plan(tmp_path, 64, rows)).memory.phases for rows in (1, 4))
+    one, four = (phase["forward"]["activations"] for phase in phases)
     assert four == pytest.approx(4 * one, rel=0.05)
 
 

@@ -140,8 +140,12 @@ def distance(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor])
     return (off / sum(float(each.square().sum()) for each in exact.values())) ** 0.5
 
 
-@of_families()
-@pytest.mark.parametrize("quantization", [None, "nf4"])
+@few(
+    "name, quantization",
+    [(name, storage) for name in FAMILIES if not _lacking(name) for storage in (None, "nf4")],
+    *((name, None) for name in CORE),
+    ("gemma3", "nf4"),
+)
 def test_a_step_in_float32_is_that_of_plain_transformers_and_peft(
     folder: Any, name: str, quantization: str | None
 ) -> None:

@@ -139,7 +139,7 @@ def test_a_sample_bounds_rows_that_are_never_cut() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_model(tmp_path_factory.mktemp("models") / "Tiny", layers=4)
+    return save_chat_model(tmp_path_factory.mktemp("models") / "Tiny")
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: 
 
 
 def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks: list[int] = []
 
@@ -224,7 +224,7 @@ def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
         return Choice(EVERY_2ND, "it suffices")
 
     monkeypatch.setattr(step, "choose", choice)
-    plan = of_check(model, data)
+    plan = of_check(save_chat_model(tmp_path / "model", layers=4), data)
     trace = step.check_plan(plan, DEFAULT_PHASES).trace
     assert "gradient checkpointing every 2nd layer (auto): it suffices" in trace.notes
     assert peaks[0] < trace.memory.peak <= peaks[1]

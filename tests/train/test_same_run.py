@@ -125,6 +125,7 @@ def test_what_may_change_does_not_matter(run: Path):
     assert outcome.record.status == "finished"
     assert [step.step for step in outcome.record.steps] == [1, 2, 3]
     assert "note: --max_steps 3 instead of 2: the linear schedule continues with the new length" in text
+    assert "today's date" not in text  # of a template that writes none
 
 
 def test_a_checkpoint_of_another_program_is_compared_as_far_as_it_says(begun: Path, run: Path):
@@ -156,13 +157,29 @@ def on(day: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("isotype.train.output.resume.date", Day)
 
 
+@pytest.fixture(scope="module")
+def begun_on_10(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, training.Outcome, str]:
+    """Return the folder of a run on day 10, whose model has a chat template that writes the day as a word."""
+    root = Path(shutil.copytree(begun, tmp_path_factory.mktemp("dated") / "run"))
+    shutil.rmtree(root / "out")
+    (root / "model" / "chat_template.jinja").write_text(DATED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
+        on(10, patch)
+        return root, *train(root)
+
+
 @pytest.fixture
-def dated(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the run's folder without its output, and a model whose chat template writes the day as a word."""
-    shutil.rmtree(run / "out")
-    (run / "model" / "chat_template.jinja").write_text(DATED)
+def resumable(begun_on_10: tuple[Path, training.Outcome, str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun_on_10[0], tmp_path / "resumable"))
+
+
+@pytest.fixture
+def dated(resumable: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of model and rows before the run."""
+    shutil.rmtree(resumable / "out")
     on(10, monkeypatch)
-    return run
+    return resumable
 
 
 @pytest.fixture
@@ -187,23 +204,27 @@ def days(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 
 @few("cached", [True, False], False)
 def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
-    cached: bool, dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
+    cached: bool,
+    begun_on_10: tuple[Path, training.Outcome, str],
+    resumable: Path,
+    days: list[set[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     note = "note: the chat template can write today's date; it writes 2026-11-10: "
-    outcome, text = train(dated)
-    assert days == [{"w10"}]
+    _, outcome, text = begun_on_10
     assert note + "the day of the run's start, which a resumed run keeps" in text
     assert any("2026-11-10" in each for each in outcome.record.notes)
     on(11, monkeypatch)
     if not cached:
         monkeypatch.setattr("datasets.arrow_dataset.is_caching_enabled", lambda: False)
-    _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", "true")
-    assert days[1:] == [{"w10"}]
+    _, text = train(resumable, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    assert days == [{"w10"}]
     assert note + "as in checkpoint-2, from which the run resumes" in text
     assert (
-        json.loads((dated / "out" / "checkpoint-3" / RUN_FILE).read_text())["template_date"] == "2026-11-10"
+        json.loads((resumable / "out" / "checkpoint-3" / RUN_FILE).read_text())["template_date"]
+        == "2026-11-10"
     )
-    assert "template_date" not in (dated / "out" / "tokenizer_config.json").read_text()
+    assert "template_date" not in (resumable / "out" / "tokenizer_config.json").read_text()
 
 
 def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
@@ -229,28 +250,27 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
 
 @pytest.mark.parametrize("folder", ["out", "out/checkpoint-2"])
 def test_a_merge_reads_the_rows_of_the_day_that_the_run_has(
-    folder: str, dated: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, begun_on_10: tuple[Path, training.Outcome, str], monkeypatch: pytest.MonkeyPatch
 ):
-    train(dated)
+    root = begun_on_10[0]
     on(11, monkeypatch)
-    rows, _ = rows_of_training(dated / folder)
+    rows, _ = rows_of_training(root / folder)
     assert rows is not None
-    words = tokenizer_of(dated / "out")
+    words = tokenizer_of(root / "out")
     assert {words.decode(ids[0]) for ids, _ in rows.texts} == {"w10"}
 
 
 def test_a_checkpoint_without_a_day_goes_on_with_today_and_says_so(
-    dated: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
+    resumable: Path, days: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    train(dated)
-    checkpoint = dated / "out" / "checkpoint-2"
+    checkpoint = resumable / "out" / "checkpoint-2"
     saved = json.loads((checkpoint / RUN_FILE).read_text())
     del saved["template_date"]
     (checkpoint / RUN_FILE).write_text(json.dumps(saved))
     (checkpoint / "isotype_checkpoint.json").unlink()
     on(11, monkeypatch)
-    _, text = train(dated, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
-    assert days[1:] == [{"w11"}]
+    _, text = train(resumable, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
+    assert days == [{"w11"}]
     assert "2026-11-11: today: checkpoint-2 records no day, and its run may have used another day" in text
 
 
@@ -263,11 +283,6 @@ def test_a_date_in_the_rows_is_the_same_on_every_day(
         on(day, monkeypatch)
         train(dated, "--output_dir", dated / f"out-{day}", "--max_steps", 1, "--save_strategy", "no")
     assert days == [{"w5"}, {"w5"}]
-
-
-def test_a_template_without_a_date_says_none(run: Path):
-    _, text = train(run, "--output_dir", run / "other")
-    assert "today's date" not in text
 
 
 # The report
@@ -347,5 +362,5 @@ def test_a_second_run_into_a_folder_is_refused(run: Path):
         assert given.endswith(": isotype sft --seed 1")
         assert f"kill {os.getpid()} on" in caught.value.problems[0].fix
     assert not (run / "out" / LOCK_FILE).exists()
-    train(run)
+    train(run, "--max_steps", 1, "--save_strategy", "no")
     assert not (run / "out" / LOCK_FILE).exists()

@@ -60,8 +60,8 @@ class Spy(transformers.TrainerCallback):
 
 def arguments(cls: Any, out: Path, **more: Any) -> Any:
     given = {
-        "max_steps": 6,
-        "save_steps": 3,
+        "max_steps": 4,
+        "save_steps": 2,
         "per_device_train_batch_size": 2,
         "logging_steps": 1,
         "learning_rate": 1e-2,
@@ -113,10 +113,10 @@ def test_masters_that_trl_has_cast_are_float32_from_the_first_step_on(path: Path
     before = Counter(p.dtype for p in trainer.model.parameters() if p.requires_grad)
     assert set(before) == {torch.bfloat16}  # TRL 1.16 casts them; without the cast this test would be idle
     trainer.train()
-    assert spy.masters == [{torch.float32}] * 7
+    assert spy.masters == [{torch.float32}] * 5
     assert spy.moments == {torch.float32}
     assert all(math.isfinite(loss) for loss in losses(trainer))
-    policy = PrecisionPolicy.read(tmp_path / "checkpoint-6")
+    policy = PrecisionPolicy.read(tmp_path / "checkpoint-4")
     assert policy is not None
     assert (policy.compute, policy.storage, policy.master) == (torch.bfloat16, "nf4", torch.float32)
 
@@ -125,16 +125,16 @@ def test_a_resumed_script_goes_on_exactly(
     path: Path, uninterrupted: tuple[Path, list[float]], tmp_path: Path
 ):
     before, expected = uninterrupted
-    shutil.copytree(before / "checkpoint-3", tmp_path / "checkpoint-3")
+    shutil.copytree(before / "checkpoint-2", tmp_path / "checkpoint-2")
     trainer, spy = qlora_script(path, tmp_path, isotype.PrecisionCallback(check=None))
-    policy = isotype.PrecisionPolicy.read(tmp_path / "checkpoint-3")
+    policy = isotype.PrecisionPolicy.read(tmp_path / "checkpoint-2")
     isotype.enforce(trainer, policy)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(trainer) == expected
     assert spy.masters[0] == {torch.float32}
     for name in ("adapter_model.safetensors", "optimizer.pt"):
-        assert (tmp_path / "checkpoint-6" / name).read_bytes() == (
-            before / "checkpoint-6" / name
+        assert (tmp_path / "checkpoint-4" / name).read_bytes() == (
+            before / "checkpoint-4" / name
         ).read_bytes()
 
 
@@ -142,7 +142,7 @@ def test_values_that_were_rounded_by_the_load_are_refused(
     path: Path, uninterrupted: tuple[Path, list[float]], tmp_path: Path
 ):
     trainer, _ = qlora_script(path, tmp_path)
-    checkpoint = str(uninterrupted[0] / "checkpoint-3")
+    checkpoint = str(uninterrupted[0] / "checkpoint-2")
     assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=checkpoint) == (
         "the values of the resumed checkpoint were rounded while they were loaded\n"
         "  - all trainable parameters have values that bfloat16 represents exactly\n"
@@ -162,14 +162,14 @@ def test_check_warning_says_it_and_goes_on(
     # TRL's head adds up the gradient of its input in float32, which costs something on this CPU.
     pretend("cpu-amx", monkeypatch)
     monkeypatch.setattr(ist201_promotion, "_OF_TRL", "not excluded")
-    elsewhere = str(uninterrupted[0] / "checkpoint-3")
+    elsewhere = str(uninterrupted[0] / "checkpoint-2")
     trainer, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check="warning"))
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train(resume_from_checkpoint=elsewhere)
     first, *others = [record.getMessage() for record in caplog.records if record.name == "isotype"]
     assert first.startswith("the values of the resumed checkpoint were rounded while they were loaded")
     assert [message[:7] for message in others] == ["IST201:"], "the check of the first batch"
-    assert trainer.state.global_step == 6
+    assert trainer.state.global_step == 4
     caplog.clear()
     silent, _ = qlora_script(path, tmp_path, isotype.PrecisionCallback(check=None))
     with caplog.at_level(logging.WARNING, logger="isotype"):
