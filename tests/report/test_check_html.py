@@ -158,4 +158,4 @@ def test_capacity_is_a_line_where_it_is_near_and_words_where_it_is_far() -> None
 
 def test_report_without_weights_still_is_a_page() -> None:
     empty = Trace(setup(), (), (), {}, Memory({}))
-    assert "The trace has no weight and no product" in Page(to_html(replace(clean(), trace=empty))).text
+    assert "The trace has no weights and no matmuls" in Page(to_html(replace(clean(), trace=empty))).text

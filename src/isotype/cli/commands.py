@@ -150,7 +150,7 @@ def quality_parser() -> Parser:
         nargs="*",
         choices=MEASURED,
         default=["nf4"],
-        help="formats for which one more forward measures all layers together (default nf4); for other formats, the results of the single layers are added",
+        help="formats to measure once more with all layers in the format (default nf4); for other formats, the results of the layers are added up",
     )
     add("--device", help="device to compute on (default cpu)")
     add("--revision", help="branch, tag or commit of a hub id")

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    steps = "number of optimizer steps to watch (default: 1, or a step of each of up to three optimizers)"
+    steps = "number of optimizer steps to watch (default: 1, or one step for each of up to three optimizers)"
     add("--steps", type=int, default=1, metavar="N", help=steps)
     add(
         "--device",

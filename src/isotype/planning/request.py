@@ -30,7 +30,7 @@ The plan needs only the model's config: no weights, no GPU and no data set.
   isotype plan sft --model_name_or_path MODEL --device rtx4090 [flags]
   isotype plan --device t4 --data my.jsonl       the largest Qwen3 models that fit
 
-All flags of `isotype sft` (or dpo, …) work, and are part of the printed command. The flags that only a plan has:"""
+All flags of `isotype sft` (or dpo, …) work, and are part of the printed command. Flags that only `isotype plan` has:"""
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments that only a plan has and that `isotype.plan` takes as keywords."""
@@ -96,7 +96,7 @@ def _add_own(arguments: argparse.ArgumentParser) -> None:
     data = "data set for the length of rows and the training time; same as --dataset_name"
     add("--data", metavar="DATA", help=data)
     add("--method", choices=tuple(METHODS), help="training method (default: sft)")
-    goal = "criterion by which the settings are chosen (default: balanced)"
+    goal = "criterion for the choice of settings (default: balanced)"
     add("--goal", choices=tuple(GOALS), default="balanced", help=goal)
     add("--devices", type=int, default=1, help="number of devices that train together (default: 1)")
     add("--max-memory", "--max_memory", metavar="SIZE", help="memory that a step may use, such as 20GiB")

@@ -99,10 +99,10 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("num_train_epochs", "training", "3", "or --max_steps N"),
     Argument("per_device_train_batch_size", "training", "8", "rows in a batch", limit=_COUNT),
     Argument("per_device_eval_batch_size", limit=_COUNT),
-    Argument("gradient_accumulation_steps", "training", "1", "batches in an optimizer step", limit=_COUNT),
+    Argument("gradient_accumulation_steps", "training", "1", "micro-batches in a step", limit=_COUNT),
     Argument("max_length", "training", "1024", "tokens; longer rows are cut", _NOT_RL, _COUNT),
     Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
-    Argument("packing", "training", "True", "several short rows in one", ("labels",)),
+    Argument("packing", "training", "True", "join short rows into longer ones", ("labels",)),
     Argument(
         "beta", "training", "0.1", "higher: nearer to the reference model", _COMPARED, limit=_NOT_NEGATIVE
     ),
@@ -113,7 +113,7 @@ ARGUMENTS: tuple[Argument, ...] = (
         _COUNT, "steps_per_generation generation_batch_size num_iterations dataset_num_proc tokens_per_step"
     ),
     Argument("lora_r", "adapter", "16", "rank of the adapters", limit=_COUNT),
-    Argument("lora_alpha", "adapter", "32", "the adapters' scale is alpha / rank", limit=_SCALE),
+    Argument("lora_alpha", "adapter", "32", "adapters' scale: alpha / rank", limit=_SCALE),
     Argument("lora_dropout", limit=_DROPOUT),
     Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
     Argument(
@@ -127,12 +127,12 @@ ARGUMENTS: tuple[Argument, ...] = (
         "early_stopping_patience",
         "progress and results",
         "3",
-        "evaluations without a better loss",
+        "evaluations before an early stop",
         limit=_COUNT,
     ),
     Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
     Argument("save_steps", "progress and results", "500", "steps between checkpoints", limit=_EVERY),
-    Argument("resume_from_checkpoint", "progress and results", "true", "from the newest complete checkpoint"),
+    Argument("resume_from_checkpoint", "progress and results", "true", "the newest complete checkpoint"),
     Argument("logging_steps", "progress and results", "10", "steps between lines of output", limit=_EVERY),
     Argument("eval_steps", limit=_EVERY),
     Argument(
