@@ -14,10 +14,15 @@ ROWS = (
     (
         "idle",
         "No effect.",
-        "These names change nothing in a training with isotype, for the reason after the names:",
+        "These names have no effect in isotype; each line ends with the reason:",
         "no effect;",
     ),
-    ("differs", "Not done.", "isotype trains without the settings of these names:", "not done;"),
+    (
+        "differs",
+        "Not done.",
+        "isotype trains without these settings; each line ends with the reason:",
+        "not done;",
+    ),
     (
         "refused",
         "Refused.",
