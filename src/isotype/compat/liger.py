@@ -8,7 +8,6 @@ class of a module; a method on the instance would hide the change. tests/compat/
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,7 @@ def without_liger(model: nn.Module) -> tuple[str, ...]:
     """Remove Liger's methods from a model's modules; return the names of the modules that had Liger's forward."""
     names = []
     for name, module in model.named_modules():
-        bound = [key for key, value in module.__dict__.items() if _is_ligers(value)]
+        bound = [key for key, value in vars(module).items() if type(value) is MethodType and _is_ligers(value)]
         for key in bound:
             del module.__dict__[key]
         if "forward" in bound:
@@ -27,6 +26,5 @@ def without_liger(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _is_ligers(value: Any) -> bool:
-    defined_in = value.__func__.__module__ if isinstance(value, MethodType) else ""
-    return (defined_in or "").partition(".")[0] == _PACKAGE
+def _is_ligers(method: MethodType) -> bool:
+    return (method.__func__.__module__ or "").partition(".")[0] == _PACKAGE
