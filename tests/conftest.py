@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -53,6 +54,16 @@ import jinja2  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from _pytest.logging import caplog_handler_key  # noqa: E402
+
+# Devices that are not there keep each seed for later, with the stack of who gave it: writing stacks takes a hundredth of the suite.
+for _device in (torch.cuda, torch.xpu, torch.mtia):
+    _device.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
+
+# What lies on the device meta has no values: drawing them takes as long as all else that makes a layer.
+for _layer in (torch.nn.Linear, torch.nn.Embedding):
+    _layer.reset_parameters = functools.partialmethod(  # type: ignore[method-assign]
+        lambda self, drawn: None if self.weight.is_meta else drawn(self), _layer.reset_parameters
+    )
 
 # Where there is no GPU Triton's interpreter runs its kernels; the variable is read when a kernel is defined.
 if not torch.cuda.is_available():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +123,14 @@ _CLASSES = {"gemma3-vision": "Gemma3ForConditionalGeneration", "t5": "T5ForCondi
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """The architecture `name` with random weights drawn in float32, then rounded to `dtype`."""
+    model, drawn = _drawn(name, seed)
+    torch.set_rng_state(drawn)
+    return copy.deepcopy(model).to(dtype)
+
+
+@functools.cache
+def _drawn(name: str, seed: int) -> tuple[Any, torch.Tensor]:
+    """A model, and the state of the generator when it is made."""
     torch.manual_seed(seed)
     config = CONFIGS[name]()
     cls = getattr(transformers, _CLASSES.get(name, "AutoModelForCausalLM"))
@@ -130,7 +140,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
             if parameter.ndim == 1 or not parameter.any():
                 # Norms start at exactly one and biases at zero, which every dtype holds: digits to lose are needed.
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype)
+    return model, torch.get_rng_state()
 
 
 def one_layer(model: Any) -> Any:

@@ -86,7 +86,7 @@ def autocast(policy: PrecisionPolicy) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", policy.autocast) if policy.autocast else nullcontext()
 
 
-def train(model: Any, policy: PrecisionPolicy, batch: Any, steps: int = 6, lr: float = 2e-2) -> list[float]:
+def train(model: Any, policy: PrecisionPolicy, batch: Any, steps: int = 4, lr: float = 2e-2) -> list[float]:
     """Real training steps under the policy; the loss of each. Checks the masters' gradients and Adam's moments."""
     model.train()
     masters = {name: p for name, p in model.named_parameters() if p.requires_grad}
