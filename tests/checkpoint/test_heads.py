@@ -74,7 +74,7 @@ def outputs(model: Any) -> torch.Tensor:
 
 
 # Other heads of BERT's kind are found and saved as its classifier is.
-@few("name", list(CASES), "bert-cls", "llama-cls", "llama-head", "vit")
+@few("name", list(CASES), "bert-cls", "llama-head", "vit")
 def test_a_head_that_the_checkpoint_lacks_lasts(name: str, tmp_path: Path) -> None:
     base = saved(tmp_path / "base", name)
     model = adapted(base, name)

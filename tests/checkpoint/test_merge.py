@@ -1003,6 +1003,7 @@ def test_a_merged_model_as_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.M
     assert f"stored as         {kind}" in captured.get()
 
 
+@pytest.mark.usefixtures("every_format")
 def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = make()
     with pytest.raises(UsageError, match="stored as iq2_xs"):
@@ -1017,7 +1018,8 @@ def test_ways_to_store_that_do_not_exist(make: Make, tmp_path: Path, monkeypatch
     # So neither a command for it is printed, nor one that names it as the smallest format.
     merged = merge_adapter(adapter, tmp_path / "merged")
     assert not merged.exportable
-    assert merged.cheapest is None or "--gguf" not in merged.cheapest.arguments
+    assert merged.cheapest is not None
+    assert "--gguf" not in merged.cheapest.arguments
 
 
 def test_a_gguf_that_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def merged(adapter: Path, output: Path, **settings: Any) -> dict[str, torch.Tens
         "quantized experts": ("qwen3_moe", "nf4", STACKED),
     },
     "nf4",
-    "experts",
     "quantized experts",
 )
 def test_block_by_block_is_bit_equal_to_all_at_once(
@@ -153,9 +152,15 @@ def test_what_is_not_quantized_keeps_its_dtype_too(mixed: Path, tmp_path: Path) 
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize(
-    ("kind", "storage", "lora"),
-    [("llama", None, PROJECTIONS), ("llama", "nf4", PROJECTIONS), ("qwen3_moe", "nf4", STACKED)],
+@few(
+    "kind, storage, lora",
+    {
+        "dense": ("llama", None, PROJECTIONS),
+        "nf4": ("llama", "nf4", PROJECTIONS),
+        "quantized experts": ("qwen3_moe", "nf4", STACKED),
+    },
+    "nf4",
+    "quantized experts",
 )
 def test_one_block_is_in_memory_at_a_time(kind: str, storage: str | None, lora: Any, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", kind, dtype=torch.float32)

@@ -78,11 +78,13 @@ def test_what_is_kept_is_that_of_plain_forwards(adapted: Adapted, tmp_path: Path
     assert (base - merged) / (base - trained) == pytest.approx(fall, rel=1e-2)
 
 
-@few("storage", [None, "nf4", "int8"], None, "nf4")
+@pytest.mark.usefixtures("every_format")
+@few("storage", [None, "nf4", "int8"], "nf4")
 def test_a_merge_that_loses_nothing_says_so(adapted: Adapted, tmp_path: Path, storage: str | None) -> None:
     report = merge_adapter(adapted(storage), tmp_path / "merged", dtype="float32")
     assert report.logits is not None
     assert report.logits.mean_kl < 1e-9
+    assert report.cheapest is not None
     assert report.logits.kept == pytest.approx(1, abs=1e-3)
 
 
@@ -163,7 +165,7 @@ def test_codes_are_the_same_where_nothing_changes_but_the_scale(form: str) -> No
     assert (codes(values, form) != codes(others, form)).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("positions", [16, 128])
+@few("positions", [16, 128], 16)
 def test_a_model_of_few_positions_is_merged(tmp_path: Path, positions: int) -> None:
     config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=positions)
     torch.manual_seed(0)
@@ -200,11 +202,12 @@ def test_the_command_measures_on_the_rows_that_were_held_back(
     from isotype.cli.main import main
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("isotype.train.callback.before_first_step", lambda *_: None)
     save_base(tmp_path / "base")
     rows = [{"prompt": "a careful engineer ", "completion": f"decides {'dtype ' * n}"} for n in range(1, 21)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = (
-        "sft --model_name_or_path base --dataset_name t.jsonl --quantization mixed --max_steps 1 --device cpu --dtype float32"
+        "sft --model_name_or_path base --dataset_name t.jsonl --quantization nf4 --max_steps 1 --device cpu --dtype float32"
         " --eval_split 5 --output_dir run --learning_rate 1e-2 --report_to none --save_strategy no"
     )
     assert main(command.split()) == 0

@@ -109,7 +109,7 @@ def test_the_error_is_that_of_what_was_stored(base: Path, adapter: Path, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-@pytest.mark.parametrize("kind", ["q8_0", "f16"])
+@few("kind", ["q8_0", "f16"], "f16")
 def test_embeddings_that_were_trained_alike_stay_tied(base: Path, tmp_path: Path, kind: str) -> None:
     """Rounding to 16 bits is random: the seed of the head is that of the embedding."""
     tied = save_base(tmp_path / "base", tie_word_embeddings=True, vocab_size=384, attention_bias=False)

@@ -24,7 +24,7 @@ from tests import cpus
 from tests.adapters import step
 from tests.lora.conftest import KERNELS
 from tests.lora.test_attention import POSITIONS, tensors
-from tests.models import CONFIGS, quiet, tiny_batch, tiny_model
+from tests.models import CONFIGS, one_layer, quiet, tiny_batch, tiny_model
 from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
 
@@ -239,7 +239,7 @@ def test_a_choice_of_the_user_stays() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cpus.pretend("cpu-avx2", monkeypatch)
-    model, batch = tiny_model("llama", dtype), tiny_batch("llama")
+    model, batch = one_layer(tiny_model("llama", dtype)), tiny_batch("llama")
     plain = isotype.check(model, batch, wiring=False, verify=False)
     use_fast_attention(model)
     report = isotype.check(model, batch, wiring=False, verify=False)

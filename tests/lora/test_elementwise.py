@@ -18,6 +18,7 @@ from isotype.lora.loops import elementwise
 from isotype.lora.loops.loading import Loops
 from isotype.lora.norms import NormParts, rms_norm
 from tests.cpus import no_compiler
+from tests.pairwise import pairwise
 
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8}
 SHAPES = [(1,), (7,), (16,), (3, 33), (5, 1536), (33, 1000), (0, 8)]
@@ -34,8 +35,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pairwise("threads, shape, dtype", [1, 3], SHAPES, TOLERANCES, indirect=["threads"])
 def test_gated_products(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     gate, up, grad = ((4 * torch.randn(shape)).to(dtype) for _ in range(3))
@@ -52,8 +52,7 @@ def test_gated_products(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pairwise("threads, shape, dtype", [1, 3], SHAPES, TOLERANCES, indirect=["threads"])
 def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, grad = ((3 * torch.randn(shape)).to(dtype) for _ in range(2))

@@ -27,7 +27,7 @@ from tests import processes
 from tests.adapters import adapted, loaded, moved, relative, step
 from tests.cpus import pretend
 from tests.lora.watched import copies_of, held
-from tests.models import tiny_batch, tiny_model
+from tests.models import one_layer, tiny_batch, tiny_model
 from tests.pairwise import few, pairwise
 from tests.policy import assert_policy_holds, autocast
 
@@ -125,7 +125,7 @@ def test_in_16_bits_it_is_as_close_to_float32_as_its_roundings(
     # bitsandbytes rounds the inputs of int8 layers, too: what the very weights give is the fused product in float32.
     fuse(exact)
     generator = torch.Generator().manual_seed(2)
-    ids = [torch.randint(3, 120, (4, 16), generator=generator) for _ in range(8)]
+    ids = [torch.randint(3, 120, (4, 16), generator=generator) for _ in range(4)]
     batches = [{"input_ids": each, "labels": each} for each in ids]
     wanted = [step(exact, batch) for batch in batches]
 
@@ -645,7 +645,7 @@ def test_the_preflight_follows_a_fused_model(monkeypatch: pytest.MonkeyPatch) ->
     pretend(
         "cpu-amx", monkeypatch
     )  # without instructions for bfloat16 the fused step computes in float32, see below
-    model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
+    model, batch = one_layer(adapted("llama", torch.bfloat16)).train(), tiny_batch("llama")
     options: Any = {"optimizer": "sgd", "wiring": False, "verify": False}
     plain = isotype.check(model, batch, **options)
     fuse(model)
@@ -661,7 +661,7 @@ def test_the_preflight_follows_a_fused_model(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_preflight_of_a_fused_model_is_that_of_the_simulated_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = adapted("llama", torch.bfloat16).train(), tiny_batch("llama")
+    model, batch = one_layer(adapted("llama", torch.bfloat16)).train(), tiny_batch("llama")
     fuse(model)
     products = {}
     for cpu in ("cpu-avx2", "cpu-amx"):

@@ -118,9 +118,7 @@ def test_outputs_and_gradients_are_those_of_float64(kind: str, variant: str, dty
     outputs_and_gradients(kind, variant, dtype, compiled=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", ["dense", "nf4", "int8"])
+@pairwise("dtype, variant, kind", [torch.float32, torch.bfloat16], VARIANTS, ["dense", "nf4", "int8"])
 def test_so_are_those_of_compiled_loops(kind: str, variant: str, dtype: torch.dtype) -> None:
     outputs_and_gradients(kind, variant, dtype, compiled=True)
 
@@ -240,8 +238,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("gate", GATES)
+@pairwise("dtype, gate", TOLERANCES, GATES, strength=1)
 def test_a_gated_product_is_formed_again_in_the_backward(gate: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     base, weight = base_layer("dense", 9, 37, dtype)
@@ -432,9 +429,7 @@ def test_a_copy_follows_its_weight() -> None:
     assert weights.bytes == 0
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4-double"])
-@pytest.mark.parametrize("variant", ["lora", "two", "none"])
+@pairwise("bias, kind, variant", [False, True], ["nf4", "fp4", "nf4-double"], ["lora", "two", "none"])
 def test_few_rows_times_packed_weights(
     kind: str, variant: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,8 +137,7 @@ def test_trained_head(dtype: torch.dtype, feature: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("loops")
-@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 8, 9])
-@pytest.mark.parametrize("vocabulary", [1, 2, 5, 1031])
+@pairwise("vocabulary, tokens", [1, 2, 5, 1031], [0, 1, 2, 7, 8, 9], strength=1)
 def test_sizes(tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits, "SCRATCH", 4 * 4 * vocabulary)
     head, hidden, targets = make(tokens, 3, vocabulary, torch.float32)
@@ -170,10 +169,9 @@ def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
         assert not log_probs(head, leaf(hidden), targets).log_probs.requires_grad
 
 
-@pytest.mark.parametrize("compute", DTYPES, ids=str)
-@pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize("given", DTYPES, ids=str)
-@pytest.mark.parametrize("gradients", [("log_probs",), ("log_probs", "entropy")], ids=["ahead", "again"])
+@pairwise(
+    "compute, stored, given, gradients", DTYPES, DTYPES, DTYPES, [("log_probs",), ("log_probs", "entropy")]
+)
 def test_autocast_decides_the_compute_dtype(
     compute: torch.dtype, stored: torch.dtype, given: torch.dtype, gradients: tuple[str, ...]
 ) -> None:
@@ -328,8 +326,7 @@ def trl_log_probs(
 
 
 @pytest.mark.usefixtures("loops")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
+@pairwise("dtype, spread", DTYPES, [0.3, 1.0, 4.0], strength=1)
 def test_at_least_as_close_as_trl(dtype: torch.dtype, spread: float) -> None:
     head, hidden, targets = make(64, 96, 2003, dtype)
     head = replace(head, weight=head.weight * spread)
@@ -400,10 +397,7 @@ def language_model_loss(
     return loss.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("items", [None, 17])
+@pairwise("dtype, smoothing, z_loss, items", DTYPES, [0.0, 0.1], [0.0, 1e-2], [None, 17])
 def test_language_model_loss(dtype: torch.dtype, smoothing: float, z_loss: float, items: int | None) -> None:
     head, hidden, targets = make(12, 16, 61, dtype)
     labels = targets.masked_fill(torch.arange(12) % 3 == 0, -100).view(3, 4)

@@ -24,7 +24,7 @@ from tests.adapters import adapted, moved, relative, step
 from tests.lora.conftest import KERNELS
 from tests.lora.test_fuse import VARIANTS, Pair, under
 from tests.lora.watched import copies_of
-from tests.models import quiet, tiny_batch
+from tests.models import one_layer, quiet, tiny_batch
 from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
 
@@ -84,7 +84,7 @@ def assert_every_mode(
 def test_bases(
     saved: Saved, dtype: str, quantization: str | None, budget: int, low: torch.dtype | None
 ) -> None:
-    model, _ = under(saved, dtype, quantization)
+    model = one_layer(under(saved, dtype, quantization)[0])
     plain = copy.deepcopy(model)
     fuse(model, budget=budget)
     exact = dtype == "float32" and low is None and quantization != "int8"
@@ -104,7 +104,7 @@ def test_bases(
     indirect=["own_kernel"],
 )
 def test_variants(variant: str) -> None:
-    model = adapted("llama-tied-bias", **VARIANTS[variant]).train()
+    model = one_layer(adapted("llama-tied-bias", **VARIANTS[variant])).train()
     plain = copy.deepcopy(model)
     fuse(model)
     assert_every_mode(model, plain, padded(), None, EXACT)
@@ -126,7 +126,7 @@ def test_architectures(name: str) -> None:
 @pairwise("own_kernel, name", KERNELS, ["llama", "bart"], strength=1, indirect=["own_kernel"])
 def test_generation(name: str) -> None:
     if name == "llama":
-        model = adapted(name).eval()
+        model = one_layer(adapted(name)).eval()
     else:
         config = peft.LoraConfig(r=4, target_modules="all-linear")
         model = moved(peft.get_peft_model(ARCHITECTURES["bart-s2s"].build(torch.float32), config)).eval()
@@ -142,7 +142,7 @@ def test_generation(name: str) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_head_and_batches_without_padding(side: str) -> None:
-    model = adapted("llama").eval()
+    model = one_layer(adapted("llama")).eval()
     put_head(model)
     batch = padded()
     if side == "right":
@@ -160,7 +160,7 @@ def test_the_head_and_batches_without_padding(side: str) -> None:
 @pytest.mark.usefixtures("own_kernel")
 def test_inputs_of_one_mode_in_another() -> None:
     """Token ids and a mask of every pair that were made under inference_mode, in a step that is trained."""
-    model = adapted("llama").train()
+    model = one_layer(adapted("llama")).train()
     plain = copy.deepcopy(model)
     fuse(model)
     batch = padded()
@@ -180,9 +180,9 @@ def test_inputs_of_one_mode_in_another() -> None:
 @pairwise("own_kernel, quantization", KERNELS, [None, "nf4", "int8"], strength=1, indirect=["own_kernel"])
 def test_models_made_under_inference_mode(saved: Saved, quantization: str | None) -> None:
     dtype = "float32" if quantization is None else "bfloat16"
-    wanted = logits(under(saved, dtype, quantization)[0].eval(), padded(), "no_grad")
+    wanted = logits(one_layer(under(saved, dtype, quantization)[0]).eval(), padded(), "no_grad")
     with torch.inference_mode():
-        model = under(saved, dtype, quantization)[0].eval()
+        model = one_layer(under(saved, dtype, quantization)[0]).eval()
         fuse(model)
         assert next(model.parameters()).is_inference()
     tolerance = EXACT if quantization is None else ROUNDED
@@ -197,7 +197,7 @@ def test_models_made_under_inference_mode(saved: Saved, quantization: str | None
 @pytest.mark.usefixtures("own_kernel")
 @pairwise("own_kernel, quantization", KERNELS, [None, "nf4"], strength=1, indirect=["own_kernel"])
 def test_copies_of_a_model_that_has_run_under_inference_mode(saved: Saved, quantization: str | None) -> None:
-    model, _ = under(saved, "float32", quantization)
+    model = one_layer(under(saved, "float32", quantization)[0])
     plain = copy.deepcopy(model)
     fuse(model)
     logits(model, padded(), "inference_mode")
@@ -282,7 +282,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 )  # by torch's own jvp
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func(transform: str) -> None:
-    model = adapted("llama").eval()
+    model = one_layer(adapted("llama")).eval()
     if transform not in ("functional_call", "grad"):
         model.set_attn_implementation(
             "eager"

@@ -16,6 +16,7 @@ from isotype.lora.fuse import fuse, unfuse
 from isotype.lora.norms import NormParts, is_norm, norm_parts, rms_norm
 from isotype.model.boundary import BoundarySettings, set_boundary
 from tests.models import quiet
+from tests.pairwise import pairwise
 from tests.without_float64 import WithoutFloat64
 
 # Relative error of a tensor's norm: one rounding to b digits is off by at most 2^-b (b: 9 in bfloat16, 12 in float16), the
@@ -28,10 +29,13 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(difference / wanted.detach().norm()) if wanted.numel() else 0.0
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [(2, 5, 33), (1, 1), (0, 7), (3, 576), (4, 2, 3, 16)], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("wide", [False, True])
+@pairwise(
+    "offset, shape, dtype, wide",
+    [0.0, 1.0],
+    [(2, 5, 33), (1, 1), (0, 7), (3, 576), (4, 2, 3, 16)],
+    TOLERANCES,
+    [False, True],
+)
 def test_values_and_gradients(dtype: torch.dtype, shape: tuple[int, ...], offset: float, wide: bool) -> None:
     torch.manual_seed(0)
     weight = (torch.rand(shape[-1]) + 0.5).to(torch.float32 if wide else dtype).requires_grad_()

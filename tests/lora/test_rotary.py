@@ -24,6 +24,7 @@ from isotype.lora.loops import elementwise
 from isotype.lora.rotary import NAME, rotates, with_loops
 from tests.cpus import no_compiler
 from tests.lora.watched import Watched
+from tests.pairwise import pairwise
 
 TOLERANCES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 STANDARD = modeling_llama.apply_rotary_pos_emb
@@ -64,8 +65,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, terms: to
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pairwise("threads, shape, dtype", [1, 3], SHAPES, TOLERANCES, indirect=["threads"])
 def test_values_and_gradients(rotations: list[bool], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     q, k, cos, sin = given(shape, dtype)
     d_q, d_k = (torch.randn_like(x) for x in (q, k))

@@ -137,8 +137,7 @@ def test_gradients_follow_their_parameter(saved: Saved) -> None:
     assert math.isfinite(train(model, policy, tiny_batch("llama"), steps=3)[-1])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"t5"}))
+@pairwise("dtype, name", ["bfloat16", "float16"], sorted(set(CONFIGS) - {"t5"}), strength=1)
 def test_any_module_can_be_brought_under_a_policy(name: str, dtype: str) -> None:
     model = tiny_model(name)
     policy = isotype.resolve_precision(model, dtype, device="cpu")

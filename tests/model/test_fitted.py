@@ -9,6 +9,7 @@ import torch
 from isotype.model.fitted import nearest_values, quantize_by, quantize_fitted
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import read_moments, write_moments
+from tests.pairwise import pairwise
 from tests.without_float64 import WithoutFloat64
 
 
@@ -45,9 +46,13 @@ def test_no_block_is_worse_and_most_are_near_the_best_of_a_fine_grid(form: str, 
     assert fitted.sum() < 1.5 * best.sum()
 
 
-@pytest.mark.parametrize("shape", [(5, 72), (7, 33), (3, 64), (1, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("double_quant", [False, True])
+@pairwise(
+    "shape, dtype, double_quant",
+    [(5, 72), (7, 33), (3, 64), (1, 1)],
+    [torch.float32, torch.bfloat16, torch.float16],
+    [False, True],
+    strength=1,
+)
 def test_shapes_and_dtypes_are_stored_as_bitsandbytes_does(
     shape: tuple[int, int], dtype: torch.dtype, double_quant: bool
 ) -> None:

@@ -14,6 +14,7 @@ from isotype.core.names import plain_name
 from isotype.model.parts import Parts, towers_of
 from isotype.model.walk import kind_of
 from tests.models import quiet
+from tests.pairwise import pairwise
 from tests.refusals import refused
 from tests.zoo import ARCHITECTURES
 
@@ -99,8 +100,8 @@ def adapted(name: str, **arguments: object) -> tuple[set[str], torch.nn.Module]:
     }, peft
 
 
-@pytest.mark.parametrize(
-    ("adapt", "parts"),
+@pairwise(
+    ["adapt, parts", "targets"],
     [
         (None, {"language", "projector", "vision"}),
         ("all", {"language", "projector", "vision"}),
@@ -108,9 +109,8 @@ def adapted(name: str, **arguments: object) -> tuple[set[str], torch.nn.Module]:
         (["projector", "language"], {"language", "projector"}),
         ("vision,projector", {"vision", "projector"}),
     ],
-)
-@pytest.mark.parametrize(
-    "targets", ["all-linear", ["q_proj", "proj", "fc1", "linear_1"], ".*(q_proj|proj|fc1)"]
+    [".*(q_proj|proj|fc1)", ["q_proj", "proj", "fc1", "linear_1"], "all-linear"],
+    strength=1,
 )
 def test_the_parts_that_are_named_get_adapters(adapt: object, parts: set[str], targets: object) -> None:
     found, model = adapted("idefics3-vl", adapt=adapt, target_modules=targets)

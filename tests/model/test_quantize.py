@@ -51,7 +51,15 @@ def same_int8(weight: torch.Tensor) -> None:
     assert torch.equal(bits(scales), bits(expected.SCB))
 
 
-@pairwise("shape, dtype, form, blocksize, double_quant", SHAPES, DTYPES, FORMS, BLOCKSIZES, [False, True])
+@pairwise(
+    "shape, dtype, form, blocksize, double_quant",
+    SHAPES,
+    DTYPES,
+    FORMS,
+    BLOCKSIZES,
+    [False, True],
+    strength=1,
+)
 def test_shapes_dtypes_and_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, form: str, blocksize: int, double_quant: bool
 ) -> None:
@@ -158,8 +166,7 @@ def test_any_weight(
     same_int8(weight.clamp(-65504, 65504))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (64, 64), (5, 70000), (700, 129)])
+@pairwise("dtype, shape", DTYPES, [(1, 1), (3, 7), (64, 64), (5, 70000), (700, 129)], strength=1)
 def test_int8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(shape) * 3).to(dtype)

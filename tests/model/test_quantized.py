@@ -16,6 +16,7 @@ from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.model.enforce import enforce_model
 from isotype.model.quantized import keep_training_layout, repacking, restore_layout
 from isotype.precision.policy import PrecisionPolicy
+from tests.pairwise import pairwise
 from tests.refusals import refused
 
 LOW = (torch.bfloat16, torch.float16)
@@ -50,9 +51,9 @@ def dense_weight(layer: Any) -> torch.Tensor:
     return bitsandbytes.functional.dequantize_4bit(layer.weight.data, state).double()
 
 
-@pytest.mark.parametrize("bias", ["none", "frozen", "trained"])
-@pytest.mark.parametrize("storage", ["nf4", "fp4", "int8"])
-@pytest.mark.parametrize("compute", [torch.float32, *LOW])
+@pairwise(
+    "bias, storage, compute", ["none", "frozen", "trained"], ["nf4", "fp4", "int8"], [torch.float32, *LOW]
+)
 def test_output_and_gradients_against_float64(compute: torch.dtype, storage: str, bias: str) -> None:
     model = linear(storage, bias=bias != "none")
     if bias == "trained":

@@ -26,7 +26,7 @@ def adapted(saved: Saved, dtype: str, quantization: str | None) -> tuple[Any, Pr
     return loaded(saved(NAME), dtype, quantization, modules_to_save=["lm_head"])
 
 
-def work(model: Any, policy: PrecisionPolicy, steps: int = 6) -> tuple[list[float], torch.Tensor]:
+def work(model: Any, policy: PrecisionPolicy, steps: int = 4) -> tuple[list[float], torch.Tensor]:
     """Train, evaluate without autocast, generate: the losses and the tokens."""
     losses = train(model, policy, tiny_batch(NAME), steps)
     loss = model(**tiny_batch(NAME)).loss
@@ -53,7 +53,7 @@ def test_bfloat16_float16_bfloat16(saved: Saved, quantization: str | None) -> No
 def test_two_interleaved(saved: Saved, quantization: str | None) -> None:
     pairs = [adapted(saved, dtype, quantization) for dtype in ("bfloat16", "float16")]
     batch = tiny_batch(NAME)
-    for _ in range(3):
+    for _ in range(2):
         losses = []
         for model, policy in pairs:
             with autocast(policy):

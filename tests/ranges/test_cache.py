@@ -70,15 +70,13 @@ def test_the_config_counts(tmp_path: Path) -> None:
     assert open_checkpoint(path).fingerprint != before
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"format": 0}', "[]", '{"format": 1}'])
-def test_a_damaged_file_counts_as_none(
-    damage: str, saved: Callable[..., Path], measured: Ranges, cache: Path
-) -> None:
+def test_a_damaged_file_counts_as_none(saved: Callable[..., Path], measured: Ranges, cache: Path) -> None:
     path = saved("llama")
     kept = cache / f"{measured.key}.json"
     kept.parent.mkdir(parents=True)
-    kept.write_text(damage)
-    assert cached(path) is None
+    for damage in ("", "{", '{"format": 0}', "[]", '{"format": 1}'):
+        kept.write_text(damage)
+        assert cached(path) is None
     again = isotype.measure_ranges(path)
     assert again.modules == measured.modules
     assert cached(path) == again

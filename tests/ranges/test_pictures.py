@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from isotype.ranges.pictures import by_config, picture_place, pictures_of
+from tests.pairwise import pairwise
 from tests.train.test_picture_families import needs_torchvision
 from tests.zoo.processors import FAMILIES, tiny_processor, tiny_vision_model
 
@@ -40,9 +41,8 @@ def of_their_authors(name: str) -> tuple[Any, Any]:
     return config, processor
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(
-    "name",
+@pairwise(
+    "name, sizes",
     [
         "gemma3",
         "llava",
@@ -51,6 +51,8 @@ def of_their_authors(name: str) -> tuple[Any, Any]:
         pytest.param("mistral3", marks=needs_torchvision),
         pytest.param("qwen2_vl", marks=needs_torchvision),
     ],
+    SIZES,
+    strength=1,
 )
 def test_the_config_says_what_the_processor_makes(name: str, sizes: list[tuple[int, int]]) -> None:
     config, processor = of_their_authors(name)
