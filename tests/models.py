@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,16 +124,16 @@ _CLASSES = {"gemma3-vision": "Gemma3ForConditionalGeneration", "t5": "T5ForCondi
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """The architecture `name` with random weights drawn in float32, then rounded to `dtype`."""
-    model, drawn = _drawn(name, seed)
+    model, drawn = _drawn(CONFIGS[name], name, seed)
     torch.set_rng_state(drawn)
     return copy.deepcopy(model).to(dtype)
 
 
 @functools.cache
-def _drawn(name: str, seed: int) -> tuple[Any, torch.Tensor]:
+def _drawn(config_of: Callable[[], Any], name: str, seed: int) -> tuple[Any, torch.Tensor]:
     """A model, and the state of the generator when it is made."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = config_of()
     cls = getattr(transformers, _CLASSES.get(name, "AutoModelForCausalLM"))
     model = cls._from_config(config) if name in _CLASSES else cls.from_config(config)
     with torch.no_grad():
@@ -154,9 +155,22 @@ def one_layer(model: Any) -> Any:
 
 def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Save `tiny_model(name)` into `directory`; options go to `save_pretrained`."""
-    with quiet():
-        tiny_model(name, dtype).save_pretrained(directory, **options)
+    if options:
+        with quiet():
+            tiny_model(name, dtype).save_pretrained(directory, **options)
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, content in _files(CONFIGS[name], name, dtype).items():
+        (directory / file).write_bytes(content)
     return directory
+
+
+@functools.cache
+def _files(config_of: Callable[[], Any], name: str, dtype: torch.dtype) -> dict[str, bytes]:
+    """What `save_pretrained` writes for a model; `config_of` is the one of `CONFIGS` now."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tiny(name, Path(folder), dtype, is_main_process=True)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def tiny_batch(name: str, rows: int = 2) -> dict[str, torch.Tensor]:

@@ -73,11 +73,12 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
         each.close()
 
 
-@pytest.fixture
-def adapter_of_the_hub(tmp_path: Path, saved: Callable[..., Path]) -> Path:
+@pytest.fixture(scope="module")
+def adapter_of_the_hub(tmp_path_factory: pytest.TempPathFactory, saved: Callable[..., Path]) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
     policy = resolve_precision(saved("llama"), device="cpu")
-    add_lora(load(saved("llama"), policy), policy, r=2).save_pretrained(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
+    add_lora(load(saved("llama"), policy), policy, r=2).save_pretrained(folder)
+    path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "org/base"}))
     return path.parent
 

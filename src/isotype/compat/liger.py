@@ -18,7 +18,7 @@ def without_liger(model: nn.Module) -> tuple[str, ...]:
     """Remove Liger's methods from a model's modules; return the names of the modules that had Liger's forward."""
     names = []
     for name, module in model.named_modules():
-        bound = [key for key, value in vars(module).items() if type(value) is MethodType and _is_ligers(value)]
+        bound = [key for key, own in vars(module).items() if type(own) is MethodType and _is_ligers(own)]
         for key in bound:
             del module.__dict__[key]
         if "forward" in bound:
