@@ -84,13 +84,13 @@ def test_adapters_of_experts_are_given_up_where_nothing_fits_with_them(experts: 
     assert plan.chosen is not None
     assert "--lora_target_modules k_proj o_proj q_proj v_proj" in plan.command
     assert plan.notes[0] == (
-        "switched off, because nothing fits with it: adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
+        "switched off, because nothing fits otherwise: adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
     )
     plan = _plan(experts, (states + whole) // 2)
     assert "--optim adamw_bnb_8bit" in plan.command
     assert (
         plan.notes[0]
-        == "switched off, because nothing fits with it: optimizer states in 32 bits (--optim adamw_bnb_8bit)"
+        == "switched off, because nothing fits otherwise: optimizer states in 32 bits (--optim adamw_bnb_8bit)"
     )
 
 

@@ -209,13 +209,13 @@ def test_what_begins_from_the_quantization_error_goes_on_as_any_adapter(path: Pa
         ("--init_lora_weights eva", "needs data before the adapter exists"),
         (
             "--init_lora_weights loftq --quantization nf4 --use_dora True",
-            "plain LoRA: the magnitudes of DoRA",
+            "plain LoRA: DoRA computes its magnitudes",
         ),
         (
             "--init_lora_weights loftq --quantization nf4 --chat_template_path x/y",
             "added before TRL adds tokens",
         ),
-        ("--init_lora_weights mica", "its B is not trained"),
+        ("--init_lora_weights mica", "its matrix B is not trained"),
         ("--init_lora_weights orthogonal --lora_r 5", "an even rank"),
         ("--init_lora_weights orthogonal --quantization nf4", "PEFT draws A and B in the dtype of the base"),
         ("--init_lora_weights pissa --quantization nf4", "pissa and a base in nf4"),

@@ -147,7 +147,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
         for given_up, less in lighter(request, config):
             answer = plan_of_request(replace(less, longest=False))
             if answer.chosen is not None:
-                note = f"switched off, because nothing fits with it: {given_up}"
+                note = f"switched off, because nothing fits otherwise: {given_up}"
                 return replace(answer, notes=(note, *answer.notes))
     devices = []
     for profile in profiles:

@@ -46,7 +46,7 @@ class Reached(StepRates):
 
     Attributes:
         products: measured rate of matrix products over the peak rate, on a GPU with a peak of 100 TFLOP/s.
-        falling: exponent of (100 TFLOP/s / peak rate), the factor of the share `products` on other GPUs.
+        falling: on other GPUs, the share `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`.
         ceiling: the largest share. GPUs whose 16-bit products are at most twice as fast as float32 products (GeForce,
             A10G) reach this share, because such GPUs accumulate in float32 at half their rate.
     """
@@ -104,7 +104,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return the random values that the fastest of several dropout masks draws in a second. A CPU draws in one thread."""
+    """Return the number of random values that the fastest of several dropout masks draws in a second. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged

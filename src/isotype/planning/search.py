@@ -334,7 +334,7 @@ class Search:
         return self._at_once(most), True
 
     def _at_once(self, most: int) -> int:
-        """Return the rows of a micro-batch, at most `most`. With fixed rows per step, all micro-batches are equal."""
+        """Return the number of rows in a micro-batch, at most `most`. With fixed rows per step, all micro-batches are equal."""
         if self.request.step_rows is None:
             return -(-self.micro // -(-self.micro // most))
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)

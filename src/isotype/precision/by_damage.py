@@ -76,7 +76,7 @@ _TENTH = 10
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
     """Return the request with all layers in nf4: the policy for it decides all but the layers' formats.
 
-    If the request leaves `double_quant` open, the quantization constants are quantized: this costs little accuracy.
+    If the request leaves `double_quant` open, the quantization constants are quantized, too, which costs little accuracy.
     """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
@@ -152,7 +152,7 @@ def mix(
     count = ", ".join(f"{counts[form]} in {form}" for form in forms if counts[form])
     reason = (
         f"mixed: of {plural(len(chosen), 'linear layer')}, {count}; they take {format_bytes(size)} "
-        f"(limit: {format_bytes(room)}, {'a tenth more than in nf4' if memory is None else 'which the other weights leave'}). "
+        f"(limit: {format_bytes(room)}, {'a tenth more than in nf4' if memory is None else 'the memory that the other weights leave'}). "
         f"The damage, measured on {plural(damages.tokens, 'token')}, is about {damage:.2g} nats a token; "
         f"with nf4 everywhere, {damages.total('nf4'):.2g}"
     )

@@ -95,7 +95,7 @@ def environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    """Replace each character that XML forbids with U+FFFD. In `Markup`, a subclass of `str`, this is already done."""
+    """Replace each character that XML forbids with U+FFFD. Text of the class `Markup` is clean already."""
     return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 
 

@@ -23,7 +23,7 @@ gradients of parameters without an optimizer cost memory and time, too.
 **What is not reported.** Parameters whose master copies an optimizer holds. Names that match at least one module. Only
 `isotype run` reports the first case, because `isotype check` has no optimizers of a script.
 
-**How safe is the fix?** The fix changes what is trained, as the line intended.
+**How safe is the fix?** The fix trains the parameters that the line intended.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
 udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.
@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
         old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were replaced later, or ran in torch.no_grad()"
-        how = "create the optimizer after the last change of the model, with all parameters to train; freeze the others (requires_grad_(False)) to save the memory of their gradients"
+        how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
         yield warning(
             f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters",
             phase="optimizer",

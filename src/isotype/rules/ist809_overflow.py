@@ -98,7 +98,7 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
     what = "gradients" if all(map(math.isfinite, ranges.loss)) else "loss and gradients"
     where = short(operator.source) or named(operator.module)
     returns = "NaN" if math.isnan(operator.output) else "infinity"
-    how = f"keep zeros and large numbers from {where}: {_GUARDS}"
+    how = f"keep zeros and large numbers out of {where}: {_GUARDS}"
     return Finding(
         "error",
         f"the {what} of this batch are not finite, even in {ranges.dtype}: {_short(operator.op)} returns {returns}",

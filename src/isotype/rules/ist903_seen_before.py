@@ -52,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if label is not None:
         message = "predictions depend on their own labels"
         cause = f"{where(label)} uses the labels as an input, and the prediction at a position depends on its own label"
-        how = "if the model must read the labels, shift its copy of them by one token"
+        how = "if the model must read the labels, shift the labels that it reads by one token"
         yield leak_finding(trace, label, "error", message, cause, advice("labels", how))
     reach = trace.reach
     if reach is not None and reach.labels is not None and reach.labels.shift == 0:

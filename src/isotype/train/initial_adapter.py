@@ -170,7 +170,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
     if name == LOFTQ and settings.use_dora:
-        expected = "plain LoRA: the magnitudes of DoRA are those of the quantized weights"
+        expected = "plain LoRA: DoRA computes its magnitudes from the quantized weights"
         yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
     if name == LOFTQ and brings_tokens(settings.training):
         fix = "leave --init_lora_weights out"

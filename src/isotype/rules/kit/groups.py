@@ -202,7 +202,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the object that decides which of two dtypes in one operator of the trace is wrong."""
+    """Return the `Sides` of a trace, which decide which dtype is wrong if an operator gets two."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes.values())
 
 
