@@ -31,6 +31,7 @@ from isotype.precision import policy
 from isotype.report.check import json
 from isotype.report.run import record
 from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
+from tests.planning.conftest import by_formula
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isotype"
@@ -85,7 +86,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_python_block_runs(block, folder, monkeypatch, small_model):
-    """With a small model in the place of the real one."""
+    """With a small model in the place of the real one, and a formula in the place of a plan's traces."""
+    by_formula(monkeypatch)
     monkeypatch.setattr(opened, "embedded_file", lambda name: small_model)
     _run(block)
 

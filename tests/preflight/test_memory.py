@@ -26,7 +26,8 @@ from isotype.train.models import weightless_model
 from tests.adapters import adapted, loaded
 from tests.cpus import pretend
 from tests.measured_step import measure_step
-from tests.models import quiet, tiny_batch
+from tests.models import one_layer, quiet, tiny_batch
+from tests.pairwise import few
 
 TOLERANCE = 0.05
 LAYERS = 4  # fewer are not folded
@@ -213,7 +214,7 @@ def test_scratch_of_layers_that_run_together(
         assert foreseen - weight < real < foreseen
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@few("checkpointing", [False, True], True)
 def test_a_folded_model_where_every_weight_is_trained(config: Any, checkpointing: bool) -> None:
     """Gradients come as activations go: neither is there in full when the other is."""
     batch = {name: torch.ones(2, 32, dtype=torch.long) for name in ("input_ids", "labels")}
@@ -232,11 +233,8 @@ def test_a_folded_model_where_every_weight_is_trained(config: Any, checkpointing
 
 
 def test_peft_s_own_experts_hold_and_compute_what_is_foreseen() -> None:
-    model = adapted(
-        "qwen3-moe",
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
+    parts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = one_layer(adapted("qwen3-moe", target_modules=["q_proj"], target_parameters=parts))
     batch = tiny_batch("qwen3-moe")
     report = isotype.check(model, batch, device="cpu", verify=False, wiring=False)
     with measure_step(model, batch) as step:

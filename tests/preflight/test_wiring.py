@@ -20,7 +20,7 @@ def report() -> isotype.Report:
     llama = ARCHITECTURES["llama"]
     batch = packed(llama.batch())
     masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    return isotype.check(llama.build(torch.float32), masked, device="a100", phases=STEP)
+    return isotype.check(llama.build(torch.float32), masked, device="a100", phases=STEP, verify=False)
 
 
 def test_the_text_begins_with_what_is_wrong(report: isotype.Report) -> None:
@@ -46,9 +46,9 @@ def test_it_can_be_left_out_and_goes_with_other_findings() -> None:
     llama = ARCHITECTURES["llama"]
     model, batch = llama.build(torch.float32), packed(llama.batch())
     masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    assert isotype.check(model, masked, device="a100", phases=STEP, wiring=False).ok
+    assert isotype.check(model, masked, device="a100", phases=STEP, wiring=False, verify=False).ok
     model.lm_head.to(torch.bfloat16)  # type: ignore[operator, union-attr]
-    both = isotype.check(model, masked, device="a100", phases=STEP)
+    both = isotype.check(model, masked, device="a100", phases=STEP, verify=False)
     assert {finding.code for finding in both.errors} == {"IST101", "IST901"}
     assert "This step fails on" in str(both)
 

@@ -93,7 +93,7 @@ def test_a_wide_gradient_is_the_cast_s() -> None:
 
 def test_head_and_norm_in_float32_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("cpu-amx", monkeypatch)
-    broken = cast(llama(layers=1), FP32, ("model.norm", "lm_head"))
+    broken = cast(llama(), FP32, ("model.norm", "lm_head"))
     (finding,) = verified(broken, batch(), "IST201")
     assert finding.cause == "base_model.model.model.norm.weight is float32"
     assert finding.module == "base_model.model.lm_head"

@@ -9,7 +9,7 @@ PARTS = ("embed_tokens", "lm_head", "norm")
 
 
 def test_embedding_head_and_norms_upcast() -> None:
-    model = cast(llama(layers=1), FP32, PARTS)
+    model = cast(llama(), FP32, PARTS)
     (finding,) = verified(model, batch(), "IST203", autocast=BF16)
     assert finding.severity == "warning"
     assert finding.message == "5 frozen weights are float32 in a bfloat16 model: 32.4 KiB more memory"

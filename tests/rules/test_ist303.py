@@ -66,7 +66,7 @@ def test_where_nothing_computes_in_float16_no_scaler_is_added() -> None:
         "keep the adapters in float32, as masters that the optimizer updates"
     ]
     assert {action.kind for action in finding.fixes[0].actions} == {"parameter"}
-    model = cast(llama(FP16, layers=1), FP16, ["lora"])
+    model = cast(llama(FP16), FP16, ["lora"])
     (shown,) = verified(model, batch(), "IST303", autocast=BF16)
     assert [fix.verified for fix in shown.fixes] == [True]
 

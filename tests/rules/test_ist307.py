@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isotype
 from tests.reality import real_step
-from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, of_llama, traced, verified
+from tests.rules.traces import BF16, FP16, FP32, WHOLE, batch, found, llama, of_llama, traced, verified
 from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -114,11 +114,11 @@ def test_what_runs_under_no_grad() -> None:
 
 
 def frozen_adapter() -> Any:
-    return llama(layers=1).requires_grad_(False)
+    return llama().requires_grad_(False)
 
 
 def disabled_adapter() -> Any:
-    model = llama(layers=1)
+    model = llama()
     model.base_model.disable_adapter_layers()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -176,10 +176,10 @@ def test_a_scaler_has_nothing_to_unscale() -> None:
         return (model(**WORDS).detach() * other).sum()
 
     error = real_step(Adapted("plain"), loss, FP16, scaler=True).error
-    (finding,) = verified(Adapted("plain"), loss, "IST307", autocast=FP16)
+    (finding,) = verified(Adapted("plain"), loss, "IST307", autocast=FP16, phases=WHOLE)
     assert finding.message == "no gradient reaches 4 of 4 trainable parameters: GradScaler.step raises"
     assert finding.notes == (f"the device raises: {error}",)
-    (silent,) = verified(Adapted("plain"), loss, "IST307")
+    (silent,) = verified(Adapted("plain"), loss, "IST307", phases=WHOLE)
     assert silent.severity == "warning"
 
 

@@ -62,7 +62,7 @@ def test_attributes_that_agree_with_the_parameters() -> None:
     ],
 )
 def test_names_that_match_no_module(targets: str | list[str], missing: list[str]) -> None:
-    model = llama(layers=1).unload()
+    model = llama().unload()
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
     inputs = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
     findings = found(RULE, traced(adapted, inputs))

@@ -20,11 +20,11 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
     (finding,) = found(RULE, on(widened, "a100", checkpoint_dtype=BF16))
     assert finding.severity == "warning"
     assert finding.message == (
-        "the config names bfloat16, but the frozen weights are float32: 152 KiB more memory"
+        "the config names bfloat16, but the frozen weights are float32: 92.0 KiB more memory"
     )
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
     assert finding.cost is not None
-    assert finding.cost.memory_bytes == 2 * (61440 + 2 * 128 * 64)
+    assert finding.cost.memory_bytes == 2 * (30720 + 2 * 128 * 64)
     assert finding.cost.flops_share == 1.0
     assert finding.cost.slowdown is not None
     assert finding.cost.slowdown > 1.0

@@ -6,7 +6,7 @@ RULE = "ist502_mixed_adapters"
 
 
 def test_magnitudes_in_float32_beside_bfloat16_adapters() -> None:
-    model = cast(llama(layers=1, use_dora=True), BF16, ("lora_A", "lora_B"))
+    model = cast(llama(use_dora=True), BF16, ("lora_A", "lora_B"))
     (finding,) = verified(model, batch(), "IST502", autocast=BF16)
     assert finding.severity == "note"
     assert finding.message == "trained adapters are of different dtypes: 14 in bfloat16, 7 in float32"

@@ -17,7 +17,7 @@ def test_float16_on_a_cpu_without_it() -> None:
     assert finding.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX2")
     assert "measured: float16 matmuls run 36 times slower than float32's" in finding.notes
     assert finding.cost is not None
-    assert finding.cost.slowdown == pytest.approx(31.2, abs=0.1)  # the adapters' float32 products stay
+    assert finding.cost.slowdown == pytest.approx(31.6, abs=0.1)  # the adapters' float32 products stay
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float16"
     (fix,) = finding.fixes  # such a CPU has no bfloat16 either
     assert (fix.description, fix.safety) == ("run the step in float32 and cast the weights", "safe")
@@ -35,7 +35,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
     ]
     assert (gainless.severity, gainless.message) == (
         "warning",
-        "float16 matmuls run 3 times slower than bfloat16 on x86 CPU with AMX: 87 % of the FLOPs",
+        "float16 matmuls run 3 times slower than bfloat16 on x86 CPU with AMX: 88 % of the FLOPs",
     )
     (fix,) = gainless.fixes  # float32 would be no faster
     assert fix.description == "run the step in bfloat16 and cast the weights; bfloat16 keeps only 8 bits"

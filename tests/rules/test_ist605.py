@@ -6,14 +6,14 @@ import pytest
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from tests.rules.traces import BF16, FP32, found, of_llama, on
+from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, on, traced
 
 RULE = "ist605_memory"
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return of_llama(FP32)
+    return traced(llama(FP32, layers=2), batch())  # of one layer there is nothing to checkpoint
 
 
 def with_memory(trace: Trace, amount: float) -> list[Finding]:

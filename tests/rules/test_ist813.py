@@ -50,7 +50,7 @@ def test_the_error_is_that_of_real_sums(dtype: torch.dtype, micro_batches: int) 
 
 
 def test_a_check_that_accumulates_and_its_fix() -> None:
-    model = llama(BF16, lora=False, layers=1)
+    model = llama(BF16, lora=False)
     report = check(model, batch(), device="a100", accumulates=64, learning_rate=1e-2, wiring=False)
     (finding,) = [each for each in report.findings if each.code == "IST813"]
     assert finding.fixes[0].verified

@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 
 def test_dora_on_packed_weights() -> None:
-    model = lora(nf4(tiny_model("llama", BF16), BF16), ["q_proj"], use_dora=True)
+    model = lora(nf4(one_layer(tiny_model("llama", BF16)), BF16), ["q_proj"], use_dora=True)
     report = isotype.check(
         model, tiny_batch("llama"), autocast=BF16, device="a100", wiring=False, verify=False
     )
@@ -27,7 +27,7 @@ def test_dora_on_packed_weights() -> None:
 def test_a_check_for_infinities() -> None:
     sizes = {"r": 2, "num_vectors": 8, "vector_length": 16}
     config = peft.VBLoRAConfig(**sizes, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny_model("llama"), config)
+    model = peft.get_peft_model(one_layer(tiny_model("llama")), config)
     assert isotype.check(model, tiny_batch("llama"), device="cpu", wiring=False, verify=False).complete
 
 

@@ -131,9 +131,9 @@ def test_starts_of_sequences_that_are_wrong() -> None:
 
 def test_a_long_batch_is_cut_to_where_its_sequences_meet() -> None:
     model, _ = built("mamba")
-    ids = torch.randint(4, 100, (4, 512), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(4, 100, (4, 160), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[:, 300:] = 2
+    mask[:, 100:] = 2
     reach = measured(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
     assert (reach.rows, reach.tokens) == (2, 64)
     assert reach.leak("packed row") is not None
