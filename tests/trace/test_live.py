@@ -104,6 +104,7 @@ def test_nothing_stays_after_the_watched_step(watches: list[Watch]) -> None:
     assert not _is_clean()
     loss.backward()
     optimizer.step()
+    model(signal)
     assert _is_clean()
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *states, signal, loss]
@@ -228,6 +229,7 @@ def test_a_mode_of_the_script_around_a_step_survives(watches: list[Watch]) -> No
     loss.backward()
     optimizer.step()
     assert watch.state == "over"
+    model(torch.ones(4, 8))
     assert _is_clean()
 
 
@@ -269,6 +271,7 @@ def test_a_step_inside_compiled_code_is_left_alone_and_said(watches: list[Watch]
         optimizer.step()
     assert not watch.seen
     assert watch.notes == ["the optimizer steps, but no module ran a forward: nothing was recorded"]
+    model(torch.ones(4, 8))
     assert _is_clean()
 
 

@@ -320,15 +320,16 @@ def begin(adapter: Path) -> Any:
     )
 
 
+@pytest.mark.parametrize(("method", "by"), [("corda", "covariances"), ("lora_ga", "gradients")])
 def test_adapters_whose_base_cannot_be_rebuilt_are_refused_by_every_command(
-    path: Path, tmp_path: Path
+    path: Path, tmp_path: Path, method: str, by: str
 ) -> None:
     adapter = save_adapter(path, tmp_path / "adapter", "float32", None)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    content = {**config, "init_lora_weights": "corda", "corda_config": {}}
+    content = {**config, "init_lora_weights": method, f"{method}_config": {}}
     (adapter / "adapter_config.json").write_text(json.dumps(content))
     expected = (
-        "a corda adapter, whose initialisation changed the base's weights by covariances that are not saved"
+        f"a {method} adapter, whose initialisation changed the base's weights by {by} that are not saved"
     )
     for use in (begin, load_for_inference, lambda folder: merge_adapter(folder, tmp_path / "merged")):
         assert expected in refused(UsageError, use, adapter)

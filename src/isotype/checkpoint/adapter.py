@@ -142,6 +142,7 @@ UNUSABLE: Mapping[str, str] = {
     "POLY": "which needs the number of each row's task (task_ids)",
     "XLORA": "which needs a base without `use_cache`, and runs it twice for each input",
     "corda": "whose initialisation changed the base's weights by covariances that are not saved",
+    "lora_ga": "whose initialisation changed the base's weights by gradients that are not saved",
 }
 """Kinds of adapters, or initialisations, that isotype cannot use with a base, each with the reason."""
 

@@ -193,7 +193,8 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
     from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
     elsewhere = "disk" in (settings.device_map or {}).values() or settings.device_mesh is not None
-    foreign = settings.hf_quantizer is not None and not _is_bnb(settings.hf_quantizer)
+    quantizer = settings.hf_quantizer
+    foreign = quantizer is not None and quantizer.quantization_config.quant_method != "bitsandbytes"
     return (
         state_dict is None
         and bool(files)
@@ -281,10 +282,6 @@ def _save_stacks_whole(model: Any) -> None:
     set_conversions(
         model, [step for step in steps if not isinstance(step, PrefixChange) and not splits(step)]
     )
-
-
-def _is_bnb(quantizer: Any) -> bool:
-    return str(getattr(quantizer.quantization_config.quant_method, "value", "")) == "bitsandbytes"
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.utils import parametrize
-from torch.optim import optimizer as _optimizers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -160,12 +159,6 @@ def last_node_number() -> int:
 def node_number(node: Any) -> int:
     """Return the sequence number of a graph node."""
     return int(node._sequence_nr())
-
-
-def share_steps() -> bool:
-    """Return whether an optimizer step runs more than one global hook before or after the step."""
-    hooks = _optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks
-    return any(len(registered) > 1 for registered in hooks)
 
 
 def after_backward(act: Callable[[], None]) -> None:

@@ -188,10 +188,6 @@ def _set_compute(layer: Any, value: str) -> list[Undo]:
     ]
 
 
-def _keep_layout(layer: Any, value: str) -> list[Undo]:
-    return [partial(restore_layout, layer, keep_training_layout(layer))]
-
-
 def _set_boundary(module: nn.Module, value: str) -> list[Undo]:
     kind, _, dtype = value.partition(":")
     return _with_boundary(module, BoundarySettings(kind, parse_dtype(dtype)))
@@ -256,5 +252,5 @@ _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "compute": _set_compute,
     "boundary": _set_boundary,
     "ranges": _set_range_boundaries,
-    "layout": _keep_layout,
+    "layout": lambda layer, _: [partial(restore_layout, layer, keep_training_layout(layer))],
 }

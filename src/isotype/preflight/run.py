@@ -154,7 +154,8 @@ class _Step:
         """Return the findings, each with its advice and the fixes that work. `_roots` joins errors with the same cause."""
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
-        return _roots(fixed, self.tried, _order(trace))
+        order = {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
+        return _roots(fixed, self.tried, order)
 
     def _working(self, finding: Finding, findings: Sequence[Finding], values_known: bool) -> tuple[Fix, ...]:
         good: list[Fix] = []
@@ -246,11 +247,6 @@ def _roots(
         for finding in findings
         if finding.severity != "error" or finding in roots
     )
-
-
-def _order(trace: Trace) -> dict[tuple[str, str, str], int]:
-    """Return (phase, module, line) -> position in the step's order, for the calls that break a contract."""
-    return {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
 
 
 def _place(where: Finding | Call) -> tuple[str, str, str]:

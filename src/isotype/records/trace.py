@@ -393,6 +393,7 @@ class Trace:
         without_effect: inputs that no operator of the forward passes on to the loss.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
+        repeated: the lines of two steps of an optimizer with the same gradients, without a backward between; else None.
         scaled: whether the optimizer stepped with gradients that a GradScaler's loss scale still multiplies.
         unscaled: whether gradients of a loss that no loss scale multiplied were divided by a GradScaler's scale.
         unmoved: 16-bit parameters whose gradient is not zero, but that the optimizer's step has not changed.
@@ -420,6 +421,7 @@ class Trace:
     without_effect: tuple[str, ...] = ()
     reach: Reach | None = None
     stale_casts: bool = False
+    repeated: tuple[str, str] | None = None
     scaled: bool = False
     unscaled: bool = False
     unmoved: tuple[str, ...] = ()

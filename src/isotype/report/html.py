@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,9 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    filters = {"digest": _digest, "joints": _joints, "dtype_class": dtype_class, "percent": percent}
+    # A browser may break a line after each of the characters `_ / = , . : -`.
+    joints = partial(re.split, r"(?<=[_/=,.:-])(?=[^\s\d])")
+    filters = {"digest": _digest, "joints": joints, "dtype_class": dtype_class, "percent": percent}
     environment.filters |= filters
     return environment
 
@@ -102,11 +104,6 @@ def _fit(value: Any) -> Any:
 def _digest(text: str) -> str:
     """Return the hash of a style sheet or script; a page that lists this hash in its content security policy allows it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _joints(text: str) -> list[str]:
-    """Split a text after each of the characters `_ / = , . : -`, because a browser may break the line there."""
-    return re.split(r"(?<=[_/=,.:-])(?=[^\s\d])", text)
 
 
 def write_report(path: Path, text: str) -> Path:

@@ -33,7 +33,7 @@ from isotype.core.dtypes import dtype_name, named_integer
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Operand, Trace
-from isotype.rules.kit.groups import Broken, Claim
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice, cause_text, device_error, evidence
 
 TITLE = "Token ids, labels or masks that an operator refuses"
@@ -46,11 +46,7 @@ def _refused(call: Call) -> Operand | None:
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
 
 
-def _is_integer(broken: Broken) -> bool:
-    return _refused(broken.call) is not None
-
-
-CLAIMS = (Claim("step", _is_integer, grouped=False),)
+CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None, grouped=False),)
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -66,7 +66,8 @@ def find(trace: Trace) -> Iterator[Finding]:
     failure = trace.failure
     if failure is None or failure.recomputed:
         return  # a recomputation that fails is IST107
-    if ist403_packed_raw.explains(trace, failure) or _without_state(trace, failure):
+    without_state = any(w.module == failure.module and not state.present for w, state in quantized(trace))
+    if ist403_packed_raw.explains(trace, failure) or without_state:  # IST402
         return
     error = is_about_dtypes(failure)
     blames = error and named_integer(failure.error) is None
@@ -96,11 +97,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         fixes=(advice("isotype run", how, "the training script"),),
         places=(failure.module,),
     )
-
-
-def _without_state(trace: Trace, failure: Failure) -> bool:
-    """Return True if the step ended in a layer without its quantization state, which IST402 reports."""
-    return any(w.module == failure.module and not state.present for w, state in quantized(trace))
 
 
 def is_about_dtypes(failure: Failure) -> bool:

@@ -3,6 +3,7 @@
 
 - Gradients are clipped while they are still multiplied by the loss scale, or the optimizer steps with such gradients.
 - Gradients are divided by the loss scale, but the loss was not multiplied by it.
+- An optimizer steps twice with the gradients of one backward, such as by `scaler.step(optimizer)` and `optimizer.step()`.
 - The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
 
 **Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling, the
@@ -10,6 +11,7 @@ gradient norm of each step is only the limit divided by the scale. Adam divides 
 the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised. With
 scaled gradients, a step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped. With
 gradients that were divided by the scale, but never multiplied, a step of SGD is 65,536 times too small.
+A second step without the GradScaler doubles the update, and makes weights NaN where `scaler.step()` skips the step.
 
 **An example that costs**
 
@@ -44,13 +46,17 @@ from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
-TITLE = "Calls of a GradScaler in the wrong order"
+TITLE = "Calls of a GradScaler or an optimizer in the wrong order"
 
 _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
 
 _SCALE = "call scaler.scale(loss).backward() in place of loss.backward(); with accelerate, accelerator.backward(loss)"
 _UPDATE = "call scaler.update() once after the last scaler.step(), also if a step is left out; after several micro-batches, call unscale_() once"
+_TWICE = "leave out one of the two steps, or compute new gradients before the second"
+_TWICE_SCALED = (
+    "leave out optimizer.step(): scaler.step(optimizer) calls it, but not if a gradient is infinite or NaN"
+)
 REFUSALS = {
     "_scale is None": ("no loss was multiplied by the loss scale", _SCALE),
     "has already been called": ("scaler.update() did not run after the earlier call", _UPDATE),
@@ -78,6 +84,16 @@ def find(trace: Trace) -> Iterator[Finding]:
         message = f"{trace.setup.optimizer} steps with gradients that are divided by the loss scale, which never multiplied the loss"
         cause = "loss.backward() runs on a loss that is not the result of scaler.scale(loss)"
         yield replace(error, message=message, cause=cause, fixes=(advice("scaler.scale", _SCALE),))
+    if trace.repeated is not None:
+        first, second = map(short, trace.repeated)
+        yield Finding(
+            "error" if trace.setup.scaler else "warning",
+            f"{trace.setup.optimizer} steps twice with the same gradients",
+            phase="optimizer",
+            source=trace.repeated[1],
+            cause=f"no backward runs between the step at {first} and the step at {second}",
+            fixes=(advice(second, _TWICE_SCALED if trace.setup.scaler else _TWICE),),
+        )
     refusal = "" if trace.failure is None else trace.failure.error
     for words, (cause, how) in REFUSALS.items():
         if trace.failure is not None and words in refusal:

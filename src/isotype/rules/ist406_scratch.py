@@ -30,18 +30,20 @@ from __future__ import annotations
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import SHARED
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.groups import Broken, Claim
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice
 
 TITLE = "A shared scratch tensor with another dtype"
 
 
-def _is_shared(broken: Broken) -> bool:
-    # A tensor outside of the model that an optimizer uses is the optimizer's state.
-    return broken.mismatched.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
-
-
-CLAIMS = (Claim("tensor", _is_shared, settled=False),)
+# A tensor outside of the model that an optimizer uses is the optimizer's state.
+CLAIMS = (
+    Claim(
+        "tensor",
+        lambda b: b.mismatched.origin.cause.kind in SHARED and b.call.phase != "optimizer",
+        settled=False,
+    ),
+)
 
 
 def _own_tensor(finding: Finding) -> Fix:

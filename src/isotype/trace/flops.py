@@ -34,10 +34,6 @@ def _grouped_mm(args: Any, result: Any) -> int:
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 
 
-def _attention(args: Any, result: Any) -> int:
-    return int(sdpa_flop_count(*_with_all_heads(args[:3])))  # type: ignore[no-untyped-call]
-
-
 def _attention_backward(args: Any, result: Any) -> int:
     """Return the FLOPs for the operands (gradient, query, key, value)."""
     gradient, *operands = args[:4]
@@ -45,23 +41,12 @@ def _attention_backward(args: Any, result: Any) -> int:
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
-def _by_lengths(args: Any, result: Any) -> int:
-    """Return the FLOPs of a forward; args[0] is the query, args[3] the sequences' ends, args[6] the greatest length."""
-    return 2 * _scores(args[0], args[3], args[6]) * int(args[0].shape[-1])
-
-
-def _by_lengths_backward(args: Any, result: Any) -> int:
-    """Return the FLOPs of a backward; args[1] is the query, args[6] the sequences' ends, args[9] the greatest length."""
-    query, ends, longest = args[1], args[6], args[9]
-    return 5 * _scores(query, ends, longest) * int(query.shape[-1])
-
-
 def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
-    """Return twice the number of scores of all heads. If `ends` is not on a CPU, every sequence counts as `longest`."""
-    tokens, heads = query.shape[:2]
+    """Return the FLOPs of all heads' scores. If `ends` is not on a CPU, every sequence counts as `longest`."""
+    tokens, heads, width = query.shape
     if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
-        return 2 * heads * int(ends.diff().square().sum())
-    return 2 * heads * tokens * longest
+        return 2 * heads * int(ends.diff().square().sum()) * int(width)
+    return 2 * heads * tokens * longest * int(width)
 
 
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -94,10 +79,11 @@ _IN_PLACE: dict[Any, Any] = {
 
 _OURS: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
-    **dict.fromkeys(_ATTENTIONS, _attention),
+    **dict.fromkeys(_ATTENTIONS, lambda args, _: int(sdpa_flop_count(*_with_all_heads(args[:3])))),  # type: ignore[no-untyped-call]
     **dict.fromkeys((f"{name}_backward" for name in _ATTENTIONS), _attention_backward),
-    VARLEN_ATTENTION: _by_lengths,
-    f"{VARLEN_ATTENTION}_backward": _by_lengths_backward,
+    # The query, the sequences' ends, the greatest length.
+    VARLEN_ATTENTION: lambda args, _: 2 * _scores(args[0], args[3], args[6]),
+    f"{VARLEN_ATTENTION}_backward": lambda args, _: 5 * _scores(args[1], args[6], args[9]),
     "bitsandbytes.gemm_4bit": _gemm_4bit,
     "bitsandbytes.gemv_4bit": _gemm_4bit,
     "bitsandbytes.int8_linear_matmul": _gemm_4bit,

@@ -142,10 +142,11 @@ LOFTQ = "loftq"
 """Initialisation that compensates a part of the quantization error of 4-bit layers (see `isotype.checkpoint.loftq`)."""
 
 _DATA = "it needs data before the adapter exists: save an adapter with PEFT's script and give it as --model_name_or_path"
+_BASE = f"{_DATA} (save_pretrained with path_initial_model_for_weight_conversion: it changes the base's weights, too)"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
-    "corda": _DATA,
-    "lora_ga": _DATA,
+    "corda": _BASE,
+    "lora_ga": _BASE,
     "mica": "its matrix B is not trained, which isotype does not support",
 }
 """PEFT's initialisations that isotype refuses, each with the reason."""

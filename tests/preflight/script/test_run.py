@@ -288,6 +288,9 @@ for step in range(3):
     STEP
 """
 _PLAIN_STEP = "loss = mse_loss(model(x), y); optimizer.zero_grad(); loss.backward(); optimizer.step()"
+_SCALED_STEP = (
+    "loss = mse_loss(model(x), y); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
+)
 
 
 Loop = Callable[[str, str], str]
@@ -453,6 +456,18 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "critic = torch.nn.Linear(8, 1); other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
             "loss, scaled = mse_loss(critic(x), y), scaler.scale(mse_loss(model(x), y)); loss.backward(); scaled.backward()\n"
             "    other.step(); other.step(); scaler.step(optimizer); scaler.update()",
+            "IST308]: SGD steps twice with the same gradients",
+            "no backward runs between the step at loop.py:12 and the step at loop.py:12",
+        ),
+        (
+            "",
+            f"{_SCALED_STEP}; optimizer.step()",
+            "IST308]: SGD steps twice with the same gradients",
+            "no backward runs between the step at loop.py:11 and the step at loop.py:11",
+        ),
+        (
+            "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)",
+            "optimizer.step(lambda: (loss := mse_loss(model(x), y), optimizer.zero_grad(), loss.backward())[0])",
             "",
             "",
         ),
@@ -498,9 +513,26 @@ def test_weights_that_do_not_move(
     ] * bool(message)
 
 
-_SCALED_STEP = (
-    "loss = mse_loss(model(x), y); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
-)
+@pytest.mark.parametrize("total", ["a + (b + c)", "torch.stack([a, b, c]).sum()"])
+def test_every_term_without_a_gradient_is_named(
+    capsys: pytest.CaptureFixture[str], loop: Loop, total: str
+) -> None:
+    terms = "out = model(x); a = mse_loss(out, y)\n    b = out.norm().detach()\n    c = out.std().detach()\n"
+    step = f"{terms}    ({total}).backward(); optimizer.step()"
+    _, _, err = _run(capsys, "--no-preflight", loop("", step))
+    assert [
+        f"detached at loop.py:{line}, and added to the loss at loop.py:14" in err for line in (12, 13)
+    ] == [
+        True,
+        True,
+    ]
+
+
+def test_a_script_without_an_optimizer_accumulates_no_gradients(
+    capsys: pytest.CaptureFixture[str], loop: Loop
+) -> None:
+    _, _, err = _run(capsys, "--no-preflight", loop("del optimizer", "mse_loss(model(x), y).backward()"))
+    assert "isotype: no optimizer of torch updates this model: only the first forward and backward" in err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -122,7 +121,8 @@ _CHOICES = measured.Kept()
 def times_of(shape: Shape) -> tuple[Times, str | None]:
     """Return the times for a class of shapes (measured once per machine), and why they could not be stored, or None."""
     threads = torch.get_num_threads()
-    return _CHOICES.of(_file(threads, shape.dtype), _key(shape), lambda: measure(shape, threads))
+    file = measured.file_of("attention", REVISION, threads, *offered(shape.dtype))
+    return _CHOICES.of(file, f"{shape}, values of {shape.value_head}", lambda: measure(shape, threads))
 
 
 def measure(shape: Shape, threads: int) -> Times:
@@ -153,11 +153,3 @@ def _calls(shape: Shape) -> dict[str, Callable[[], object]]:
             torch.autograd.grad(out, (q, k, v), d_out)
 
     return {name: partial(call, KERNELS[name]) for name in offered(shape.dtype)}
-
-
-def _key(shape: Shape) -> str:
-    return f"{shape}, values of {shape.value_head}"
-
-
-def _file(threads: int, dtype: torch.dtype) -> Path:
-    return measured.file_of("attention", REVISION, threads, *offered(dtype))

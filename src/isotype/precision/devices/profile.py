@@ -358,16 +358,15 @@ def _probe_mps(device: torch.device) -> DeviceProfile:
     return mps_profile(this_cpu().title, torch.mps.recommended_max_memory(), str(device))
 
 
-def _probe_cpu(device: torch.device) -> DeviceProfile:
-    return replace(cpu_profile(this_cpu(), _this_memory(), this_onednn()), name=str(device))
-
-
 # Device type -> (function that counts the devices, function that probes one), in order of preference for "auto".
 _BACKENDS: dict[str, tuple[Callable[[], int], Callable[[torch.device], DeviceProfile]]] = {
     "cuda": (torch.cuda.device_count, _probe_cuda),
     "xpu": (torch.xpu.device_count, _probe_xpu),
     "mps": (torch.mps.device_count, _probe_mps),
-    "cpu": (lambda: 1, _probe_cpu),
+    "cpu": (
+        lambda: 1,
+        lambda device: replace(cpu_profile(this_cpu(), _this_memory(), this_onednn()), name=str(device)),
+    ),
 }
 
 

@@ -52,8 +52,10 @@ from isotype.rules import (
     ist307_no_gradient,
     ist308_clipped_scaled,
     ist309_not_trained,
+    ist503_rounded_updates,
     ist801_lost_updates,
     ist808_counting,
+    ist909_stale_casts,
     judge,
 )
 from isotype.rules.kit.groups import code_of
@@ -95,11 +97,15 @@ class Diagnosis:
     """
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
-        self.watch = Watch(options.steps, self._before, self._after, self._evaluates)
+        twice = partial(self._between, ist308_clipped_scaled)
+        self.watch = Watch(
+            options.steps, self._before, self._after, self._evaluates, lambda lines: twice(repeated=lines)
+        )
         self.report: Report | None = None
         self._device, self._seconds, self._console = options.device, options.seconds, console
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
-        self._stale, self._averages = StaleCasts(self._reused), Averages(self._averaged)
+        self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
+        self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
         self._branch = None if options.device is None else Branch(device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
@@ -222,16 +228,10 @@ class Diagnosis:
         self._autocasts |= autocasts
         return self.watch.trace(setup, no_autocast=why)
 
-    def _averaged(self, call: Call) -> None:
-        """Report an addition to a 16-bit copy of the weights."""
+    def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
+        """Report a rule's finding about what the script does between two recorded steps: `calls`, or other fields of a `Trace`."""
         if self._setup_seen is not None and self._speaks:
-            self._say_late(judge(Trace(self._setup_seen, (call,), (), {}, Memory({}))))
-
-    def _reused(self) -> None:
-        """Report that a forward used weights that autocast had cast and cached before the watched step."""
-        if self._setup_seen is not None and self._speaks:
-            trace = Trace(self._setup_seen, (), (), {}, Memory({}), stale_casts=True)
-            self._say_late([finding for finding in judge(trace) if finding.kind == "wiring"])
+            self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
         """Report the findings of the real step whose codes are new, or were reported only with a lower severity."""
@@ -250,11 +250,12 @@ class Diagnosis:
         autocast, profile = watch.autocast(), device_profile(self._device or device_of(model))
         assert self._request is not None
         asked = self._request.keywords
+        multiplied = watch.gradients.get("scaled", False)
         return Setup(
             profile=profile,
             autocast=autocast,
             # Without the phase "unscale", the script itself scales the loss.
-            scaler=watch.scaler or (asked["scaler"] and "unscale" not in asked["phases"]),
+            scaler=watch.scaler or multiplied or (asked["scaler"] and "unscale" not in asked["phases"]),
             phases=asked["phases"],
             optimizer=watch.optimizer or "an optimizer",
             compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),

@@ -150,7 +150,8 @@ class Functions(TorchFunctionMode):
                 error = raised
                 if name_of(func) in ("backward", "grad"):
                     raise  # a graph cannot be traversed twice
-                if self._kind in _HALF_TRANSFORMS and _is_half_transform(name_of(func), args):
+                transforms = self._kind in _HALF_TRANSFORMS and name_of(func).startswith("fft_")
+                if transforms and args and args[0].dtype == torch.float16:
                     sizes = _transformed_sizes(name_of(func), args, kwargs)
                     if self._kind != "cuda" or are_powers_of_two(sizes):
                         wide = (_cast(part, torch.float32, HALVES) for part in (args, kwargs))
@@ -291,11 +292,6 @@ def _call_of(
     call = AttentionCall(dtype, query.shape[1], key.shape[1], sizes, named.get("attn_mask") is not None)
     width = max(dtype.itemsize, torch.float32.itemsize)
     return call, query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * width
-
-
-def _is_half_transform(name: str, args: Sequence[Any]) -> bool:
-    """Return whether the function `name` (`fft_rfft`) transforms a float16 tensor."""
-    return name.startswith("fft_") and bool(args) and args[0].dtype == torch.float16
 
 
 def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:

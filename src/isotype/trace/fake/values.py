@@ -231,7 +231,8 @@ class Values:
             return self._masked_select
         if func is aten.index.Tensor and any(map(_is_mask, args[1])):
             return self._index
-        if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[_dim(args, kwargs)]:
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[dim]:
             return _split
         if func is aten._local_scalar_dense.default:
             return self.numbers.read
@@ -389,10 +390,6 @@ _OF_INT8: dict[str, Callable[..., Any]] = {
     "bitsandbytes.int8_vectorwise_quant.default": _int8_codes,
     "bitsandbytes.int8_mixed_scaled_mm.default": _int8_product,
 }
-
-
-def _dim(args: Any, kwargs: Any) -> int:
-    return int(args[2] if len(args) > 2 else kwargs.get("dim", 0))
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:

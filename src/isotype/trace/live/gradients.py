@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
-from isotype.compat.torch import no_modes
+from isotype.compat.torch import no_modes, version_of
 from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
+from isotype.core.source import asking_line, shown
 from isotype.records.reach import Unreached
 from isotype.records.trace import HALVES, Origin
 from isotype.trace.live.forward import living
@@ -130,3 +132,25 @@ def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> d
         if before.isfinite().all() and not now.isfinite().all():
             spoiled.append(name)
     return {"unmoved": tuple(still), "spoiled": tuple(spoiled)}
+
+
+class LastStep:
+    """The line of an optimizer's last step, and one of the gradients of that step; without an optimizer, no step has run."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._line = shown(asking_line())
+        weights = () if optimizer is None else parameters_of(optimizer)
+        gradients = [weight.grad for weight in weights if weight.grad is not None][:1]
+        self._used = [(TensorWeakRef(g), version_of(g)) for g in gradients]
+
+    def repeated_by(self, optimizer: torch.optim.Optimizer, unscales: bool) -> tuple[str, str] | None:
+        """Return the lines of this step and of the one that begins if both use the same gradients; else None.
+
+        `unscales` is True if a GradScaler may have divided the gradients between the two steps.
+        """
+        for reference, version in self._used:
+            used = reference()
+            held = used is not None and any(weight.grad is used for weight in parameters_of(optimizer))
+            if held and (unscales or version_of(used) == version):
+                return self._line, shown(asking_line())
+        return None

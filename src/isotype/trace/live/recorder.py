@@ -45,7 +45,7 @@ _SUBTRACTS = frozenset({"sub", "sub_", "__sub__", "__isub__", "__rsub__", "rsub"
 _COPIES = frozenset({"tensor", "as_tensor"})
 _SINGLE = ("MulBackward", "DivBackward")
 """Nodes that pass on a gradient times a constant if only one of their operands has a graph."""
-_LINEAR = (*_SINGLE, "AddBackward", "SubBackward", "ToCopyBackward", "MeanBackward", "SumBackward")
+_LINEAR = (*_SINGLE, *(f"{name}Backward" for name in ("Add", "Sub", "Stack", "ToCopy", "Mean", "Sum")))
 
 
 class LiveRecorder(Recorder):
@@ -330,8 +330,8 @@ class _Terms:
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
-        self._cut: dict[int, str] = {}
-        self._numbers: dict[float, str] = {}
+        self._cut: dict[int, set[str]] = {}
+        self._numbers: dict[float, set[str]] = {}
         self._sums: list[tuple[Any, tuple[str, str]]] = []
         self._kept: list[torch.Tensor] = []
         self._balanced = False
@@ -339,33 +339,34 @@ class _Terms:
     def note(self, name: str, args: Any, result: Any) -> None:
         """Record a function's result if it is a scalar without a graph, or a sum with such a scalar."""
         is_tensor = isinstance(result, torch.Tensor) and result.is_floating_point()
-        is_scalar = is_tensor and (not result.ndim or name in _COPIES)
+        is_scalar = is_tensor and (not result.ndim or name in _COPIES or name == "stack")
         if not (is_scalar or (name == "item" and isinstance(result, float))) or not torch.is_grad_enabled():
             return
         operands = [*leaves(args)]
-        source = next(filter(None, map(self._source, operands)), "")
+        sources = set[str]().union(*map(self._sources, operands))
         trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in operands)
         if not is_tensor:
             # A number with few digits may be equal to another by chance.
-            if (source or trained) and float(f"{result:.3g}") != result:
-                self._numbers[result] = source or shown(asking_line())
-        elif not result.requires_grad and (source or trained):
-            self._cut[id(result)] = source or shown(asking_line())
+            if (sources or trained) and float(f"{result:.3g}") != result:
+                self._numbers[result] = sources or {shown(asking_line())}
+        elif not result.requires_grad and (sources or trained):
+            self._cut[id(result)] = sources or {shown(asking_line())}
             self._kept.append(result)
-        elif result.requires_grad and source and not in_library(source):
+        elif result.requires_grad and (own := sorted(s for s in sources if not in_library(s))):
             # `value.detach() + loss - loss.detach()` reports one value, and has the gradient of another, on purpose.
             self._balanced |= name in _SUBTRACTS
-            if name in _ADDS:
-                self._sums.append((result.grad_fn, (source, shown(asking_line()))))
+            if name in _ADDS or name == "stack":
+                self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in own]
 
-    def _source(self, value: Any) -> str:
-        """Return the line that dropped the graph of a term, which may be weighted by a number of few digits; else ""."""
+    def _sources(self, value: Any) -> set[str]:
+        """Return the lines that dropped the graphs of terms, which may be weighted by a number of few digits."""
         if isinstance(value, torch.Tensor):
-            return self._cut.get(id(value), "")
-        if not isinstance(value, float):
-            return ""
-        ratios = ((value / number, source) for number, source in self._numbers.items())
-        return next((source for r, source in ratios if math.isclose(r, float(f"{r:.4g}"), rel_tol=1e-12)), "")
+            return self._cut.get(id(value), set())
+        for number, lines in self._numbers.items() if isinstance(value, float) else ():
+            ratio = value / number
+            if math.isclose(ratio, float(f"{ratio:.4g}"), rel_tol=1e-12):
+                return lines
+        return set()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Record the scalars without a graph that are terms of `loss`, whose backward begins."""

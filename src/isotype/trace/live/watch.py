@@ -34,7 +34,6 @@ from isotype.compat.torch import (
     no_modes,
     original,
     put_under,
-    share_steps,
     take_out,
     tree_leaves,
 )
@@ -43,7 +42,7 @@ from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Origin, Setup, Trace
 from isotype.trace.live.forward import named_inputs, trains
-from isotype.trace.live.gradients import Sample, after_step, gradients_of, optimizers_of, samples_of
+from isotype.trace.live.gradients import LastStep, Sample, after_step, gradients_of, optimizers_of, samples_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
@@ -99,6 +98,7 @@ class Watch:
         before: called once, before the first training forward runs. The script waits meanwhile.
         after: called at the end of a step, also of a skipped one, while the step's calls are still available.
         evaluates: called before each recorded forward of an evaluation or generation.
+        repeats: called with the lines of two steps of an optimizer if the second one uses the gradients of the first again.
 
     Attributes:
         seen: the recorded steps.
@@ -118,6 +118,7 @@ class Watch:
         before: Callable[[Beginning], None] = lambda beginning: None,
         after: Callable[[], None] = lambda: None,
         evaluates: Callable[[Beginning], None] = lambda beginning: None,
+        repeats: Callable[[tuple[str, str]], None] = lambda lines: None,
     ) -> None:
         self.state: State = "waiting"
         self.seen: list[StepSeen] = []
@@ -130,6 +131,7 @@ class Watch:
         self.skipped, self.skipping = 0, False
         self._stepping = False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
+        self._repeats, self._last = repeats, LastStep()
         self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -173,7 +175,9 @@ class Watch:
         self._leave_modes()
         self._module_hooks.close()
         self._recording.close()
-        if self._stepping:  # torch still runs other hooks of this kind: the next forward removes these
+        if (
+            self._stepping
+        ):  # torch still runs its hooks, and the optimizer may step again: the next forward removes these
             handle = modules.register_module_forward_pre_hook(lambda *_: self._hooks.close())
             self._hooks.callback(handle.remove)
         else:
@@ -214,7 +218,7 @@ class Watch:
         self._modes = ()
 
     def _around_step(self, act: Callable[..., None], *args: Any) -> None:
-        self._stepping = share_steps()
+        self._stepping = True
         self._guard(act, *args)
         self._stepping = False
 
@@ -245,6 +249,7 @@ class Watch:
                 self._end_evaluation()
                 return
             assert self.recorder is not None
+            self._last = LastStep()
             if self.recorder.phase == "unscale":
                 self._skip()
             if self.recorder.phase == "backward" and not in_backward():
@@ -341,8 +346,13 @@ class Watch:
     def _pause(self) -> None:
         """Pause the recording when gradients accumulate: the other micro-batches of the step only repeat the first."""
         self.state = "paused"
-        self._note("gradients accumulate: only the first forward and backward of each step was recorded")
         assert self.recorder is not None
+        why = (
+            "gradients accumulate"
+            if optimizers_of(self.recorder.names)
+            else "no optimizer of torch updates this model"
+        )
+        self._note(f"{why}: only the first forward and backward of each step was recorded")
         self.recorder.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
         self._module_hooks.close()
 
@@ -356,9 +366,13 @@ class Watch:
             self.detach()
         self.recorder.begin_step()
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_mine():
             return
+        # A closure computes new gradients.
+        closure = next((given for given in (*args[1:], *kwargs.values()) if given is not None), None)
+        if closure is None and (lines := self._last.repeated_by(optimizer, self.scaler)):
+            self._repeats(lines)
         self._end_evaluation()
         if self.state == "waiting":
             self._blind += 1
@@ -420,6 +434,7 @@ class Watch:
         self.gradients |= after_step(optimizer, self._samples)
         self._samples = []
         self._after()
+        self._last = LastStep(optimizer)
         if len(self.seen) == 1:
             self._steps = max(self._steps, min(optimizers_of(recorder.names), _OPTIMIZERS))
         if len(self.seen) == self._steps:

@@ -217,7 +217,9 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
             operands.append(Operand(role, None, None, float(tensor)))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
-        if not written and _is_number(tensor):
+        # torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`.
+        number = not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
+        if not written and number:
             operands.append(Operand(role, None, None, float(tensor)))
         else:
             operands.append(Operand(role, tensor.clone() if written else tensor, tensor))
@@ -231,11 +233,6 @@ def _is_count(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a single integer, such as the divisor of a mean."""
     is_float = tensor.is_floating_point() or tensor.is_complex()
     return not tensor.dim() and not is_float and tensor.dtype != torch.bool
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be a number in the code: torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`."""
-    return not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
 
 
 def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
