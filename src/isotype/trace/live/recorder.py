@@ -352,11 +352,11 @@ class _Terms:
         elif not result.requires_grad and (sources or trained):
             self._cut[id(result)] = sources or {shown(asking_line())}
             self._kept.append(result)
-        elif result.requires_grad and (own := sorted(s for s in sources if not in_library(s))):
+        elif result.requires_grad and (outside := sorted(s for s in sources if not in_library(s))):
             # `value.detach() + loss - loss.detach()` reports one value, and has the gradient of another, on purpose.
             self._balanced |= name in _SUBTRACTS
             if name in _ADDS or name == "stack":
-                self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in own]
+                self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
 
     def _sources(self, value: Any) -> set[str]:
         """Return the lines that dropped the graphs of terms, which may be weighted by a number of few digits."""

@@ -370,7 +370,7 @@ class Watch:
         if torch.compiler.is_compiling() or not self._is_mine():
             return
         # A closure computes new gradients.
-        closure = next((given for given in (*args[1:], *kwargs.values()) if given is not None), None)
+        closure = next((value for value in (*args[1:], *kwargs.values()) if value is not None), None)
         if closure is None and (lines := self._last.repeated_by(optimizer, self.scaler)):
             self._repeats(lines)
         self._end_evaluation()
