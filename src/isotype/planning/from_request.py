@@ -184,7 +184,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def is_out_of_reach(rows: Sequence[Row]) -> bool:
-    """Return True if the weights alone exceed the memory of every row, so that no lighter setting can fit."""
+    """Return True if the weights alone exceed the memory limit of every row: lighter settings cannot fit either."""
     # 8-bit constants of quantized weights save less than a tenth of the weights.
     return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > (row.room or 0) for row in rows)
 

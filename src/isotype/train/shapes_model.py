@@ -2,7 +2,7 @@
 
 No package that isotype can depend on contains a vision-language model. So the vision tower (0.4 million parameters) and
 a projector are trained for half a minute on drawn images. The training moves the outputs close to the embeddings of
-matching words ("three", "red", "circles"). SmolLM2's weights do not change, and no part learns the demo's questions.
+matching words ("three", "red", "circles"). SmolLM2's weights do not change, and the demo's questions are not used.
 """
 
 from __future__ import annotations

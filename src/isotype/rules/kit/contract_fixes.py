@@ -60,7 +60,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors that share a mismatched tensor's module and dtype (a zero point beside a scale)."""
+    """Yield the buffers and plain tensors in a mismatched tensor's module that have its dtype (a zero point beside a scale)."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):

@@ -21,7 +21,7 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Limit:
-    """The range of valid numbers for an argument. `above` excludes `least`, and `below` excludes `most`."""
+    """The range of valid numbers for an argument. With `above`, `least` itself is invalid; with `below`, `most` itself."""
 
     least: float
     most: float = math.inf
