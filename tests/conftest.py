@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import signal
@@ -74,6 +75,9 @@ os.fsync = lambda descriptor: None
 
 # Every adapter that is saved has its card's template compiled again, the same one.
 jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
+
+# accelerate parses the metadata of PEFT ten times in a training, to know that it is installed.
+importlib.metadata.metadata = functools.lru_cache(importlib.metadata.metadata)
 
 hypothesis.settings.register_profile("few", max_examples=30)
 

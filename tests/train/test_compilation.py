@@ -77,7 +77,7 @@ MOST_GRAPHS = 4
 @pytest.mark.parametrize(
     "more",
     [
-        ("--quantization", "nf4"),
+        ("--quantization", "nf4", "--lora_target_modules", "q_proj"),
         pytest.param((), marks=pytest.mark.exhaustive),
         pytest.param(("--gradient_checkpointing", "False"), marks=pytest.mark.exhaustive),
     ],

@@ -21,7 +21,6 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.precision.devices import room
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of
-from isotype.records.request import DEFAULT_PHASES
 from isotype.train import launched, training
 from isotype.train.command.settings import Settings
 from isotype.train.models import processing_class
@@ -225,7 +224,7 @@ def test_a_check_takes_the_choice_and_leaves_the_plan_as_it_is(
 
     monkeypatch.setattr(step, "choose", choice)
     plan = of_check(save_chat_model(tmp_path / "model", layers=4), data)
-    trace = step.check_plan(plan, DEFAULT_PHASES).trace
+    trace = step.check_plan(plan, ("forward", "backward")).trace
     assert "gradient checkpointing every 2nd layer (auto): it suffices" in trace.notes
     assert peaks[0] < trace.memory.peak <= peaks[1]
     # PEFT writes the modules of one folded model into a config that an adapter is made by.

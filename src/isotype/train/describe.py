@@ -111,8 +111,8 @@ def show_policy(
 
 
 def show_model(console: Console, model: Any) -> None:
-    total, trainable = parameter_counts(model)
-    stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in weight_bytes(model))
+    total, trainable, sizes, notes = of_model(model)
+    stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes)
     console.print(
         f"model: {total / 1e6:.1f} M parameters, {trainable / 1e6:.2f} M trainable ({format_share(trainable / total)}); "
         f"weights: {stored}",
@@ -124,7 +124,7 @@ def show_model(console: Console, model: Any) -> None:
         for part, total, trainable, dtypes in rows:
             table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", dtypes)
         console.print(fitting(table, console), highlight=False)
-    for line in model_notes(model):
+    for line in notes:
         console.print(Text.assemble(("note: ", "yellow"), line))
 
 
@@ -183,15 +183,17 @@ def model_notes(model: Any) -> tuple[str, ...]:
         for name, p in model.named_parameters()
         if p.ndim == 3 and p.is_floating_point() and not p.requires_grad
     }
-    experts = list(named.values())
-    if not formats or not experts:
+    if not formats or not named:
         return notes
-    size = sum(p.numel() * p.element_size() for p in experts)
-    line = (
-        f"{plural(len(experts), stacked(named))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: "
-        f"{why_kept(((name, p.shape) for name, p in named.items()), formats[0])}"
-    )
+    size, kept = sum(p.nbytes for p in named.values()), next(iter(named.values())).dtype
+    why = why_kept(((name, p.shape) for name, p in named.items()), formats[0])
+    line = f"{plural(len(named), stacked(named))} ({format_bytes(size)}) stay in {dtype_name(kept)}: {why}"
     return (line, *notes)
+
+
+def of_model(model: Any) -> tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """Return `parameter_counts`, `weight_bytes` and `model_notes`. A training changes none of them."""
+    return *parameter_counts(model), weight_bytes(model), model_notes(model)
 
 
 _PICTURED = 4
@@ -223,19 +225,17 @@ def _question(row: Mapping[str, Any]) -> tuple[Sample, Prompt] | None:
 
 
 def _text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
     if isinstance(value, list) and value and isinstance(value[-1], dict):
-        content = value[-1].get("content")
-        if isinstance(content, list):
-            content = " ".join(part["text"] for part in content if part.get("type") == "text")
-        return content if isinstance(content, str) else None
-    return None
+        value = value[-1].get("content")
+        if isinstance(value, list):
+            value = " ".join(part["text"] for part in value if part.get("type") == "text")
+    return value if isinstance(value, str) else None
 
 
 def record(
     run: Run,
     built: Built,
+    of_weights: tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]],
     recorder: RunRecorder,
     started: datetime,
     samples: Sequence[Sample],
@@ -243,7 +243,7 @@ def record(
     error: str | None = None,
 ) -> RunRecord:
     settings, policy, trainer = run.settings, run.policy, built.trainer
-    total, trainable = parameter_counts(trainer.model)
+    total, trainable, stored, notes = of_weights
     allocator = allocator_setting() if run.profile.kind == "cuda" else None
     dataset = settings.dataset_name or ", ".join(d.path for d in settings.datasets)
     return RunRecord(
@@ -262,7 +262,7 @@ def record(
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,
         parameters_trainable=trainable,
-        weight_bytes=weight_bytes(trainer.model),
+        weight_bytes=stored,
         settings=(
             *_hyperparameters(settings),
             *([] if allocator is None else [("allocator", allocator)]),
@@ -272,7 +272,7 @@ def record(
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=tuple(samples),
-        notes=(*model_notes(trainer.model), *built.notes, *lost_output()),
+        notes=(*notes, *built.notes, *lost_output()),
         resumed_from=recorder.resumed_from,
         data=data_summary(trainer, built.lengths),
         headroom=recorder.headroom(),

@@ -382,7 +382,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
-        record_of = partial(describe.record, run, built, recorder, started)
+        record_of = partial(describe.record, run, built, describe.of_model(trainer.model), recorder, started)
         so_far = partial(record_of, samples, "running")
         hooks = Hooks(
             before=recorder.settle,
