@@ -153,6 +153,11 @@ def one_layer(model: Any) -> Any:
     return model
 
 
+def small_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """`tiny_model(name)` with one layer."""
+    return one_layer(tiny_model(name, dtype))
+
+
 def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Save `tiny_model(name)` into `directory`; options go to `save_pretrained`."""
     if options:

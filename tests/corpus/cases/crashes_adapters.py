@@ -25,7 +25,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, tiny_batch, tiny_config, tiny_model
+from tests.models import HIDDEN, small_model, tiny_batch, tiny_config, tiny_model
 from tests.reality import real_step
 
 # --------------------------------------------------------------------------------------------- adapter_vs_base_dtype
@@ -33,7 +33,7 @@ from tests.reality import real_step
 
 def peft_under_autocast() -> Broken:
     """PEFT's float32 adapters on an nf4 base: each input is cast up for `lora_A`, and down again by autocast."""
-    return Broken(lora(nf4(tiny_model("llama", BF16), BF16)), tiny_batch("llama"), BF16, device="a100")
+    return Broken(lora(nf4(small_model("llama", BF16), BF16)), tiny_batch("llama"), BF16, device="a100")
 
 
 def casts_for_nothing(broken: Broken) -> str | None:
@@ -120,7 +120,7 @@ def flux_control_lora() -> Broken:
 def float32_adapters() -> Broken:
     """LoRA on bfloat16 with bfloat16 adapters asked for, which PEFT's default makes float32 without a word."""
     policy = PrecisionPolicy(compute=BF16, storage="bfloat16", master=BF16, reduce=BF16)
-    return Broken(lora(tiny_model("llama", BF16)), tiny_batch("llama"), policy=policy)
+    return Broken(lora(small_model("llama", BF16)), tiny_batch("llama"), policy=policy)
 
 
 def adapter_bytes(broken: Broken) -> str | None:
@@ -137,7 +137,7 @@ def adapter_bytes(broken: Broken) -> str | None:
 def modules_to_save_of_int8() -> Broken:
     """LLaMA in int8 with new tokens: the trained copies of embedding and head keep the base's float16."""
     model = lora(
-        int8(tiny_model("llama", FP16)), ["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"]
+        int8(small_model("llama", FP16)), ["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"]
     )
     return Broken(model, tiny_batch("llama"), FP16, scaler=True)
 

@@ -28,7 +28,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, tiny_model
+from tests.models import HIDDEN, small_model
 from tests.reality import real_step
 
 FLASH = r"FlashAttention only support fp16 and bf16 data type"
@@ -180,13 +180,13 @@ class MaskedModel(nn.Module):
 
 def code_llama_mask(floor: torch.dtype | None = FP32) -> Broken:
     """Code Llama in float16, its mask filled with the lowest value of `floor`."""
-    model = lora(tiny_model("llama", FP16), ["q_proj", "v_proj"])
+    model = lora(small_model("llama", FP16), ["q_proj", "v_proj"])
     return Broken(MaskedModel(model, floor), {"input_ids": ids(), "labels": ids()})
 
 
 def stack_llama() -> Broken:
     """Llama-2 QLoRA: the mask takes the embeddings' bfloat16, the float32 norms make the queries float32."""
-    model = upcast_norms(lora(nf4(tiny_model("llama", BF16), BF16), ["q_proj", "v_proj"]))
+    model = upcast_norms(lora(nf4(small_model("llama", BF16), BF16), ["q_proj", "v_proj"]))
     return Broken(MaskedModel(model, None), {"input_ids": ids(), "labels": ids()})
 
 

@@ -28,7 +28,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
+from tests.models import HIDDEN, IMAGE_TOKEN, IMAGE_TOKENS, small_model
 
 INDEX_PUT = r"Index put requires the source and destination dtypes match, got {} for the destination and {} for the source"
 
@@ -212,7 +212,7 @@ def llava_batch(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def llava_index_put() -> Broken:
     """int8 language model, norms upcast, images and their tower in float32."""
     torch.manual_seed(0)
-    language = int8(tiny_model("llama", FP16))
+    language = int8(small_model("llama", FP16))
     model = LlavaMerge(language, clip()).requires_grad_(False)
     upcast_norms(model)
     model.language_model = lora(model.language_model, ["q_proj", "v_proj"])

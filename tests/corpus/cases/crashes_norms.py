@@ -23,7 +23,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import tiny_batch, tiny_model
+from tests.models import small_model, tiny_batch, tiny_model
 from tests.reality import real_step
 
 WITH_GENERATE = ("forward", "backward", "optimizer", "generate")
@@ -63,13 +63,13 @@ def gemma3_projector() -> Broken:
 
 def llama_chat_qlora() -> Broken:
     """Llama-2-chat after TRL's SFT: nf4 with bfloat16 compute, norms float32, trained under autocast."""
-    model = peft_module_casting_to_bf16(lora(nf4(tiny_model("llama", BF16), BF16)))
+    model = peft_module_casting_to_bf16(lora(nf4(small_model("llama", BF16), BF16)))
     return Broken(model, tiny_batch("llama"), BF16, phases=WITH_GENERATE, generate=generate)
 
 
 def flash_llama() -> Broken:
     """PEFT's float32 norms before flash attention; nf4 layers hand back the dtype they are given, here float32."""
-    model = upcast_norms(lora(nf4(tiny_model("llama", BF16), BF16), "all-linear"))
+    model = upcast_norms(lora(nf4(small_model("llama", BF16), BF16), "all-linear"))
     model.base_model.model.lm_head.float()
     return Broken(model, tiny_batch("llama"), device="a100")
 
@@ -165,7 +165,7 @@ def diffusers_validation() -> Broken:
 
 def dpo_reference_pass() -> Broken:
     """DPO on a 4-bit PEFT model: the loss is computed under autocast, the reference log-probabilities are not."""
-    model = peft_module_casting_to_bf16(lora(nf4(tiny_model("mistral", BF16), BF16)))
+    model = peft_module_casting_to_bf16(lora(nf4(small_model("mistral", BF16), BF16)))
     batch = tiny_batch("mistral")
 
     def reference(policy: Any) -> torch.Tensor:
@@ -177,7 +177,7 @@ def dpo_reference_pass() -> Broken:
 
 def on_policy_distillation() -> Broken:
     """A student with float32 norms, trained through accelerate's autocast, that generates once unwrapped."""
-    model = upcast_norms(lora(tiny_model("qwen3", BF16), ["q_proj", "v_proj"]))
+    model = upcast_norms(lora(small_model("qwen3", BF16), ["q_proj", "v_proj"]))
     return Broken(model, tiny_batch("qwen3"), BF16, phases=WITH_GENERATE, generate=generate)
 
 

@@ -29,7 +29,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, tiny_batch, tiny_model
+from tests.models import HIDDEN, small_model, tiny_batch
 from tests.reality import real_step
 
 WITH_GENERATE = ("forward", "backward", "optimizer", "generate")
@@ -41,7 +41,7 @@ NO_NUMPY = r"Got unsupported ScalarType BFloat16"
 
 def weighted_svd(dtype: torch.dtype = BF16) -> Broken:
     """Two bfloat16 adapters are combined by a singular value decomposition, in `dtype`, of their summed products."""
-    model = lora(tiny_model("llama", BF16), ["q_proj"], autocast_adapter_dtype=False)
+    model = lora(small_model("llama", BF16), ["q_proj"], autocast_adapter_dtype=False)
     model.add_adapter("second", model.peft_config["default"], autocast_adapter_dtype=False)
 
     def combine(trained: Any) -> Any:
@@ -55,7 +55,7 @@ def weighted_svd(dtype: torch.dtype = BF16) -> Broken:
 
 def extract_lora(dtype: torch.dtype = BF16) -> Broken:
     """mergekit's extraction: the difference of a fine-tuned weight and its base is decomposed in the file's dtype."""
-    model = tiny_model("llama", BF16)
+    model = small_model("llama", BF16)
     base = {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
     def extract(tuned: Any) -> Any:
@@ -120,7 +120,7 @@ def perplexity_metric(dtype: torch.dtype = BF16) -> Broken:
         loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
         return loss.mean(1).exp().to(dtype).cpu().numpy()
 
-    model = lora(tiny_model("llama", BF16), ["q_proj"])
+    model = lora(small_model("llama", BF16), ["q_proj"])
     return Broken(model, tiny_batch("llama"), phases=WITH_GENERATE, generate=metric)
 
 
@@ -133,7 +133,7 @@ def unlearning_metric(dtype: torch.dtype = BF16) -> Broken:
         answers = logprobs.gather(2, batch["labels"][:, 1:, None]).squeeze(2)
         return answers.mean(1).exp().to(dtype).numpy()
 
-    model = tiny_model("llama", BF16)
+    model = small_model("llama", BF16)
     return Broken(model, tiny_batch("llama"), optimizer="sgd", phases=WITH_GENERATE, generate=metric)
 
 

@@ -24,7 +24,7 @@ from tests.corpus.cases.crashes_parts import (
     upcast_norms,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import CONFIGS, HIDDEN, IMAGE_TOKENS, tiny_batch, tiny_model
+from tests.models import CONFIGS, HIDDEN, IMAGE_TOKENS, small_model, tiny_batch, tiny_model
 
 
 def deepseek_v2_lite() -> Broken:
@@ -93,14 +93,14 @@ class GroupwiseLora(nn.Module):
 
 def qalora() -> Broken:
     """AutoGPTQ Llama-2 (int32 codes, float16 scales) with QA-LoRA in float32."""
-    model = tiny_model("llama", FP16).requires_grad_(False)
+    model = small_model("llama", FP16).requires_grad_(False)
     set_layers(model, ["q_proj", "v_proj"], lambda layer: GroupwiseLora(GPTQLinear(layer)))
     return Broken(model, tiny_batch("llama"))
 
 
 def llama70b_int8() -> Broken:
     """Grouped-query Llama in int8 and float16, its layer norms upcast, LoRA, no autocast."""
-    model = upcast_norms(lora(int8(tiny_model("llama", FP16)), ["q_proj", "v_proj"]))
+    model = upcast_norms(lora(int8(small_model("llama", FP16)), ["q_proj", "v_proj"]))
     return Broken(model, tiny_batch("llama"))
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from tests.corpus.cases.crashes_parts import BF16, FP32, heads, ids, matmul_error, normal, set_layers
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, tiny_batch, tiny_model
+from tests.models import HIDDEN, small_model, tiny_batch, tiny_model
 from tests.reality import real_step
 
 # --------------------------------------------------------------------------------------------- LyCORIS' LoKr
@@ -230,7 +230,7 @@ class PromptTuned(nn.Module):
 def prompt_in_half() -> Broken:
     """A half-precision model's own words as trainable prompt vectors; bfloat16, so that nothing overflows."""
     torch.manual_seed(0)
-    base = tiny_model("llama", BF16)
+    base = small_model("llama", BF16)
     base.get_input_embeddings().weight.data.normal_(std=0.5)
     batch = {"input_ids": ids(), "labels": ids()}
     return Broken(PromptTuned(base), batch, learning_rate=1e-5)

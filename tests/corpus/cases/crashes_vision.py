@@ -22,7 +22,7 @@ from tests.corpus.cases.crashes_parts import (
     set_layers,
 )
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, IMAGE_TOKEN, IMAGE_TOKENS, tiny_batch, tiny_model
+from tests.models import HIDDEN, IMAGE_TOKEN, IMAGE_TOKENS, small_model, tiny_batch, tiny_model
 
 CONV = r"Input type \(float\) and bias type \(c10::BFloat16\) should be the same"
 
@@ -89,7 +89,7 @@ def qwen_vision() -> Broken:
     cast_matching(visual, FP32, "norm1", "norm2")
     set_layers(visual, ["qkv", "proj"], lambda layer: RawLora(layer, BF16))
     return Broken(
-        VisionLanguage(visual, lora(tiny_model("qwen3", BF16), ["q_proj"])), image_batch(), device="l4"
+        VisionLanguage(visual, lora(small_model("qwen3", BF16), ["q_proj"])), image_batch(), device="l4"
     )
 
 
@@ -130,7 +130,7 @@ def internvl_chat() -> Broken:
     """A fine-tuned InternVL2 chats: `pixel_values` come in float32, InternViT casts nothing."""
     torch.manual_seed(0)
     visual = VisionTower(cast=False).to(BF16)
-    model = VisionLanguage(visual, tiny_model("llama", BF16)).requires_grad_(False)
+    model = VisionLanguage(visual, small_model("llama", BF16)).requires_grad_(False)
     return Broken(model, image_batch(), phases=("forward",))
 
 
@@ -152,7 +152,7 @@ class LlavaNext(nn.Module):
 
 def llava_tower() -> Broken:
     """4-bit LLaVA: the tower stayed in float32, except its norms, which `bf16` casting by name made bfloat16."""
-    model = LlavaNext(clip(), nf4(tiny_model("llama", BF16), BF16)).requires_grad_(False)
+    model = LlavaNext(clip(), nf4(small_model("llama", BF16), BF16)).requires_grad_(False)
     model.mm_projector.to(BF16)
     cast_matching(model.vision_tower, BF16, "norm")
     model.language_model = lora(model.language_model, ["q_proj", "v_proj"])

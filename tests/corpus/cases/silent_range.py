@@ -11,7 +11,7 @@ from isotype.precision.policy import PrecisionPolicy
 from tests.corpus.cases.crashes_parts import BF16, FP16, FP32, ids, lora
 from tests.corpus.cases.training_parts import loaded, nan_after
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import tiny_batch
+from tests.models import tiny_batch, tiny_model
 
 
 def outliers(model: nn.Module, part: str, size: float, every: int = 16) -> nn.Module:
@@ -57,14 +57,14 @@ def t5_in_half(kept: bool = False) -> Broken:
 
 def longlora_sampling() -> Broken:
     """LongLoRA's inference in float16: a final norm whose gain overflows, then sampling from the probabilities."""
-    model = outliers(loaded("llama", FP32), "model.norm", 6e4)
+    model = outliers(tiny_model("llama"), "model.norm", 6e4)
     batch = tiny_batch("llama")
     return Broken(lora(model.to(FP16), ["q_proj", "v_proj"]), batch, phases=("forward",), generate=sample)
 
 
 def longlora_in_bfloat16() -> Broken:
     """The same, loaded with `torch_dtype=bfloat16`."""
-    model = outliers(loaded("llama", FP32), "model.norm", 6e4)
+    model = outliers(tiny_model("llama"), "model.norm", 6e4)
     batch = tiny_batch("llama")
     return Broken(lora(model.to(BF16), ["q_proj", "v_proj"]), batch, phases=("forward",), generate=sample)
 

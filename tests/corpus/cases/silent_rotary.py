@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.corpus.cases.crashes_parts import BF16, FP16, MLP, Block, Decoder, heads, ids, lora
 from tests.corpus.scenario import Broken, Scenario
-from tests.models import HIDDEN, tiny_batch, tiny_config, tiny_model
+from tests.models import HIDDEN, small_model, tiny_batch, tiny_config
 
 POSITION = 2000
 """Where angles are compared: within the context of every model of these reports."""
@@ -106,7 +106,7 @@ def llama_since_then() -> Broken:
 
 def cast_llama() -> Broken:
     """Llama, `.to(bfloat16)` after it was built, as DeepSpeed does: its frequencies are cast as well."""
-    return Broken(lora(tiny_model("llama").to(BF16)), tiny_batch("llama"))
+    return Broken(lora(small_model("llama").to(BF16)), tiny_batch("llama"))
 
 
 def cast_neox() -> Broken:

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from tests.corpus.scenario import Broken
-from tests.models import tiny_batch, tiny_model
+from tests.models import small_model, tiny_batch
 from tests.reality import real_step
 
 UNSCALE_HALF = r"Attempting to unscale FP16 gradients"
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """`tiny_model` as `from_pretrained(dtype=…)` leaves it: float32 buffers, rotary frequencies among them, stay."""
-    model = tiny_model(name, dtype)
-    whole = dict(tiny_model(name).named_buffers())
+    """`small_model` as `from_pretrained(dtype=…)` leaves it: float32 buffers, rotary frequencies among them, stay."""
+    model = small_model(name, dtype)
+    whole = dict(small_model(name).named_buffers())
     for buffer_name, buffer in model.named_buffers():
         if buffer.dtype != whole[buffer_name].dtype:
             holder, _, own = buffer_name.rpartition(".")
