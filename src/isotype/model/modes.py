@@ -75,8 +75,9 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     """
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
-    containers = [value for name, value in items if type(value) in _CONTAINERS and name not in _PLACED]
-    restorers = [_restorer(container) for container in (*containers, *attributes)]
+    containers: list[Any] = [v for name, v in items if type(v) in _CONTAINERS and name not in _PLACED]
+    empty = [each for each in containers if not each]  # nearly all: a module has a dozen of hooks
+    saved = [(container, container.copy()) for container in (*containers, *attributes) if container]
     writes = _Writes(model)
     try:
         with torch.no_grad(), random_states_kept(), writes:
@@ -84,8 +85,11 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         writes.undo()
-        for restore in restorers:
-            restore()
+        for container in filter(None, empty):
+            container.clear()
+        for container, content in saved:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -128,16 +132,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
-
-
-def _restorer(container: Any) -> Callable[[], None]:
-    saved = container.copy()
-
-    def restore() -> None:
-        container.clear()
-        (container.extend if isinstance(container, list) else container.update)(saved)
-
-    return restore
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
