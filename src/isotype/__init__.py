@@ -64,37 +64,11 @@ _NAMES = {
 _HOME = {name: f"isotype.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "CheckpointError",
-    "Damages",
-    "DataError",
-    "Finding",
-    "Fix",
-    "FusionReport",
-    "IsotypeError",
-    "Plan",
-    "PrecisionCallback",
-    "PrecisionError",
-    "PrecisionPolicy",
-    "Ranges",
-    "Repairs",
-    "Report",
-    "SaveError",
-    "StateDictAdapter",
-    "StepRequest",
-    "UsageError",
-    "add_lora",
-    "check",
-    "enforce",
-    "fuse",
-    "load",
-    "load_module",
-    "measure_quality",
-    "measure_ranges",
-    "plan",
-    "repair",
-    "resolve_precision",
-    "unfuse",
-]
+    "CheckpointError", "Damages", "DataError", "Finding", "Fix", "FusionReport", "IsotypeError", "Plan",
+    "PrecisionCallback", "PrecisionError", "PrecisionPolicy", "Ranges", "Repairs", "Report", "SaveError",
+    "StateDictAdapter", "StepRequest", "UsageError", "add_lora", "check", "enforce", "fuse", "load",
+    "load_module", "measure_quality", "measure_ranges", "plan", "repair", "resolve_precision", "unfuse",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -380,12 +380,8 @@ _ENTRIES = (
 )
 """The first pattern that matches a field's name decides which values are valid. A type replaces PEFT's annotation."""
 _EXPRESSIONS = (
-    "target_modules",
-    "exclude_modules",
-    "feedforward_modules",
-    "layers_pattern",
-    "modules_to_save",
-)
+    "target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save",
+)  # fmt: skip
 _COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|size|position_ids")
 
 
@@ -434,11 +430,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
     hints = get_type_hints(kind)
     fields = dataclasses.fields(kind)
     values = {field.name: content[field.name] for field in fields if field.name in content}
-    checked = {
-        field.name: values[field.name]
-        for field in fields
-        if values.get(field.name, field.default) != field.default
-    }
+    checked = {f.name: values[f.name] for f in fields if values.get(f.name, f.default) != f.default}
     yield from entry_problems(checked, _ENTRIES, path, hints)
     for name in ("base_model_name_or_path", "revision"):
         value = values.get(name) or ""

@@ -131,10 +131,8 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
     base = skeleton(config_of(checkpoint), torch.float32)
     judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _modules_with_zero_b(adapter))
     judged = [(starred(module_of(tensor.name)), judge.use(tensor)) for tensor in adapter.headers.tensors]
-    uses = tuple(
-        Use(module, len(same), effect, why, fix)
-        for (module, (effect, why, fix)), same in grouped(judged, lambda use: use).items()
-    )
+    same = grouped(judged, lambda use: use).items()
+    uses = tuple(Use(module, len(rows), *use) for (module, use), rows in same)
     rank = max((judge.rank(tensor) for tensor in adapter.headers.tensors), default=0)
     flags = (f"rank {rank}: start vLLM with {rules.flag} {rank}",) if 0 < rules.rank < rank else ()
     return Fit(str(directory), consumer, f"{source} ({type(base).__name__})", uses, flags)

@@ -183,8 +183,7 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
     if method != "bitsandbytes":
         # Never just "int8", which is bitsandbytes' format: 8-bit GPTQ weights are stored in another one.
         form = f"{method}-{bits}bit" if bits else method
-        experts = MXFP4 if method == MXFP4 else ""
-        return QuantizationFacts(method, form, experts=experts)
+        return QuantizationFacts(method, form, experts=MXFP4 if method == MXFP4 else "")
     if options.get("load_in_8bit"):
         return QuantizationFacts(method, "int8")
     return QuantizationFacts(

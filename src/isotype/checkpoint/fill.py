@@ -363,9 +363,7 @@ def _sliced(source: Source, rows: int, start: int, stop: int) -> Source | None:
 
     tensors = []
     for tensor, pattern in source.tensors:
-        alike = all(
-            part.begin and part.shape[:1] == (rows,) and part.bytes % rows == 0 for part in tensor.parts
-        )
+        alike = all(p.begin and p.shape[:1] == (rows,) and p.bytes % rows == 0 for p in tensor.parts)
         if not alike or tensor.problem is not None or (tensor.constants and tensor.scheme is None):
             return None
         scheme = tensor.scheme

@@ -120,9 +120,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     together = grouped(stored, lambda tensor: starred(tensor.weight.name))
     groups = tuple(_group(name, together[name], main) for name in sorted(together))
     by_form = grouped(stored, lambda tensor: tensor.form).items()
-    totals = [
-        Total(f, len(some), sum(t.values for t in some), sum(t.bytes for t in some)) for f, some in by_form
-    ]
+    totals = [Total(f, len(ts), sum(t.values for t in ts), sum(t.bytes for t in ts)) for f, ts in by_form]
     named = next(iter(dtypes_named(config)), None)
     notes = []
     if named is not None and main is not None and named != main:
@@ -161,11 +159,8 @@ def _quantization(config: Mapping[str, Any], stored: Sequence[StoredTensor]) -> 
     if isinstance(options, dict):
         method = str(options.get("quant_method", "bitsandbytes"))
         shown = _SHOWN_8BIT if options.get("load_in_8bit") else _SHOWN
-        details = [
-            f"{name.removeprefix('bnb_4bit_')}={value}"
-            for name, value in options.items()
-            if name.startswith(shown) and value not in (None, False)
-        ]
+        listed = ((n.removeprefix("bnb_4bit_"), v) for n, v in options.items() if n.startswith(shown))
+        details = [f"{name}={value}" for name, value in listed if value not in (None, False)]
         return " ".join([method, *details])
     formats = Counter(tensor.form for tensor in stored if not tensor.plain)
     return ", ".join(name for name, _ in formats.most_common())

@@ -266,9 +266,7 @@ def _save_stacks_whole(model: Any) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    stacks = [
-        f"{path}.{leaf}" for path, module, leaf in stacked_weights(model) if quantized_stack(module, leaf)
-    ]
+    stacks = [f"{path}.{leaf}" for path, m, leaf in stacked_weights(model) if quantized_stack(m, leaf)]
     if not stacks:
         return
     # The default is that of transformers' `revert_weight_conversion`.
@@ -279,9 +277,7 @@ def _save_stacks_whole(model: Any) -> None:
         stacked = any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)
         return hasattr(step, "operations") and stacked
 
-    set_conversions(
-        model, [step for step in steps if not isinstance(step, PrefixChange) and not splits(step)]
-    )
+    set_conversions(model, [s for s in steps if not isinstance(s, PrefixChange) and not splits(s)])
 
 
 def _is_turned(model: Any, wrong: Any) -> bool:

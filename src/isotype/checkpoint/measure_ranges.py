@@ -82,17 +82,13 @@ def measure_ranges(
 
 
 def measured_and_kept(
-    measure: Callable[..., Measurement],
-    source: Checkpoint | nn.Module,
-    batch: Any,
-    tokens: int,
-    **options: Any,
+    measure: Callable[..., Measurement], source: Checkpoint | nn.Module, batch: Any, tokens: int, **rest: Any
 ) -> Measurement:
     """Call `measure`; cache the result for a checkpoint if it used at least `TOKENS` tokens of isotype's texts."""
     if isinstance(source, nn.Module):
-        return measure(*to_measure(source, batch, tokens), **options)
+        return measure(*to_measure(source, batch, tokens), **rest)
     source = downloaded(source)
-    measured = measure(*to_measure(source, batch, tokens), **options)
+    measured = measure(*to_measure(source, batch, tokens), **rest)
     measured = replace(measured, key=source.fingerprint or "")
     return saved_or_noted(measured) if measured.key and batch is None and tokens >= TOKENS else measured
 

@@ -128,8 +128,7 @@ def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Chec
         expected = f"at most {len(headers.tensors)}, the number of tensors in the weights"
         fix = "take config.json and the weights from the same save of the model"
         raise CheckpointError.of(f"{source}: config.json contradicts the weights", what, expected, fix)
-    facts = facts_of_config(name, config, headers)
-    return Checkpoint(name, source, source, config, headers, facts)
+    return Checkpoint(name, source, source, config, headers, facts_of_config(name, config, headers))
 
 
 def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:

@@ -145,11 +145,8 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
     """Return a problem for each library version that makes the run impossible, if the device is in this machine."""
     if not profile.present:
         return []
-    problems = [
-        Problem(" and ".join(conflict.packages), f"versions that fit: {conflict.fact}", conflict.change)
-        for conflict in incompatible_here()
-        if conflict.severity == "error"
-    ]
+    errors = (conflict for conflict in incompatible_here() if conflict.severity == "error")
+    problems = [Problem(" and ".join(e.packages), f"versions that fit: {e.fact}", e.change) for e in errors]
     saved = facts.quantization.method if facts.quantization else None
     if (quantization or saved == "bitsandbytes") and installed().get("bitsandbytes") is None:
         what = f"quantization {quantization or saved} without bitsandbytes"

@@ -159,9 +159,8 @@ class _Rows:
             skipped = math.ceil(start / size) - first // size
             absmax[first // size + skipped : math.ceil(stop / size)] = quantized.absmax[skipped:]
         constants = {name: getattr(state, name) for name in ("shape", "dtype", "blocksize", "quant_type")}
-        layer.quant_state = state_4bit(
-            self._sum_over_processes(absmax), double_quant=state.nested, **constants
-        )
+        absmax = self._sum_over_processes(absmax)
+        layer.quant_state = state_4bit(absmax, double_quant=state.nested, **constants)
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:

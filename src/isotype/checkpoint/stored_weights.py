@@ -52,11 +52,8 @@ class StoredWeights:
 
     def in_other_dtypes(self, quantized: Collection[str]) -> dict[str, torch.dtype]:
         """Return name -> dtype for the float tensors that are stored in another dtype than most, except those in `quantized`."""
-        plain = {
-            name: source.tensors[0][0]
-            for name, source in self._sources.items()
-            if name not in quantized and all(tensor.plain for tensor, _ in source.tensors)
-        }
+        tensors = {name: source.tensors for name, source in self._sources.items() if name not in quantized}
+        plain = {n: parts[0][0] for n, parts in tensors.items() if all(part.plain for part, _ in parts)}
         main = main_form(plain.values())
         others = {name: tensor.weight.dtype for name, tensor in plain.items() if tensor.form != main}
         return {name: dtype for name, dtype in others.items() if dtype is not None and dtype.itemsize > 1}

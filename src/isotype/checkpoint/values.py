@@ -233,9 +233,7 @@ def _of_stack(
 
 
 def dequantize(
-    model: Any,
-    dtype: torch.dtype,
-    later: Callable[[DenseWeight], bool] = lambda _: False,
+    model: Any, dtype: torch.dtype, later: Callable[[DenseWeight], bool] = lambda _: False
 ) -> None:
     """Replace bitsandbytes layers and quantized experts by dense layers on the CPU with the dequantized weights.
 

@@ -39,29 +39,15 @@ def inspect_parser() -> Parser:
     add("path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id")
     add("--revision", help="branch, tag or commit of a hub id")
     add("--plan", action="store_true", help="show how isotype would load each tensor, and why")
-    add(
-        "--dtype",
-        default="auto",
-        help="with --plan: compute dtype; auto: the checkpoint's dtype, if the device supports it",
-    )
-    add(
-        "--quantization",
-        choices=(*ASKED, MIXED),
-        help="with --plan: storage of the frozen weights; mixed: a format for each layer, chosen from the results of isotype quality",
-    )
+    dtype = "with --plan: compute dtype; auto: the checkpoint's dtype, if the device supports it"
+    add("--dtype", default="auto", help=dtype)
+    quantization = "with --plan: storage of the frozen weights; mixed: a format for each layer, chosen from the results of isotype quality"
+    add("--quantization", choices=(*ASKED, MIXED), help=quantization)
     add("--base_memory", help="with --plan --quantization mixed: maximum memory of the weights, such as 6GiB")
-    add(
-        "--device",
-        default="auto",
-        help="with --plan: a device or a device profile; auto: the best device of this machine",
-    )
-    add(
-        "--for",
-        nargs="+",
-        dest="program",
-        metavar=("PROGRAM", "MODEL"),
-        help="for an adapter: show which of its tensors PROGRAM (peft, vllm or llama.cpp) applies to MODEL (default: its base model)",
-    )
+    device = "with --plan: a device or a device profile; auto: the best device of this machine"
+    add("--device", default="auto", help=device)
+    fit = "for an adapter: show which of its tensors PROGRAM (peft, vllm or llama.cpp) applies to MODEL (default: its base model)"
+    add("--for", nargs="+", dest="program", metavar=("PROGRAM", "MODEL"), help=fit)
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -145,13 +131,8 @@ def quality_parser() -> Parser:
     add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
     add("--data", help="a data set to measure on, as in --dataset_name; default: isotype's own texts")
     add("--tokens", type=int, default=256, help="number of tokens to measure on (default 256)")
-    add(
-        "--exact",
-        nargs="*",
-        choices=MEASURED,
-        default=["nf4"],
-        help="formats to measure once more with all layers in the format (default nf4); for other formats, the results of the layers are added up",
-    )
+    exact = "formats to measure once more with all layers in the format (default nf4); for other formats, the results of the layers are added up"
+    add("--exact", nargs="*", choices=MEASURED, default=["nf4"], help=exact)
     add("--device", help="device to compute on (default cpu)")
     add("--revision", help="branch, tag or commit of a hub id")
     add("--json", action="store_true", help="print JSON")
@@ -236,11 +217,8 @@ def doctor_parser() -> Parser:
         description="Show which dtypes this machine runs, the measured speed of each dtype, and library versions that are "
         "incompatible with one another.",
     )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="a device of this machine (cpu, cuda:1) or a device profile (t4, h100)",
-    )
+    device = "a device of this machine (cpu, cuda:1) or a device profile (t4, h100)"
+    parser.add_argument("--device", default="auto", help=device)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -263,35 +241,21 @@ def merge_parser() -> Parser:
 
     parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
     parser.add_argument("adapter", type=Path, help="directory of the adapter")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        help="directory for the merged model, or a GGUF file NAME.gguf (in 16 bits without --gguf)",
-    )
-    parser.add_argument(
-        "--base",
-        help="the 16-bit original of a quantized base model; the adapter is merged into the original",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="dtype of the merged weights; auto: the compute dtype in which the adapter was trained",
-    )
+    output = "directory for the merged model, or a GGUF file NAME.gguf (in 16 bits without --gguf)"
+    parser.add_argument("-o", "--output", type=Path, required=True, help=output)
+    base = "the 16-bit original of a quantized base model; the adapter is merged into the original"
+    parser.add_argument("--base", help=base)
+    dtype = "dtype of the merged weights; auto: the compute dtype in which the adapter was trained"
+    parser.add_argument("--dtype", default="auto", help=dtype)
     stored = parser.add_mutually_exclusive_group()
-    stored.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="store the merged model in this format of bitsandbytes"
+    quantization = "store the merged model in this format of bitsandbytes"
+    stored.add_argument("--quantization", choices=QUANTIZATIONS, help=quantization)
+    gguf = "write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types listed after q6_k need llama.cpp's llama-quantize"
+    stored.add_argument("--gguf", choices=GGUF_TYPES, help=gguf)
+    revision = (
+        "branch, tag or commit of the base model on the hub; default: the revision that the adapter names"
     )
-    stored.add_argument(
-        "--gguf",
-        choices=GGUF_TYPES,
-        help="write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types listed after q6_k need llama.cpp's llama-quantize",
-    )
-    parser.add_argument(
-        "--model_revision",
-        help="branch, tag or commit of the base model on the hub; default: the revision that the adapter names",
-    )
+    parser.add_argument("--model_revision", help=revision)
     return parser
 
 
@@ -327,25 +291,16 @@ def chat_parser() -> Parser:
     add = parser.add_argument
     add("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
     add("--ask", action="append", metavar="QUESTION", help="ask this question and exit; may be repeated")
-    add(
-        "--image",
-        action="append",
-        metavar="FILE",
-        help="an image for the first question, if the model takes images; may be repeated",
-    )
+    image = "an image for the first question, if the model takes images; may be repeated"
+    add("--image", action="append", metavar="FILE", help=image)
     add("--system", metavar="TEXT", help="a system message before the conversation")
     add("--dtype", default="auto", help="compute dtype")
     add("--quantization", choices=ASKED, help="storage format of the weights")
     add("--device", default="auto", help="device to run on")
-    add(
-        "--model_revision",
-        help="branch, tag or commit of a model on the hub; for an adapter, of its base model",
-    )
-    add(
-        "--max_new_tokens",
-        type=int,
-        help="maximum tokens of an answer; default: 200, or the rest of the model's context if that is less",
-    )
+    revision = "branch, tag or commit of a model on the hub; for an adapter, of its base model"
+    add("--model_revision", help=revision)
+    tokens = "maximum tokens of an answer; default: 200, or the rest of the model's context if that is less"
+    add("--max_new_tokens", type=int, help=tokens)
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 (default): greedy decoding")
     return parser
 

@@ -70,9 +70,8 @@ def _problems() -> Iterator[Problem]:
         Path.cwd()
     except OSError as error:
         what = f"the working directory: {error.strerror or error}"
-        yield Problem(
-            what, "a directory that exists", "cd to a directory that exists, and run the command again"
-        )
+        fix = "cd to a directory that exists, and run the command again"
+        yield Problem(what, "a directory that exists", fix)
     values = {}
     for name in _NUMBERS:
         text = os.environ.get(name, "").strip() or "0"
@@ -84,9 +83,8 @@ def _problems() -> Iterator[Problem]:
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if values.get(size) and values.get(rank, 0) >= values[size]:
             what = f"the environment variables {rank}={values[rank]} and {size}={values[size]}"
-            yield Problem(
-                what, f"a {rank} below {size}", "unset both variables, or start the processes with torchrun"
-            )
+            fix = "unset both variables, or start the processes with torchrun"
+            yield Problem(what, f"a {rank} below {size}", fix)
 
 
 @cache

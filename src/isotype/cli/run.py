@@ -73,10 +73,8 @@ def parse(argv: Sequence[str]) -> Options:
     add = parser.add_argument
     steps = "number of optimizer steps to watch (default: 1, or one step for each of up to three optimizers)"
     add("--steps", type=int, default=1, metavar="N", help=steps)
-    add(
-        "--device",
-        help="the device profile (t4, h100) for which the step is checked; default: the device in use",
-    )
+    device = "the device profile (t4, h100) for which the step is checked; default: the device in use"
+    add("--device", help=device)
     add(
         "--preflight-seconds",
         type=float,
@@ -86,11 +84,8 @@ def parse(argv: Sequence[str]) -> Options:
         f"(default: {PREFLIGHT_SECONDS:g}; 0: no trace)",
     )
     add("--no-preflight", action="store_true", help="do not trace the first step before it runs")
-    add(
-        "--watch",
-        action="store_true",
-        help="watch the whole training: stop before an update whose loss or gradient is not finite, and name the operator",
-    )
+    watch = "watch the whole training: stop before an update whose loss or gradient is not finite, and name the operator"
+    add("--watch", action="store_true", help=watch)
     add("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
     options = parser.parse_args(flags)
     target = options.module or (_script(rest.pop(0)) if rest else None)

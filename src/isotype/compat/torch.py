@@ -96,9 +96,8 @@ def stays_at_the_bottom(mode: Any) -> bool:
 def is_simulated() -> bool:
     """Return whether a mode is active in which operators compute no values (a fake, functional or proxy mode)."""
     keys = torch._C._TorchDispatchModeKey
-    return any(
-        torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
-    )
+    modes = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
+    return any(torch._C._get_dispatch_mode(key) is not None for key in modes)
 
 
 def is_traced() -> bool:

@@ -232,28 +232,21 @@ class _Generators(type):
 
 
 def _flex_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Any,
-    _: Any,
-    scale: float,
-    *__: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, _: Any, scale: float, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace FlexAttention's kernel, which a CPU has only in forwards, by a kernel with the same operands and memory.
 
-    The kernel casts its operands to autocast's dtype. `score_mod` runs once, for the tensors that it contains.
+    The kernel casts its operands to autocast's dtype. `score` runs once, for the tensors that it contains.
     """
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     repeats = query.shape[1] // key.shape[1]
-    heads = (
-        head.to(cast).repeat_interleave(repeats, 1) if repeats > 1 else head.to(cast) for head in (key, value)
-    )
+    same = (head.to(cast) for head in (key, value))
+    heads = (head.repeat_interleave(repeats, 1) if repeats > 1 else head for head in same)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with torch.autocast("cpu", enabled=False):
         out, statistics = attend(query.to(cast), *heads, scale=scale)
         index = torch.zeros((), dtype=torch.int64)
-        modified = score_mod(torch.zeros(()), index, index, index, index)
+        modified = score(torch.zeros(()), index, index, index, index)
     if modified.requires_grad:
         out = out + 0 * modified.to(out.dtype)
     return out, statistics, statistics

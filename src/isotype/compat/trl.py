@@ -91,10 +91,8 @@ def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     prompts = [row["prompt"] for row in rows]
     pictures = [row.get("images") or list(filter(None, [row.get("image")])) for row in rows]
     if any(pictures):
-        prompts = [
-            prepare_multimodal_messages(prompt, images=some)
-            for prompt, some in zip(prompts, pictures, strict=True)
-        ]
+        pairs = zip(prompts, pictures, strict=True)
+        prompts = [prepare_multimodal_messages(prompt, images=some) for prompt, some in pairs]
     ids, _, fields = trainer._tokenize_prompts(prompts)
     by_token = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
     by_token |= {name: value for name, value in fields.items() if not torch.is_tensor(value)}

@@ -154,11 +154,9 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
         return items
-    written = [
-        value
-        for argument, value in zip(operator_schema(function).arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    pairs = zip(operator_schema(function).arguments, args, strict=False)
+    aliases = ((argument.alias_info, value) for argument, value in pairs)
+    written = [value for alias, value in aliases if alias is not None and alias.is_write]
     return [item for value in written for item in (value if isinstance(value, list) else [value])]
 
 

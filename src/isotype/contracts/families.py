@@ -390,11 +390,9 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
     `capability` is the compute capability of an NVIDIA GPU; the default is `UNKNOWN_CAPABILITY`.
     """
-    name = op.rpartition(".")[0]
-    named = {op} if op.endswith(".dtype") else {name}
-    return tuple(
-        family for family in FAMILIES if not named.isdisjoint(family.ops) and family.holds(device, capability)
-    )
+    named = {op} if op.endswith(".dtype") else {op.rpartition(".")[0]}
+    alike = (family for family in FAMILIES if not named.isdisjoint(family.ops))
+    return tuple(family for family in alike if family.holds(device, capability))
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:

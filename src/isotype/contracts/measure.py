@@ -112,11 +112,8 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
         patterns = ["".join(mixed) for pair in pairs for mixed in itertools.product(pair, repeat=count)]
     else:
         patterns = [letter * count for letter in letters]
-        patterns += [
-            base * at + other + base * (count - at - 1)
-            for base, other in itertools.permutations(letters, 2)
-            for at in range(count)
-        ]
+        orders = itertools.permutations(letters, 2)
+        patterns += [a * at + b + a * (count - at - 1) for a, b in orders for at in range(count)]
     return list(dict.fromkeys([recorded, *patterns]))
 
 
@@ -276,14 +273,6 @@ def _measured_in_children(
     return measured, died
 
 
-def _measure_into(results: Path, examples: Mapping[str, Sequence[Json]], device: torch.device) -> None:
-    """Measure `examples`; append each operator's results to a file as a line of JSON, before the next operator runs."""
-    with results.open("a", encoding="utf-8") as lines:
-        for op, calls in examples.items():
-            lines.write(json.dumps({"op": op, **measure_operator(op, calls, device)}) + "\n")
-            lines.flush()
-
-
 def _device_name(device: str) -> str:
     if device in ("cuda", "rocm", "xpu"):
         return str(getattr(torch, _TORCH_NAMES.get(device, device)).get_device_name())
@@ -331,7 +320,10 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(_TORCH_NAMES.get(options.device, options.device))
     if options.child is not None:
-        _measure_into(options.output, json.loads(options.child.read_text(encoding="utf-8")), device)
+        with options.output.open("a", encoding="utf-8") as lines:
+            for op, calls in json.loads(options.child.read_text(encoding="utf-8")).items():
+                lines.write(json.dumps({"op": op, **measure_operator(op, calls, device)}) + "\n")
+                lines.flush()  # before the next operator, which may end the process
         return
     torch.empty(1, device=device)  # raises an error here if the device is missing
     started = time.perf_counter()
@@ -341,9 +333,8 @@ def main() -> None:
         capability = torch.cuda.get_device_capability() if options.device == "cuda" else None
         output /= f"{table_name(options.device, capability, torch.__version__)}.json"
     if options.base:
-        table = difference(
-            table, options.base, same_torch=not output.stem.startswith(f"{options.base}-torch")
-        )
+        same_torch = not output.stem.startswith(f"{options.base}-torch")
+        table = difference(table, options.base, same_torch=same_torch)
     write_json(output, table)
     count = sum(map(len, table["operators"].values()))
     seconds = time.perf_counter() - started

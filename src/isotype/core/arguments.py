@@ -102,9 +102,8 @@ class Parser(ValueParser):
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
         known = self.known_names()
-        problems = [
-            unknown_name(*name_and_value(tokens, token), known, f"{self.prog} --help") for token in flags
-        ]
+        hint = f"{self.prog} --help"
+        problems = [unknown_name(*name_and_value(tokens, token), known, hint) for token in flags]
         fix = "leave the value out, or write the name of its argument before it"
         return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
 

@@ -47,9 +47,7 @@ def prepare_library_caches() -> None:
     instead = _temporary() / "huggingface"
     if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
         names = {"HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules"}
-        moved = {
-            name: str(instead / subfolder) for name, subfolder in names.items() if name not in os.environ
-        }
+        moved = {name: str(instead / sub) for name, sub in names.items() if name not in os.environ}
         what = "data sets are stored"
     else:
         moved, what = {"HF_HOME": str(instead)}, "downloads of Hugging Face's libraries are stored"

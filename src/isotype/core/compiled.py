@@ -178,9 +178,8 @@ def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str
         except subprocess.TimeoutExpired as late:
             raise NotCompiledError(f"{compiler[0]} took more than {_LIMIT:.0f} s") from late
         if done.returncode:
-            said = next(
-                (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200]
-            )
+            lines = done.stderr.splitlines()
+            said = next((line for line in lines if "error" in line), done.stderr.strip()[:200])
             raise NotCompiledError(f"{compiler[0]} failed: {said}")
         built.chmod(0o700)  # not by the umask, which may let other users write the file
         bring_to_disk(built)

@@ -393,6 +393,5 @@ def _taken(path: Path, holder: bytes) -> UsageError:
     except (ValueError, KeyError, TypeError):
         pass  # the other process has locked the file and not yet described itself
     what, fix = f"{path.parent} is written by {who}", f"{stop}, or name another folder"
-    return UsageError.of(
-        "another run writes into the output directory", what, "only one run that writes to a folder", fix
-    )
+    headline = "another run writes into the output directory"
+    return UsageError.of(headline, what, "only one run that writes to a folder", fix)

@@ -139,15 +139,13 @@ def pattern_problems(
     command = [sys.executable, "-I", "-S", "-c", _TRY]  # a match can only be ended with its process
     try:
         if slow:
-            subprocess.run(
-                command, input=json.dumps([list(slow), tried]).encode(), capture_output=True, timeout=_SECONDS
-            )
+            text = json.dumps([list(slow), tried]).encode()
+            subprocess.run(command, input=text, capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired as late:
         pattern = list(slow)[int((late.stdout or b"0").split()[-1])]
         expected = f"an expression that matches names in less than {_SECONDS} seconds"
-        yield Problem(
-            f"{slow[pattern]} {pattern!r:.80}", expected, "leave out repeats of repeats, such as (.*)*"
-        )
+        fix = "leave out repeats of repeats, such as (.*)*"
+        yield Problem(f"{slow[pattern]} {pattern!r:.80}", expected, fix)
 
 
 K = TypeVar("K")

@@ -141,8 +141,7 @@ def operator(
         @wraps(function)
         def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             observed = dispatch_depth() or is_profiled()
-            result: _Result = (dispatched if observed else function)(*args, **kwargs)
-            return result
+            return (dispatched if observed else function)(*args, **kwargs)
 
         return called
 

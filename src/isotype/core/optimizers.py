@@ -104,15 +104,9 @@ def state_bytes(
 
 
 _MOMENTS = {
-    "lomo": 0,
-    "adafactor": 0,
-    "schedule_free_sgd": 1,
-    "lion": 1,
-    "rmsprop": 1,
-    "muon": 1,
-    "grok": 3,
+    "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,
-}
+}  # fmt: skip
 """Part of a name -> states as large as the parameter; two in other optimizers (a copy of the weights is a state, too)."""
 
 _RANK = 128

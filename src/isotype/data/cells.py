@@ -194,11 +194,9 @@ def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | No
     if not plain or len(plain) == len(names):
         return None
     spoken = next(name for name in names if name not in plain)
-    return Problem(
-        f"'{plain[0]}' is text but '{spoken}' is a list of messages",
-        f"one kind of value in {', '.join(map(repr, names))}",
-        "write all turns as text, or all as messages",
-    )
+    what = f"'{plain[0]}' is text but '{spoken}' is a list of messages"
+    expected = f"one kind of value in {', '.join(map(repr, names))}"
+    return Problem(what, expected, "write all turns as text, or all as messages")
 
 
 LEARNED_MARKS = (

@@ -146,10 +146,8 @@ class Survey:
 
     def problems(self, word: str = "line") -> list[Problem]:
         """Return the findings as problems that begin with `word` ("line" or "row") and the numbers of the lines."""
-        return [
-            replace(problem, given=f"{source}{_places(word, lines)}: {problem.given}")
-            for (source, problem), lines in self.findings.items()
-        ]
+        findings = self.findings.items()
+        return [replace(p, given=f"{source}{_places(word, at)}: {p.given}") for (source, p), at in findings]
 
 
 def _places(word: str, lines: Sequence[int]) -> str:
@@ -347,11 +345,7 @@ _UNFIT = {
         "whole numbers of at most 64 bits",
         "write the number as text",
     ),
-    DEEP: (
-        "is nested too deeply",
-        f"at most {DEEPEST} nested lists and objects",
-        "write the value as text",
-    ),
+    DEEP: ("is nested too deeply", f"at most {DEEPEST} nested lists and objects", "write the value as text"),
 }
 
 

@@ -62,9 +62,8 @@ class LocalData:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
         files = {path for paths in self.splits.values() for path in paths}
-        deeper = (
-            [] if self.saved else [path for path in _data_files(self.folder.glob("*/*")) if path not in files]
-        )
+        below = [] if self.saved else _data_files(self.folder.glob("*/*"))
+        deeper = [path for path in below if path not in files]
         names = [str(path.relative_to(self.folder)) for path in (*others, *deeper)]
         return f"{self.name}: not read: {listed(names)}" if names else None
 
@@ -203,13 +202,8 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
     """Return the data files in `paths`; raise DataError if one of them is a pipe or a link that leads nowhere."""
-    named = sorted(
-        path
-        for path in paths
-        if path.suffix.lower() in _SUFFIXES
-        and not any(part.startswith(".") for part in (path.name, path.parent.name))
-        and path.name not in _NOT_DATA
-    )
+    data = (path for path in paths if path.suffix.lower() in _SUFFIXES and path.name not in _NOT_DATA)
+    named = sorted(f for f in data if not any(part.startswith(".") for part in (f.name, f.parent.name)))
     modes = {path: _mode(path) for path in named}
     problems = [mode for mode in modes.values() if isinstance(mode, Problem)]
     if problems:

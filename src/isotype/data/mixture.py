@@ -197,9 +197,7 @@ def _shapes(item: Prepared) -> dict[str, Shape]:
     return {name: shape for name, shape in known.items() if shape is not None}
 
 
-def _piece(
-    name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] | None, streaming: bool
-) -> Any:
+def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] | None, stream: bool) -> Any:
     import datasets
 
     if item.dataset is None:
@@ -214,8 +212,8 @@ def _piece(
     if "[" in name:
         files = literal(Path(stored["filename"]) for stored in dataset.cache_files)
         split = name.split("[")[0]
-        return datasets.load_dataset("arrow", data_files={split: files}, split=name, streaming=streaming)
-    return dataset.to_iterable_dataset() if streaming and hasattr(dataset, "to_iterable_dataset") else dataset
+        return datasets.load_dataset("arrow", data_files={split: files}, split=name, streaming=stream)
+    return dataset.to_iterable_dataset() if stream and hasattr(dataset, "to_iterable_dataset") else dataset
 
 
 def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:

@@ -155,11 +155,7 @@ def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Proble
         start = 0
         # Arrow gives the stored values, undecoded.
         for table in rows.select_columns(names).with_format("arrow").iter(batch_size=64):
-            pictures = [
-                (at, picture)
-                for at, row in enumerate(table.to_pylist(), start)
-                for picture in pictures_in(row)
-            ]
+            pictures = [(at, p) for at, row in enumerate(table.to_pylist(), start) for p in pictures_in(row)]
             problems = pool.map(read, (picture for _, picture in pictures))
             for (at, _), problem in zip(pictures, problems, strict=True):
                 if problem is not None:

@@ -46,11 +46,9 @@ class ColumnMap:
         """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
-            return Problem(
-                f"no column {', '.join(map(repr, missing))}, which {self.origin} names",
-                f"one of the existing columns: {', '.join(map(repr, row))}",
-                f"correct {self.origin}",
-            )
+            what = f"no column {', '.join(map(repr, missing))}, which {self.origin} names"
+            expected = f"one of the existing columns: {', '.join(map(repr, row))}"
+            return Problem(what, expected, f"correct {self.origin}")
         mapped = {name: value for name, value in row.items() if name not in self.sources}
         for target, names in self.targets:
             if target in mapped:

@@ -134,10 +134,8 @@ def _calls(text: str) -> list[Row] | None:
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         return None
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": _arguments(call)}}
-        for call in calls
-    ]
+    functions = ({"name": call["name"], "arguments": _arguments(call)} for call in calls)
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _arguments(call: Row) -> Any:

@@ -54,9 +54,7 @@ def _lost(base: Any) -> str | None:
             return "quantization state"
         if getattr(state, "packing_format_for_cpu", False):
             return "layout for training: bitsandbytes repacked it for evaluation; load the model again"
-    if kind == "linear8bit" and row_scales(base) is None:
-        return "row scales"
-    return None
+    return "row scales" if kind == "linear8bit" and row_scales(base) is None else None
 
 
 def _why_not_adapters(layer: Any) -> str | None:
@@ -200,9 +198,7 @@ class _Parts(NamedTuple):
 def _parts_of(layer: Any) -> _Parts:
     names = _active(layer)
     parts = [getattr(layer, name) for name in (*layer.adapter_layer_names, "lora_dropout")]
-    dicts = [
-        part for part in parts if isinstance(part, nn.ModuleDict) and any(name in part for name in names)
-    ]
+    dicts = [p for p in parts if isinstance(p, nn.ModuleDict) and any(name in p for name in names)]
     inner = [part[name] for part in dicts for name in names if name in part]
     called = [part for module in (layer.base_layer, *inner) for part in module.modules()]
     return _Parts(

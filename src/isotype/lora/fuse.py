@@ -246,11 +246,8 @@ def fuse(
     """
     unfuse(model)
     experts, of_experts = _fuse_experts(model)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if is_tuner_layer(module) and hasattr(module, "lora_A") and not isinstance(module, FusedExperts)
-    }
+    tuners = ((name, module) for name, module in model.named_modules() if is_tuner_layer(module))
+    layers = {n: m for n, m in tuners if hasattr(m, "lora_A") and not isinstance(m, FusedExperts)}
     reasons = {name: of_experts.get(id(layer)) or why_not(layer) for name, layer in layers.items()}
     fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
     for layer in fused.values():

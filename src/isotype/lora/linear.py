@@ -293,14 +293,10 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
         products = others
     cast = spec.result not in (spec.working, torch.float32)
     for group in [products] if spec.compiled and not cast else [[product] for product in products]:
-        outs = [
-            torch.empty_like(product.out, dtype=spec.working) if cast else product.out for product in group
-        ]
+        outs = [torch.empty_like(p.out, dtype=spec.working) if cast else p.out for p in group]
         with ExitStack() as stack:
-            sums = (
-                product.written_to(out, _weight(spec, product.layer, stack, keep=spec.keep))
-                for product, out in zip(group, outs, strict=True)
-            )
+            pairs = zip(group, outs, strict=True)
+            sums = (p.written_to(out, _weight(spec, p.layer, stack, keep=spec.keep)) for p, out in pairs)
             write_sums(sums, compiled=spec.compiled)
         if cast:
             group[0].out.copy_(outs[0])

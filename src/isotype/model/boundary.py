@@ -145,8 +145,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
     if bias is None or bias.dtype == self.boundary_settings.compute:
         return cast("torch.Tensor", self.original.forward(self, x))
-    twin = sharing(self, {"bias": None})
-    out = self.original.forward(twin, x)
+    out = self.original.forward(sharing(self, {"bias": None}), x)
     return cast("torch.Tensor", out + bias.to(out.dtype))
 
 

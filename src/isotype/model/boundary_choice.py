@@ -79,12 +79,8 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
     """Return the names of the parameters that `policy` keeps in float32 because of value ranges."""
     all_places = tuple(places(model))
     wanted = range_boundaries(model, all_places, policy)
-    return {
-        f"{place.name}.{name}"
-        for place in all_places
-        if computes_float32(wanted.get(place.name))
-        for name, _ in place.module.named_parameters(recurse=False)
-    }
+    wide = (place for place in all_places if computes_float32(wanted.get(place.name)))
+    return {f"{p.name}.{name}" for p in wide for name, _ in p.module.named_parameters(recurse=False)}
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:

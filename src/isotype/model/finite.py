@@ -20,9 +20,7 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return name -> counts of NaN and infinity in words, for each tensor that contains one of them."""
-    return {
-        name: _words(values) for name, weight in named for values in _values(weight) if not _finite(values)
-    }
+    return {name: _words(part) for name, weight in named for part in _values(weight) if not _finite(part)}
 
 
 def refuse(source: object, broken: Mapping[str, str]) -> None:

@@ -201,8 +201,7 @@ def _plan(signatures: Sequence[Any]) -> _Fold:
 
 
 def _drop(layers: nn.Module, plan: _Fold) -> None:
-    names = list(layers._modules)
-    for number, name in enumerate(names):
+    for number, name in enumerate(list(layers._modules)):
         if number not in plan.kept:
             del layers._modules[name]
     if isinstance(layers, nn.ModuleList):
@@ -220,7 +219,6 @@ def _is_config(value: object) -> bool:
 
 
 def _config_of(around: Iterable[nn.Module]) -> Any:
-    """Return the config of the first of these modules that has one, or None."""
     configs = (vars(module).get("config") for module in around)
     return next(filter(_is_config, configs), None)
 

@@ -129,12 +129,10 @@ def align_8bit(name: str, layer: Any) -> list[str]:
 
 
 def _lost(name: str, layer: Any, what: str, constants: str) -> PrecisionError:
-    return PrecisionError.of(
-        "a quantized layer lost its quantization state",
-        f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state",
-        f"a weight with codes and {constants}",
-        "load the model again: other code has replaced or cast the quantized parameter",
-    )
+    headline = "a quantized layer lost its quantization state"
+    lost = f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state"
+    fix = "load the model again: other code has replaced or cast the quantized parameter"
+    return PrecisionError.of(headline, lost, f"a weight with codes and {constants}", fix)
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -46,8 +46,7 @@ def free_gathered(model: nn.Module) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a sharded tensor, or `tensor` itself if it is not sharded."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:

@@ -235,8 +235,7 @@ def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
     targets = set(names or ())
     for path, module in outermost(base):
         layout = layout_of(module)
-        weights = () if layout is None else (layout.up, DOWN)
-        for name in weights:
+        for name in () if layout is None else (layout.up, DOWN):
             full = f"{path}.{name}"
             if not any(f".{full}".endswith(f".{target}") for target in targets):
                 targets.add(f"{path.rpartition('.')[2]}.{name}")

@@ -65,9 +65,7 @@ def _kind_of(cls: Any) -> str:
     if issubclass(cls, nn.Embedding):
         return "embedding"
     plain = cls.original if issubclass(cls, Boundary) else cls
-    if "norm" in plain.__name__.lower():
-        return "norm"
-    return "other"
+    return "norm" if "norm" in plain.__name__.lower() else "other"
 
 
 def is_tuner_layer(module: nn.Module) -> bool:

@@ -231,11 +231,9 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
         room = Room(request.memory, f"{format_bytes(request.memory)}, as requested")
         return {profile.name: room for profile in profiles}
     rooms = {profile.name: room_of(profile) for profile in profiles}
-    problems = [
-        Problem(f"--device {name}: {room.words}", "an amount of memory", "isotype plan … --max-memory 24GiB")
-        for name, room in rooms.items()
-        if room.size is None
-    ]
+    fix = "isotype plan … --max-memory 24GiB"
+    unsized = ((name, room.words) for name, room in rooms.items() if room.size is None)
+    problems = [Problem(f"--device {name}: {words}", "an amount of memory", fix) for name, words in unsized]
     if problems:
         raise UsageError("the memory that a step may use is unknown", problems)
     return rooms
@@ -302,11 +300,8 @@ def _lora_value(lora: Any, name: str) -> Any:
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
     """Return the warnings of the rows' policies, and the reasons why the device emulates a compute dtype."""
     warned = [warning for row in rows for warning in row.policy.warnings]
-    emulated = [
-        f"{dtype_name(row.policy.compute)}: {profile.reason(row.policy.compute)}"
-        for row in rows
-        if profile.supports(row.policy.compute) != "native"
-    ]
+    computes = (row.policy.compute for row in rows)
+    emulated = [f"{dtype_name(d)}: {profile.reason(d)}" for d in computes if profile.supports(d) != "native"]
     return tuple(dict.fromkeys([*warned, *emulated]))
 
 
@@ -359,8 +354,7 @@ def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanReque
     if request.length is not None:
         return
     for tokens in _SHORTER:
-        shorter = command.but(max_length=tokens)
-        less = replace(request, step=step, command=shorter, length=tokens)
+        less = replace(request, step=step, command=command.but(max_length=tokens), length=tokens)
         yield f"{given_up}, rows of more than {tokens} tokens", less
 
 
@@ -396,9 +390,7 @@ def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
         return []
     names = chosen.target_modules or ()
     if isinstance(names, str):
-        linear = {
-            module: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-        }
+        linear = {m: name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         linear.pop(model.get_output_embeddings(), None)
         names = linear.values()
     return sorted({name.rpartition(".")[2] for name in names})

@@ -62,10 +62,7 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     same = other.rows == command.rows * other.processes // command.processes and not words
     used = f"{format_bytes(row.peak)} are used"
     fix = Fix(f"this fits{words}", "safe" if same else "unsafe", True, outcome=used, command=other.tokens())
-    return tuple(
-        replace(finding, fixes=(fix, *finding.fixes)) if finding.kind == "memory" else finding
-        for finding in findings
-    )
+    return tuple(replace(f, fixes=(fix, *f.fixes)) if f.kind == "memory" else f for f in findings)
 
 
 _LIKE = (
@@ -77,11 +74,8 @@ _LIKE = (
 
 def _changes(command: Command, row: Row) -> str:
     """Return words for the changed arguments of the command that fits; "" if all of them are in `_LIKE`."""
-    changed = [
-        f"{name} {after} instead of {before}"
-        for name, (before, after) in command.difference(row.command).items()
-        if name not in _LIKE
-    ]
+    changes = command.difference(row.command).items()
+    changed = [f"{n} {after} instead of {before}" for n, (before, after) in changes if n not in _LIKE]
     return f", with {', '.join(changed)}" if changed else ""
 
 

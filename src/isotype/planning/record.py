@@ -293,9 +293,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
     Each micro-batch gathers all weights twice. The estimated time does not include this communication.
     """
-    alike = (
-        other for other in rows if other.fits and (other.sharding, other.storage) == ("FSDP2", row.storage)
-    )
+    alike = (o for o in rows if o.fits and (o.sharding, o.storage) == ("FSDP2", row.storage))
     return row.sharding == "FSDP2" and row.accumulation > min(other.accumulation for other in alike)
 
 

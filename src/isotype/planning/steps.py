@@ -87,10 +87,8 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
     memory = trace.memory
     phase = memory.peak_phase or "load"
     kinds: dict[str, int] = {kind: size for kind, size in memory.phases.get(phase, {}).items() if size}
-    times = {
-        profile.name: step_time(replace(trace, setup=replace(trace.setup, profile=profile)))
-        for profile in profiles
-    }
+    setups = {profile.name: replace(trace.setup, profile=profile) for profile in profiles}
+    times = {name: step_time(replace(trace, setup=setup)) for name, setup in setups.items()}
     return Traced(memory.peak, phase, kinds, times, notes)
 
 

@@ -160,7 +160,6 @@ def _notes(device: Device) -> Iterator[tuple[str, str]]:
 
 
 def _title(device: Device) -> str:
-    """Return the device's title, with the number of devices if there are several."""
     count = next((row.devices for row in device.rows), 1)
     return device.title if count == 1 else f"{count} × {device.title}"
 

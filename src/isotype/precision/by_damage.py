@@ -138,12 +138,10 @@ def mix(
     picked = choose(options, room)
     if picked is None:
         least = others + sum(min(option.bytes for option in layer) for layer in options)
-        raise PrecisionError.of(
-            "no mixed storage fits",
-            f"{format_bytes(memory or room)} for the weights of {damages.source}",
-            f"at least {format_bytes(least)}: every layer in nf4",
-            "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)",
-        )
+        what = f"{format_bytes(memory or room)} for the weights of {damages.source}"
+        expected = f"at least {format_bytes(least)}: every layer in nf4"
+        fix = "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)"
+        raise PrecisionError.of("no mixed storage fits", what, expected, fix)
     chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, picked, strict=True)}
     size = sum(layer[at].bytes for layer, at in zip(options, picked, strict=True))
     storage = _most(chosen, plain)
@@ -176,10 +174,8 @@ def mix(
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
     """Return the bytes that all base weights take under a policy; `base_memory` limits this number."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
-    layers = sum(
-        layer.bytes(policy.storage_of(layer.module), double_quant=policy.double_quant)
-        for layer in damages.layers
-    )
+    double = policy.double_quant
+    layers = sum(x.bytes(policy.storage_of(x.module), double_quant=double) for x in damages.layers)
     return layers + (parameters - weights) * policy.plain.itemsize
 
 

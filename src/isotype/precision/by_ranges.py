@@ -100,9 +100,7 @@ def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> Pr
         exceptions=saved.exceptions,
         loss_scale=saved.loss_scale,
         reasons={**policy.reasons, **roles},
-        warnings=tuple(
-            warning for warning in policy.warnings if warning != _UNSEEN or warning in saved.warnings
-        ),
+        warnings=tuple(text for text in policy.warnings if text != _UNSEEN or text in saved.warnings),
     )
 
 
@@ -134,11 +132,9 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
     if trained == torch.float16:
         why = "as the weights: the ranges are unknown, but the checkpoint was trained in float16"
         return RangeDecision(reasons={"residual": why})
-    origin = (
-        f"the checkpoint was trained in {dtype_name(trained)}, which has a larger range than float16"
-        if trained is not None
-        else "the checkpoint's training dtype is unknown"
-    )
+    origin = "the checkpoint's training dtype is unknown"
+    if trained is not None:
+        origin = f"the checkpoint was trained in {dtype_name(trained)}, which has a larger range than float16"
     why = (
         f"the ranges are unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges "
         "shows that float16 is enough"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from isotype.core.formats import FORMATS
-from isotype.core.names import format_bytes, plural, starred
+from isotype.core.names import format_bytes, grouped, plural, starred
 from isotype.precision.ranges import Measurement
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
@@ -129,9 +129,7 @@ class Damages(Measurement):
             f"{layer.module:<{width}}" + "".join(f"{layer.damage[form]:>15.3g}" for form in MEASURED)
             for layer in worst
         ]
-        kinds: dict[str, list[LayerDamage]] = {}
-        for layer in self.layers:
-            kinds.setdefault(starred(layer.module), []).append(layer)
+        kinds = grouped(self.layers, lambda layer: starred(layer.module))
         width = max((len(kind) for kind in kinds), default=0)
         lines += ["", f"{'by kind':<{width}}{'count':>8}" + "".join(f"{form:>15}" for form in MEASURED)]
         lines += [

@@ -145,16 +145,13 @@ class _Draft:
         if self.request.trainable not in TRAINABLE:
             self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
         if requested is not None and requested not in ASKED:
-            self._refuse(
-                f"quantization {requested!r}", f"one of {', '.join(ASKED)} or none", "give one of these"
-            )
+            expected = f"one of {', '.join(ASKED)} or none"
+            self._refuse(f"quantization {requested!r}", expected, "give one of these")
             return None
         if self.request.trainable == "full" and (requested or saved in QUANTIZATIONS):
-            self._refuse(
-                f"every weight trainable, but the weights are stored in {requested or saved}",
-                "float weights: quantized weights have no gradient",
-                "train adapters (trainable='lora'), or leave the quantization out",
-            )
+            what = f"every weight trainable, but the weights are stored in {requested or saved}"
+            expected = "float weights: quantized weights have no gradient"
+            self._refuse(what, expected, "train adapters (trainable='lora'), or leave the quantization out")
         if saved in QUANTIZATIONS:
             if requested not in (None, saved):
                 self._refuse(
@@ -187,17 +184,14 @@ class _Draft:
         name = dtype_name(compute)
         self.reasons["compute"] = "as requested"
         if compute not in COMPUTE_DTYPES:
-            self._refuse(
-                f"compute dtype {name}", "float32, bfloat16 or float16", "give one of these, or auto"
-            )
+            expected = "float32, bfloat16 or float16"
+            self._refuse(f"compute dtype {name}", expected, "give one of these, or auto")
             return compute
         support = self.profile.supports(compute)
         if support == "refused":
-            self._refuse(
-                f"compute dtype {name} on {self.profile.title}",
-                f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}",
-                f"{self.profile.reason(compute)}; use {dtype_name(self.profile.best_dtype())}, or auto",
-            )
+            expected = f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}"
+            fix = f"{self.profile.reason(compute)}; use {dtype_name(self.profile.best_dtype())}, or auto"
+            self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
             slower = self.profile.slower(compute, self.profile.best_dtype())
             slow = "slow" if slower is None else f"{slower:.2g} times slower"
@@ -222,15 +216,12 @@ class _Draft:
         name = dtype_name(master)
         self.reasons["master"] = "as requested"
         if master not in COMPUTE_DTYPES:
-            self._refuse(
-                f"master dtype {name}", "float32, bfloat16 or float16", "leave it out: float32 is right"
-            )
+            fix = "leave it out: float32 is right"
+            self._refuse(f"master dtype {name}", "float32, bfloat16 or float16", fix)
         elif compute == torch.float32 and master != torch.float32:
-            self._refuse(
-                f"compute float32 with {name} masters",
-                "masters with at least the precision of the compute dtype",
-                f"leave the master dtype out, or compute in {name}",
-            )
+            what = f"compute float32 with {name} masters"
+            expected = "masters with at least the precision of the compute dtype"
+            self._refuse(what, expected, f"leave the master dtype out, or compute in {name}")
         elif compute == torch.float16 and master != torch.float32:
             self._refuse(
                 f"compute float16 with {name} masters",
@@ -244,15 +235,10 @@ class _Draft:
         return master
 
     def _storage(self, storage_format: str | None, compute: torch.dtype, master: torch.dtype) -> str:
-        options = " and ".join(
-            name for name in ("double_quant", "quant_storage") if getattr(self.request, name)
-        )
+        options = " and ".join(n for n in ("double_quant", "quant_storage") if getattr(self.request, n))
         if options and storage_format not in FOUR_BITS:
-            self._refuse(
-                f"{options} with {storage_format or 'no'} quantization",
-                "quantization nf4 or fp4",
-                f"ask for nf4 or fp4, or leave {options} out",
-            )
+            what = f"{options} with {storage_format or 'no'} quantization"
+            self._refuse(what, "quantization nf4 or fp4", f"ask for nf4 or fp4, or leave {options} out")
         if self.request.storage is not None:
             return self._requested_storage(self.request.storage, storage_format, compute, master)
         if storage_format:
@@ -271,40 +257,31 @@ class _Draft:
         return dtype_name(compute)
 
     def _requested_storage(
-        self,
-        requested: str | torch.dtype,
-        storage_format: str | None,
-        compute: torch.dtype,
-        master: torch.dtype,
+        self, requested: str | torch.dtype, form: str | None, compute: torch.dtype, master: torch.dtype
     ) -> str:
         if requested in QUANTIZATIONS:
             fix = f"ask for quantization {requested} instead of storage"
             self._refuse(f"storage {requested}", "a float dtype", fix)
-            return storage_format or dtype_name(compute)
+            return form or dtype_name(compute)
         storage = parse_dtype(requested)
         name, low = dtype_name(storage), dtype_name(compute)
         if storage not in COMPUTE_DTYPES:
             self._refuse(f"storage {name}", "float32, bfloat16 or float16", "give one of these")
-        if storage_format:
+        if form:
             self._refuse(
-                f"storage {name} with weights quantized in {storage_format}",
+                f"storage {name} with weights quantized in {form}",
                 "one of the two",
-                f"leave the storage out (the weights are stored in {storage_format}), or take an unquantized checkpoint "
+                f"leave the storage out (the weights are stored in {form}), or take an unquantized checkpoint "
                 "and leave the quantization out",
             )
-            return storage_format
+            return form
         if self.request.trainable == "full" and storage != master:
-            self._refuse(
-                f"storage {name} with every weight trainable and {dtype_name(master)} masters",
-                "the masters' dtype: the weights are the masters",
-                "leave the storage out, or train adapters (trainable='lora')",
-            )
+            what = f"storage {name} with every weight trainable and {dtype_name(master)} masters"
+            expected = "the masters' dtype: the weights are the masters"
+            self._refuse(what, expected, "leave the storage out, or train adapters (trainable='lora')")
         elif compute == torch.float32 != storage:
-            self._refuse(
-                f"storage {name} with compute float32",
-                "storage float32: there is no autocast to float32",
-                f"leave the storage out, or compute in {name}",
-            )
+            what, fix = f"storage {name} with compute float32", f"leave the storage out, or compute in {name}"
+            self._refuse(what, "storage float32: there is no autocast to float32", fix)
         self.reasons["storage"] = "as requested"
         if storage != compute and self.request.trainable == "lora":
             memory = " and they take twice the memory" if storage == torch.float32 else ""
@@ -320,16 +297,14 @@ def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
     return saved.experts if request.quantization or saved.in_memory or not saved.dequantized else ""
 
 
-def _auto_compute(
-    facts: ModelFacts, profile: DeviceProfile, storage_format: str | None
-) -> tuple[torch.dtype, str]:
+def _auto_compute(facts: ModelFacts, profile: DeviceProfile, form: str | None) -> tuple[torch.dtype, str]:
     trained, best = facts.trained_dtype, profile.best_dtype()
     if trained is None or trained not in COMPUTE_DTYPES:
         return best, f"the best dtype that {profile.title} runs natively; the checkpoint names no dtype"
     name = dtype_name(trained)
-    if trained == torch.float32 and storage_format and best != torch.float32:
+    if trained == torch.float32 and form and best != torch.float32:
         return best, (
-            f"{storage_format} weights are rounded already, so float32 matmuls would be slower "
+            f"{form} weights are rounded already, so float32 matmuls would be slower "
             f"and no more precise than {dtype_name(best)} matmuls"
         )
     if profile.supports(trained) == "native":

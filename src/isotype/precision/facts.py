@@ -80,8 +80,6 @@ def unreadable(facts: ModelFacts) -> Problem | None:
     """Return a description of the problem if isotype cannot read a model's quantization format; else None."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
-    return Problem(
-        f"{facts.source} is quantized with {facts.saved_format}",
-        f"float weights, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}",
-        f"give the unquantized original and a quantization of {', '.join(QUANTIZATIONS)}",
-    )
+    expected = f"float weights, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}"
+    fix = f"give the unquantized original and a quantization of {', '.join(QUANTIZATIONS)}"
+    return Problem(f"{facts.source} is quantized with {facts.saved_format}", expected, fix)

@@ -18,7 +18,7 @@ from isotype.core.errors import CheckpointError
 from isotype.core.files import write_whole
 from isotype.core.formats import FORMATS, MIXED, QUANTIZATIONS
 from isotype.core.json_records import FormatVersionError, decoded, encoded, require_version
-from isotype.core.names import plural, starred
+from isotype.core.names import grouped, plural, starred
 
 POLICY_FILE = "precision_policy.json"
 """Name of the file, in a saved adapter's folder, that has the policy with which the adapter was trained."""
@@ -170,7 +170,9 @@ class PrecisionPolicy:
     def moments_by_weight(self) -> dict[str, torch.Tensor]:
         """Return weight name -> `[in]` moments, for every layer with moments."""
         return {
-            f"{layer.module}.weight": read_moments(layer.moments) for layer in self.layers if layer.moments
+            f"{choice.module}.weight": read_moments(choice.moments)
+            for choice in self.layers
+            if choice.moments
         }
 
     @property
@@ -206,9 +208,7 @@ class PrecisionPolicy:
         }
         if self.routers:
             dtypes["routers"] = "float32"
-        return tuple(
-            (title, dtypes[role], self.reasons.get(role, "")) for role, title in _ROLES if role in dtypes
-        )
+        return tuple((title, dtypes[r], self.reasons.get(r, "")) for r, title in _ROLES if r in dtypes)
 
     def storage_words(self) -> str:
         """Return the storage in words, for example `nf4 (double quantization), mixed, experts mxfp4`."""
@@ -244,9 +244,7 @@ class PrecisionPolicy:
 
     def exception_lines(self) -> tuple[str, ...]:
         """Return a line for each kind of module in `exceptions`, with the reason of the first module of the kind."""
-        groups: dict[tuple[str, str], list[ModuleException]] = {}
-        for exception in self.exceptions:
-            groups.setdefault((starred(exception.module), exception.how), []).append(exception)
+        groups = grouped(self.exceptions, lambda exception: (starred(exception.module), exception.how))
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
@@ -268,9 +266,7 @@ class PrecisionPolicy:
         require_version(values.get("format_version", 1), FORMAT_VERSION)
         moments, layers = values.get("moments", {}), values.get("layers", {}).items()
         content = {name: value for name, value in values.items() if name not in ("moments", "format_version")}
-        content["layers"] = [
-            {"module": name, "storage": form, "moments": moments.get(name, "")} for name, form in layers
-        ]
+        content["layers"] = [{"module": m, "storage": s, "moments": moments.get(m, "")} for m, s in layers]
         policy: PrecisionPolicy = decoded(content, cls)
         return policy
 
@@ -296,9 +292,8 @@ class PrecisionPolicy:
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             headline, fix = "unreadable precision policy", "delete the file to decide again"
-            raise CheckpointError.of(
-                headline, f"{path}: {error}", "the JSON that isotype wrote", fix
-            ) from error
+            expected = "the JSON that isotype wrote"
+            raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
 
 
 def _exception_line(name: str, group: list[ModuleException]) -> str:

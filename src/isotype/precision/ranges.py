@@ -71,16 +71,9 @@ _FILL = 1e37
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "matmul",
-    "linear",
-    "convolution",
-    "_grouped_mm",
+    "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "_grouped_mm",
     "_scaled_dot_product",
-)
+)  # fmt: skip
 """Prefixes of operators that autocast runs in 16 bits: their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
 """Prefixes of attention kernels. The first result of an attention kernel has activations; its other results are statistics."""

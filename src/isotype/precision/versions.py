@@ -19,20 +19,9 @@ from packaging.version import InvalidVersion, Version
 from isotype.core.errors import PrecisionError
 
 PACKAGES: tuple[str, ...] = (
-    "torch",
-    "transformers",
-    "peft",
-    "trl",
-    "accelerate",
-    "bitsandbytes",
-    "safetensors",
-    "datasets",
-    "gguf",
-    "huggingface-hub",
-    "tokenizers",
-    "numpy",
-    "psutil",
-)
+    "torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "safetensors", "datasets", "gguf",
+    "huggingface-hub", "tokenizers", "numpy", "psutil",
+)  # fmt: skip
 
 Severity = Literal["error", "warning"]
 
@@ -148,8 +137,7 @@ def _declared(
 
 
 def incompatibilities(
-    versions: Mapping[str, str | None],
-    requires: Mapping[str, Sequence[str]] | None = None,
+    versions: Mapping[str, str | None], requires: Mapping[str, Sequence[str]] | None = None
 ) -> list[Incompatibility]:
     """Return all incompatibilities among the versions, errors first.
 
@@ -215,12 +203,9 @@ def _own_requirements() -> Sequence[str]:
     try:
         return importlib.metadata.requires("isotype") or ()
     except importlib.metadata.PackageNotFoundError:
-        raise PrecisionError.of(
-            "isotype is not installed, so its extras are unknown",
-            "isotype, imported from its source tree",
-            "an installed isotype",
-            "run pip install -e . in that tree",
-        ) from None
+        headline = "isotype is not installed, so its extras are unknown"
+        what, fix = "isotype, imported from its source tree", "run pip install -e . in that tree"
+        raise PrecisionError.of(headline, what, "an installed isotype", fix) from None
 
 
 def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:

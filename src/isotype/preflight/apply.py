@@ -41,12 +41,9 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
         targets = list(_targets(model, action))
         if not targets:
             take_back(undos)
-            raise UsageError.of(
-                "the fix does not apply to this model",
-                f"{action.kind} {action.target!r}",
-                f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}",
-                "repair the model that was checked",
-            )
+            what, fix = f"{action.kind} {action.target!r}", "repair the model that was checked"
+            expected = f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}"
+            raise UsageError.of("the fix does not apply to this model", what, expected, fix)
         try:
             for target in targets:
                 undos += change(target, action.value)
@@ -133,12 +130,10 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
         return _cast_in_place(before, value)  # a parameter of an unregistered module
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
-        raise UsageError.of(
-            "a cast does not restore rounded frequencies",
-            f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}",
-            "a module with a config, from which they can be computed",
-            "load the model again and do not cast its buffers",
-        )
+        what = f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}"
+        expected = "a module with a config, from which they can be computed"
+        fix = "load the model again and do not cast its buffers"
+        raise UsageError.of("a cast does not restore rounded frequencies", what, expected, fix)
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
     holder[key] = source.to(parse_dtype(value))
@@ -182,10 +177,7 @@ def _set_state(layer: Any, value: str) -> list[Undo]:
 def _set_compute(layer: Any, value: str) -> list[Undo]:
     if held_stack(layer) is not None:  # stacked experts are multiplied in the dtype of their dense values
         return _set_state(layer, value)
-    return [
-        replace(layer, "compute_dtype", parse_dtype(value)),
-        replace(layer, "compute_type_is_set", True),
-    ]
+    return [replace(layer, "compute_dtype", parse_dtype(value)), replace(layer, "compute_type_is_set", True)]
 
 
 def _set_boundary(module: nn.Module, value: str) -> list[Undo]:

@@ -252,15 +252,9 @@ def _arguments(text: str, result: Any) -> dict[str, Any]:
         what = f"{text} returns {_words(result)}"
         raise UsageError.of("the function returns something else", what, _RETURNS, "return one of these")
     known = arguments_of_check()
-    unknown = [
-        Problem(
-            repr(name),
-            f"one of {', '.join(known)}",
-            did_you_mean(str(name), known, "leave it out", n=1, shown=repr),
-        )
-        for name in result
-        if name not in known
-    ]
+    others = (name for name in result if name not in known)
+    fixes = {name: did_you_mean(str(name), known, "leave it out", n=1, shown=repr) for name in others}
+    unknown = [Problem(repr(name), f"one of {', '.join(known)}", fix) for name, fix in fixes.items()]
     if unknown:
         raise UsageError(f"{text} returns arguments that isotype.check does not take", unknown)
     return dict(result)

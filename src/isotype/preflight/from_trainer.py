@@ -41,12 +41,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         UsageError: `trainer` is no trainer, or it has no training data.
     """
     if not hasattr(trainer, "get_train_dataloader") or not hasattr(trainer, "model"):
-        raise UsageError.of(
-            "nothing to check",
-            f"a {type(trainer).__name__}",
-            "an nn.Module with its inputs, or a transformers or TRL trainer",
-            "isotype.check(model, inputs)",
-        )
+        what, fix = f"a {type(trainer).__name__}", "isotype.check(model, inputs)"
+        expected = "an nn.Module with its inputs, or a transformers or TRL trainer"
+        raise UsageError.of("nothing to check", what, expected, fix)
     processes = _processes_of(trainer.model, trainer.args)
     shared = processes["fsdp"] or processes["devices"] > 1
     batches = [inputs] if inputs is not None else _first_batches(trainer, _PROCESSES if shared else 1)
@@ -213,8 +210,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
         return _over_completions(trainer, batch)
 
     def loss(twin: nn.Module, inputs: Any) -> torch.Tensor:
-        shadow = _shadow(trainer, twin)
-        loss_value = shadow.compute_loss(twin, inputs)
+        loss_value = _shadow(trainer, twin).compute_loss(twin, inputs)
         return loss_value if isinstance(loss_value, torch.Tensor) else loss_value[0]
 
     return LossOf(loss, dict(batch))
@@ -313,9 +309,8 @@ def _first_batches(trainer: Any, most: int) -> list[Any]:
                 raise
             batches = []
     if not batches:
-        raise UsageError.of(
-            "nothing to check", "an empty train_dataset", "at least one batch", "give the trainer data"
-        )
+        what = "an empty train_dataset"
+        raise UsageError.of("nothing to check", what, "at least one batch", "give the trainer data")
     return batches
 
 

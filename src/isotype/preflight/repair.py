@@ -87,12 +87,9 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
         UsageError: the report has no step to trace again, or is about another model. The model stays unchanged.
     """
     if report.again is None:
-        raise UsageError.of(
-            "this report cannot be used for a repair",
-            f"a report of {report.trace.model} without its step",
-            "the report that isotype.check(model, …) returned in this process",
-            "call isotype.check again",
-        )
+        what, fix = f"a report of {report.trace.model} without its step", "call isotype.check again"
+        expected = "the report that isotype.check(model, …) returned in this process"
+        raise UsageError.of("this report cannot be used for a repair", what, expected, fix)
     chosen, left = plan(report, unsafe)
     actions = [action for fix in chosen for action in fix.actions]
     undos = apply_actions(model, actions)

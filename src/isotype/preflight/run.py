@@ -240,12 +240,9 @@ def _roots(
             if downstream and later and root in roots:
                 roots.remove(other)
                 below.setdefault(root.key, []).append(other)
+    kept = (f for f in findings if f.severity != "error" or f in roots)
     return tuple(
-        replace(finding, notes=(*finding.notes, _downstream(below[finding.key])))
-        if finding.key in below
-        else finding
-        for finding in findings
-        if finding.severity != "error" or finding in roots
+        replace(f, notes=(*f.notes, _downstream(below[f.key]))) if f.key in below else f for f in kept
     )
 
 
@@ -254,9 +251,7 @@ def _place(where: Finding | Call) -> tuple[str, str, str]:
 
 
 def _resolved(
-    finding: Finding,
-    errors: Sequence[Finding],
-    tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
+    finding: Finding, errors: Sequence[Finding], tried: Mapping[tuple[Action, ...], Sequence[Finding] | None]
 ) -> set[tuple[str, str, str]]:
     resolved: set[tuple[str, str, str]] = set()
     for fix in finding.fixes:

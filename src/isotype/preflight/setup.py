@@ -99,11 +99,9 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
     yield from unknown_optimizer(request.optimizer)
     inputs = request.inputs
     if not callable(inputs) and not isinstance(inputs, (Mapping, LossOf)) and not hasattr(inputs, "keys"):
-        yield Problem(
-            f"inputs of type {type(inputs).__name__}",
-            "the dict that the model is called with (labels included), or a callable model -> loss",
-            "isotype.check(model, {'input_ids': …, 'labels': …})",
-        )
+        what = f"inputs of type {type(inputs).__name__}"
+        expected = "the dict that the model is called with (labels included), or a callable model -> loss"
+        yield Problem(what, expected, "isotype.check(model, {'input_ids': …, 'labels': …})")
     if not isinstance(request.devices, int) or request.devices < 1:
         fix = "give 1, or leave it out"
         yield Problem(f"devices={request.devices!r}", "a number of devices, at least 1", fix)
@@ -121,12 +119,8 @@ def _family_ranges(config: Any) -> str:
 def _checkpointing_words(request: StepRequest) -> str:
     settings = request.gradient_checkpointing
     modules = [item for item in request.model.named_modules() if hasattr(item[1], "gradient_checkpointing")]
-    layers = [
-        module.gradient_checkpointing is True
-        for name, module in modules
-        if name.rpartition(".")[2].isdigit()
-        for _ in range(getattr(module, STANDS_FOR, 1))
-    ]
+    numbered = (module for name, module in modules if name.rpartition(".")[2].isdigit())
+    layers = [m.gradient_checkpointing is True for m in numbered for _ in range(getattr(m, STANDS_FOR, 1))]
     if isinstance(settings, Mapping):
         layers = [at % settings.get("every_n_layers", 1) == 0 for at in range(len(layers))]
     if 0 < sum(layers) < len(layers):

@@ -139,12 +139,9 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     config: Any = getattr(base, "config", None)
     if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
         named = getattr(base, "main_input_name", "arguments of its own")
-        raise UsageError.of(
-            "no batch can be made up for this model",
-            f"{type(base).__name__}, which takes {named}",
-            "a batch",
-            "give batch=, the arguments of the model's forward",
-        )
+        what = f"{type(base).__name__}, which takes {named}"
+        fix = "give batch=, the arguments of the model's forward"
+        raise UsageError.of("no batch can be made up for this model", what, "a batch", fix)
     length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
     rows = -(-tokens // length)
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
@@ -261,13 +258,9 @@ def of_module(model: nn.Module) -> Measured:
     model = unwrapped(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
-            where = "on the meta device" if parameter.is_meta else "sharded over processes"
-            raise UsageError.of(
-                "this model cannot be measured in memory",
-                f"{name} {where}",
-                "weights with values",
-                "give the checkpoint, by its path or hub id",
-            )
+            what = f"{name} {'on the meta device' if parameter.is_meta else 'sharded over processes'}"
+            fix = "give the checkpoint, by its path or hub id"
+            raise UsageError.of("this model cannot be measured in memory", what, "weights with values", fix)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return Measured(model, type(without_peft(model)).__name__, device)
 

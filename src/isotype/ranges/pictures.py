@@ -101,12 +101,8 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 def picture_place(processor: Any) -> str:
     """Return the chat template's text for an image: the difference between its texts for two images and for one."""
-    single, double = (
-        str(
-            render_chat(processor, [{"role": "user", "content": [{"type": "image"}] * count}], tokenize=False)
-        )
-        for count in (1, 2)
-    )
+    chats = ([{"role": "user", "content": [{"type": "image"}] * count}] for count in (1, 2))
+    single, double = (str(render_chat(processor, chat, tokenize=False)) for chat in chats)
     longer = len(double) - len(single)
     same = next((at for at, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
     # The text around an image may begin or end like the image's text ("<image><|im_end|>"): of the possible
@@ -246,10 +242,7 @@ def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
         marks += [*[True] * columns, False] * rows
         shapes.append((rows * patch, columns * patch))
     largest = [max(sides) for sides in zip(*shapes, strict=True)]
-    return marks, {
-        "pixel_values": torch.ones(len(sizes), 3, *largest),
-        "image_sizes": torch.tensor(shapes),
-    }
+    return marks, {"pixel_values": torch.ones(len(sizes), 3, *largest), "image_sizes": torch.tensor(shapes)}
 
 
 _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {

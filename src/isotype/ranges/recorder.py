@@ -249,9 +249,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         for name, sizes in self._modules.items():
             weight = weights.get(name, WeightRange())
             of_weights = (weight.largest, weight.median, weight.gradient)
-            modules.append(
-                ModuleRange(name, sizes.kind, sizes.input, sizes.output, sizes.gradient, *of_weights)
-            )
+            sizes_of = sizes.input, sizes.output, sizes.gradient
+            modules.append(ModuleRange(name, sizes.kind, *sizes_of, *of_weights))
         return tuple(modules)
 
     def spread(self) -> float:

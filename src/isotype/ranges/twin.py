@@ -69,18 +69,13 @@ def _weights_in(module: nn.Module) -> dict[str, Weight]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DDP and `torch.compile` wrappers."""
     while type(model).__module__.startswith(("torch.nn.parallel", COMPILER)):
-        model = next(
-            getattr(model, name) for name in _WRAPPED if name in {**vars(model), **own_modules(model)}
-        )
+        held = {**vars(model), **own_modules(model)}
+        model = next(getattr(model, name) for name in _WRAPPED if name in held)
     return model
 
 
 def twin_of(
-    model: nn.Module,
-    weights: Weights,
-    recorder: Watcher,
-    done: Callable[[], None],
-    read: Read | None = None,
+    model: nn.Module, weights: Weights, recorder: Watcher, done: Callable[[], None], read: Read | None = None
 ) -> Twin:
     """Return a copy of `model` to measure, in evaluation mode and without the casts that a policy adds.
 
@@ -89,10 +84,8 @@ def twin_of(
     memo, dense = _Memo(model, weights), set[int]()
     for module in model.modules():
         parameters = own_parameters(module)
-        on_demand = {
-            name: None if parameter is None else (read or _live)(module, name, parameter)
-            for name, parameter in parameters.items()
-        }
+        reader = read or _live
+        on_demand = {n: None if p is None else reader(module, n, p) for n, p in parameters.items()}
         memo[id(parameters)] = OnDemand(weights, on_demand)
         if kind_of(module) in _QUANTIZED:
             memo[id(module)] = _dense(module, memo)

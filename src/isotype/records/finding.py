@@ -140,8 +140,7 @@ class Fix:
     @property
     def scope(self) -> Scope:
         """Of the actions' scopes, the last one in `SCOPES`: a fix that changes a model and a setting has `setting`."""
-        scopes = [action.scope for action in self.actions]
-        return max(scopes, key=SCOPES.index, default="advice")
+        return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
 def marked(fix: Fix) -> str:

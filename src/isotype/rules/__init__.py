@@ -71,11 +71,8 @@ def page(rule: Rule) -> str:
 
 def judge(trace: Trace) -> tuple[Finding, ...]:
     """Return the findings of all rules, sorted by severity (errors first) and then by code. Preferred fixes come first."""
-    findings = [
-        replace(finding, fixes=by_preference(finding.fixes))
-        for rule in all_rules()
-        for finding in _findings(rule, trace)
-    ]
+    findings = [finding for rule in all_rules() for finding in _findings(rule, trace)]
+    findings = [replace(finding, fixes=by_preference(finding.fixes)) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
 
 
@@ -93,14 +90,9 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """
     raised = f"{type(error).__name__}: {first_line(error)}"
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
-    return Finding(
-        "warning",
-        f"{what}, because {raised}",
-        source=line_of(error),
-        cause=f"{whose}{raised}",
-        kind="untraced",
-        code=code,
-    )
+    message = f"{what}, because {raised}"
+    cause = f"{whose}{raised}"
+    return Finding("warning", message, source=line_of(error), cause=cause, kind="untraced", code=code)
 
 
 def resolves(

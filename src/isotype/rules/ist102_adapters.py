@@ -35,11 +35,8 @@ TITLE = "An adapter of another dtype than its layer"
 
 def _takes_an_adapter(broken: Broken) -> bool:
     origins = (operand.origin for operand in broken.call.operands)
-    return any(
-        origin.kind in ("parameter", "buffer")
-        and is_adapter(origin.name, broken.trace.owners.get(origin.name))
-        for origin in origins
-    )
+    stored = (origin for origin in origins if origin.kind in ("parameter", "buffer"))
+    return any(is_adapter(origin.name, broken.trace.owners.get(origin.name)) for origin in stored)
 
 
 CLAIMS = (Claim("operand", _takes_an_adapter),)

@@ -66,11 +66,9 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
     table, cause = call.operands[0], indices.origin.cause
     of = table.origin.name if table.origin.kind == "parameter" else f"the tensor at {short(call.source)}"
     labels = "nll_loss" in call.op
-    message = (
-        f"label {index} is not one of {size} classes"
-        if labels
-        else f"index {index} is out of range for {size} rows"
-    )
+    message = f"index {index} is out of range for {size} rows"
+    if labels:
+        message = f"label {index} is not one of {size} classes"
     at = f" at {short(cause.source)}" if cause.source else ""
     whose = (
         f"the input {cause.name}" if cause.kind == "input" else f"what {cause.name or 'the step'} returns{at}"

@@ -31,9 +31,5 @@ TITLE = "State that the check could not restore"
 
 def find(trace: Trace) -> Iterator[Finding]:
     if trace.left:
-        yield Finding(
-            severity="note",
-            message="the check could not restore everything that the step's own code assigned",
-            cause=trace.left[0],
-            notes=trace.left[1:],
-        )
+        message = "the check could not restore everything that the step's own code assigned"
+        yield Finding(severity="note", message=message, cause=trace.left[0], notes=trace.left[1:])

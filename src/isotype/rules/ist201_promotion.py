@@ -115,9 +115,7 @@ def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
     if not wide or any(costs.by_autocast(operand.origin.cause) for operand in wide):
         return None
     roots = tuple(costs.root(operand.origin) for operand in wide)
-    if _OF_TRL in call.source or any(
-        cause.kind == "cast" and TRANSFORMERS in cause.source for cause in roots
-    ):
+    if _OF_TRL in call.source or any(c.kind == "cast" and TRANSFORMERS in c.source for c in roots):
         return None
     # The input explains more than the weight, and a narrow tensor does not explain a wide gradient.
     order = sorted(

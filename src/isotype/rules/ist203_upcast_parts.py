@@ -93,9 +93,8 @@ def _finding(
 ) -> Finding:
     target = dtype_name(wanted)
     noun = "trained weight" if wide[0].trainable else "frozen weight"
-    message = (
-        f"{agree(len(wide), noun, 'are')} float32 in a {target} model: {format_bytes(extra)} more memory"
-    )
+    more = f"{format_bytes(extra)} more memory"
+    message = f"{agree(len(wide), noun, 'are')} float32 in a {target} model: {more}"
     if wide[0].trainable:
         notes = (f"small updates need float32; with LoRA the frozen weights could be {target}",)
         cost = Cost(memory_bytes=extra)

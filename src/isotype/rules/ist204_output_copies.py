@@ -87,14 +87,9 @@ def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
     """Return True if several loss operators each read some of the rows that a cast produced."""
     whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
-    losses = [
-        math.prod(call.operands[0].shape)
-        for call in reading
-        if call.phase == "forward"
-        and any(name in call.op for name in _LOSSES)
-        and call.operands
-        and call.operands[0].shape[-1:] == last
-    ]
+    forward = (c for c in reading if c.phase == "forward" and any(name in c.op for name in _LOSSES))
+    read = (call.operands[0].shape for call in forward if call.operands)
+    losses = [math.prod(shape) for shape in read if shape[-1:] == last]
     # One or two rows may be dropped before the loss, as labels are shifted.
     return len(losses) > 1 and max(losses) <= whole // 2
 
@@ -103,11 +98,9 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
     what = "no operator uses the copies" if unread else "the loss uses the copies piece by piece"
-    how = (
-        f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
-        if unread
-        else f"split first, then cast each piece to {wide}"
-    )
+    how = f"split first, then cast each piece to {wide}"
+    if unread:
+        how = f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
     return finding_at(
         "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
         f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}): {what}",

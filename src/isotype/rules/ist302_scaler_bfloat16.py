@@ -60,11 +60,6 @@ def find(trace: Trace) -> Iterator[Finding]:
             fixes=(*masters, without) if fp16 else (without, *masters),
         )
     elif not fp16 and trained(trace) and torch.float16 not in trace.flops:
-        yield finding_of(
-            "warning",
-            "a GradScaler runs, but nothing is computed in float16",
-            trained(trace),
-            cause="scaler=True",
-            phase="unscale",
-            fixes=(without,),
-        )
+        message = "a GradScaler runs, but nothing is computed in float16"
+        cause = "scaler=True"
+        yield finding_of("warning", message, trained(trace), cause=cause, phase="unscale", fixes=(without,))

@@ -178,8 +178,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
         return replace(finding, message="no parameter is trainable: backward raises")
     operands = (operand for call in trace.calls for operand in call.operands)
     used = {operand.origin.name for operand in operands if operand.origin.kind == "parameter"}
-    taking_part = [weight for weight in weights if used.intersection((weight.name, *weight.tied))]
-    if not taking_part:
+    if not any(used.intersection((weight.name, *weight.tied)) for weight in weights):
         named = _named(weights)
         how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
         if unseen_towers(trace):

@@ -103,11 +103,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
     backward = [call for call in trace.calls[:unscaled] if call.by_script and call.of_gradient]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))
-    clips = [
-        call
-        for at, call in enumerate(backward)
-        if _CLIPS.match(call.op) and (at > measured or "clamp" in call.op)
-    ]
+    clips = [c for at, c in enumerate(backward) if _CLIPS.match(c.op) and (at > measured or "clamp" in c.op)]
     if not clips:
         return
     where = short(clips[0].source) or "the clipping"

@@ -49,12 +49,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         weights = [trace.owners[name] for name in trace.unheld]
         old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were replaced later, or ran in torch.no_grad()"
         how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
-        yield warning(
-            f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters",
-            phase="optimizer",
-            cause=old if trace.orphans else f"no optimizer of the script holds {and_others(names(weights))}",
-            fixes=(advice("optimizer", how),),
-        )
+        message = f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters"
+        cause = old if trace.orphans else f"no optimizer of the script holds {and_others(names(weights))}"
+        yield warning(message, phase="optimizer", cause=cause, fixes=(advice("optimizer", how),))
     wrong = [weight for weight in trace.weights if weight.set_on and weight.set_on[1] != weight.trainable]
     for (attribute, value), weights in grouped(wrong, lambda weight: weight.set_on or ("", False)).items():
         how = f"call requires_grad_({value}), or set `requires_grad` of each parameter"

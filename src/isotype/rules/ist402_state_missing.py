@@ -36,10 +36,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     lost = [weight for weight, state in quantized(trace) if not state.present]
     if lost:
         how = "load the model again, and do not replace packed weights with plain tensors (assignment, copy_, load_state_dict)"
-        yield finding_of(
-            "error",
-            f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state",
-            lost,
-            cause=f"{lost[0].name} was replaced by a tensor without its scales",
-            fixes=(advice(lost[0].module, how),),
-        )
+        message = f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state"
+        cause = f"{lost[0].name} was replaced by a tensor without its scales"
+        yield finding_of("error", message, lost, cause=cause, fixes=(advice(lost[0].module, how),))

@@ -83,8 +83,5 @@ def _activations(trace: Trace) -> torch.dtype | None:
 
 
 def _plain(trace: Trace) -> torch.dtype | None:
-    return main_dtype(
-        weight
-        for weight in trace.weights
-        if not (weight.buffer or weight.adapter or weight.quantization) and weight.dtype.is_floating_point
-    )
+    plain = (w for w in trace.weights if not (w.buffer or w.adapter or w.quantization))
+    return main_dtype(weight for weight in plain if weight.dtype.is_floating_point)

@@ -36,11 +36,8 @@ TITLE = "Quantization scales that are not float32"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    rounded = [
-        (weight, state.absmax)
-        for weight, state in quantized(trace)
-        if state.absmax is not None and state.absmax.is_floating_point and state.absmax != torch.float32
-    ]
+    scales = ((weight, s.absmax) for weight, s in quantized(trace) if s.absmax is not None)
+    rounded = [(weight, d) for weight, d in scales if d.is_floating_point and d != torch.float32]
     if rounded:
         weights, dtype = [weight for weight, _ in rounded], rounded[0][1]
         yield finding_of(

@@ -61,11 +61,8 @@ _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
 
 def find(trace: Trace) -> Iterator[Finding]:
     named, policy = trace.setup.checkpoint_dtype, trace.setup.policy
-    plain = [
-        weight
-        for weight in trace.weights
-        if is_frozen_base(weight) and weight.dtype in FLOATS and weight.kind in ("linear", "embedding")
-    ]
+    frozen = (w for w in trace.weights if is_frozen_base(w) and w.dtype in FLOATS)
+    plain = [weight for weight in frozen if weight.kind in ("linear", "embedding")]
     loaded = main_dtype(plain)
     if named is None or loaded is None or (named, loaded) not in _LOSSES:
         return

@@ -54,11 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     counts = ", ".join(
         f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
     )
-    yield finding_of(
-        "note",
-        f"trained adapters are of different dtypes: {counts}",
-        narrow,
-        phase="load",
-        notes=("the adapters are saved in these dtypes; loading the adapters again casts them to one dtype",),
-        fixes=(fix(f"cast every adapter to {target}", "parameter", names(narrow), target),),
-    )
+    message = f"trained adapters are of different dtypes: {counts}"
+    notes = ("the adapters are saved in these dtypes; loading the adapters again casts them to one dtype",)
+    fixes = (fix(f"cast every adapter to {target}", "parameter", names(narrow), target),)
+    yield finding_of("note", message, narrow, phase="load", notes=notes, fixes=fixes)

@@ -101,13 +101,8 @@ def _kind(call: Call, trace: Trace) -> str:
 
 
 def _share(trace: Trace) -> str:
-    of_deltas = (
-        call
-        for call in trace.calls
-        if call.results
-        and len(call.results[0][1]) == 3
-        and (_PEFT in call.source or (call.phase == "backward" and "_grouped_mm" in call.op))
-    )
+    stacks = (c for c in trace.calls if c.results and len(c.results[0][1]) == 3)
+    of_deltas = (c for c in stacks if _PEFT in c.source or (c.phase == "backward" and "_grouped_mm" in c.op))
     return f"the deltas of all experts and their gradients take {100 * flops_share(trace, of_deltas):.0f} % of the step's FLOPs"
 
 

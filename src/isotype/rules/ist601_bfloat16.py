@@ -55,13 +55,8 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
     """Yield a finding for each line in which a product of bfloat16 operands has a float32 result, which such GPUs refuse."""
-    wide = (
-        call
-        for call in trace.calls
-        if call.op.startswith(_WIDE_RESULTS)
-        and torch.bfloat16 in (operand.dtype for operand in call.operands)
-        and call.breach is None
-    )
+    run = (call for call in trace.calls if call.op.startswith(_WIDE_RESULTS) and call.breach is None)
+    wide = (call for call in run if torch.bfloat16 in (operand.dtype for operand in call.operands))
     for calls in grouped(wide, lambda call: call.source or call.module).values():
         first = calls[0]
         yield finding_at(

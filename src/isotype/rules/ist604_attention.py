@@ -99,8 +99,7 @@ def _without_kernel(trace: Trace) -> Iterator[Finding]:
 
 
 def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> Finding:
-    first = calls[0]
-    query = first.operands[0]
+    query = calls[0].operands[0]
     blamed = costs.root(query.origin)
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
     group = Group(tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)

@@ -166,9 +166,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     # Routers are in float32 on purpose.
     routers = {weight.origin.name for _, weight, _ in router_products(trace)}
     frozen = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization)]
-    halved = sum(
-        w.bytes * w.repeats // 2 for w in frozen if w.dtype == torch.float32 and w.name not in routers
-    )
+    narrowed = (w for w in frozen if w.dtype == torch.float32 and w.name not in routers)
+    halved = sum(w.bytes * w.repeats // 2 for w in narrowed)
     if halved and trace.setup.profile.best_dtype() in HALVES:
         yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
     states = peak.get("optimizer", 0)

@@ -82,8 +82,7 @@ def _entries(call: Call) -> Iterator[Origin]:
         if operand.shape and operand.origin.kind in _GIVEN:
             yield operand.origin
     if not wide and any(dtype == torch.float64 and shape for dtype, shape in call.results):
-        name = call.op.split(".")[1]
-        yield Origin("constant", torch.float64, name, call.module, call.source)
+        yield Origin("constant", torch.float64, call.op.split(".")[1], call.module, call.source)
 
 
 def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> Finding:

@@ -40,21 +40,16 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.setup.fsdp != 1:
         return
     for four_bit in (True, False):
-        packed = [
-            (weight, state)
-            for weight, state in quantized(trace)
-            if (state.format != "int8") == four_bit and not weight.dtype.is_floating_point
-        ]
+        kept = ((w, state) for w, state in quantized(trace) if not w.dtype.is_floating_point)
+        packed = [(weight, state) for weight, state in kept if (state.format != "int8") == four_bit]
         if not packed:
             continue
         first, state = packed[0]
         storage = dtype_name(state.compute or trace.setup.compute)
         weights = [weight for weight, _ in packed]
-        how = (
-            f"load with bnb_4bit_quant_storage={storage}"
-            if four_bit
-            else "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
-        )
+        how = "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
+        if four_bit:
+            how = f"load with bnb_4bit_quant_storage={storage}"
         yield finding_of(
             "error",
             f"FSDP1 cannot flatten {dtype_name(first.dtype)}: "

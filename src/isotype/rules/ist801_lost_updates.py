@@ -120,13 +120,8 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     if "magnitude" not in weight.name:
         return 0.0, ""
     layer = weight.name.partition("magnitude")[0].rpartition(".")[0]
-    inputs = [
-        other.shape[1]
-        for other in trace.weights
-        if other.name.startswith(f"{layer}.lora_")
-        and len(other.shape) == 2
-        and "lora_a" in other.name.lower()
-    ]
+    of_layer = (w for w in trace.weights if w.name.startswith(f"{layer}.lora_") and len(w.shape) == 2)
+    inputs = [w.shape[1] for w in of_layer if "lora_a" in w.name.lower()]
     if not inputs:
         return 0.0, ""
     base = _measured(weight, trace, layer).median_weight

@@ -64,14 +64,10 @@ def find(trace: Trace) -> Iterator[Finding]:
     infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
     if infinite:
         how = "load or merge the weight again in the checkpoint's dtype: a cast to float16 has overflowed"
-        yield finding_of(
-            "error",
-            f"{agree(count(infinite), 'weight', 'hold')} values that are not finite",
-            infinite,
-            phase="load",
-            cause=f"{infinite[0].name} holds {infinite[0].largest}",
-            fixes=(advice(infinite[0].name, how),),
-        )
+        message = f"{agree(count(infinite), 'weight', 'hold')} values that are not finite"
+        cause = f"{infinite[0].name} holds {infinite[0].largest}"
+        fixes = (advice(infinite[0].name, how),)
+        yield finding_of("error", message, infinite, phase="load", cause=cause, fixes=fixes)
     if torch.float16 not in (trace.setup.autocast, trace.setup.compute):
         return
     other = "bfloat16" if torch.bfloat16 in trace.setup.profile.native else "float32"

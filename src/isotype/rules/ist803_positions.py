@@ -48,13 +48,9 @@ _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 def find(trace: Trace) -> Iterator[Finding]:
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
     if rounded:
-        yield finding_of(
-            "warning",
-            f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}",
-            rounded,
-            cause=f"the buffer {rounded[0].name} is {dtype_name(rounded[0].dtype)}",
-            fixes=_fixes(rounded),
-        )
+        message = f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}"
+        cause = f"the buffer {rounded[0].name} is {dtype_name(rounded[0].dtype)}"
+        yield finding_of("warning", message, rounded, cause=cause, fixes=_fixes(rounded))
         return
     products = [call for call in trace.calls if _is_rounded_product(call, trace)]
     yield from _angles(trace, {call.module for call in products})

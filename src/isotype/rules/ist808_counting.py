@@ -74,14 +74,10 @@ def _counters(trace: Trace) -> Iterator[Finding]:
         name, last = dtype_name(cause.dtype), f"{_EXACT[cause.dtype]:,}"
         in_float32 = fix(f"count in float32 at {short(source)}", "line", (source,), "float32")
         in_python = advice("step", "count in a Python number, or in a float32 tensor")
-        yield finding_at(
-            "warning",
-            f"a count in {name} stops at {last}",
-            calls,
-            cause=cause_text(cause),
-            notes=(f"in {name}, {last} + 1 is {last}",),
-            fixes=(in_float32, in_python) if source else (in_python,),
-        )
+        message = f"a count in {name} stops at {last}"
+        notes = (f"in {name}, {last} + 1 is {last}",)
+        fixes = (in_float32, in_python) if source else (in_python,)
+        yield finding_at("warning", message, calls, cause=cause_text(cause), notes=notes, fixes=fixes)
 
 
 def _is_counter(call: Call) -> bool:

@@ -49,11 +49,8 @@ _CLAMPS = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", 
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    guards = (
-        call
-        for call in trace.calls
-        if call.phase in ("forward", "generate") and not call.recomputed and _lost(call)
-    )
+    forward = (c for c in trace.calls if c.phase in ("forward", "generate") and not c.recomputed)
+    guards = (call for call in forward if _lost(call))
     for calls in grouped(guards, lambda call: (call.source or call.module, _lost(call))).values():
         first, number, dtype = calls[0], _lost(calls[0]), calls[0].results[0][0]
         at = f" at {short(first.source)}" if first.source else ""

@@ -47,21 +47,13 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _rows(calls: list[Call]) -> Finding:
     call, how = calls[0], "fill the mask with torch.finfo(scores.dtype).min instead of -inf"
     where = short(call.source) or call.module
-    return finding_at(
-        "error",
-        f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN",
-        calls,
-        cause=f"every score of the row is minus infinity at {where}",
-        fixes=(advice(call.source or call.module, how),),
-    )
+    message = f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN"
+    cause = f"every score of the row is minus infinity at {where}"
+    return finding_at("error", message, calls, cause=cause, fixes=(advice(call.source or call.module, how),))
 
 
 def _labels(calls: list[Call]) -> Finding:
     how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
-    return finding_at(
-        "error",
-        "no label of the batch counts in the loss: the mean loss is NaN",
-        calls,
-        cause="every label is the ignored index (-100)",
-        fixes=(advice("labels", how),),
-    )
+    message = "no label of the batch counts in the loss: the mean loss is NaN"
+    cause = "every label is the ignored index (-100)"
+    return finding_at("error", message, calls, cause=cause, fixes=(advice("labels", how),))

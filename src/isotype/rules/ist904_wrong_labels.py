@@ -45,18 +45,11 @@ def find(trace: Trace) -> Iterator[Finding]:
         if labels.shift == -1:
             cause = "each prediction is compared with the token before it"
         fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
-        yield Finding(
-            "error",
-            "predictions are compared with the wrong token",
-            cause=cause,
-            notes=(f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach)),
-            fixes=fixes,
-        )
+        message = "predictions are compared with the wrong token"
+        notes = (f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach))
+        yield Finding("error", message, cause=cause, notes=notes, fixes=fixes)
     padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"
-    pictures = (
-        "at image or audio tokens",
-        "labels[labels == image_token_id] = -100",
-    )
+    pictures = ("at image or audio tokens", "labels[labels == image_token_id] = -100")
     for count, what, (place, how) in (
         (labels.at_padding, "padding", padding),
         (labels.at_pictures, "images", pictures),

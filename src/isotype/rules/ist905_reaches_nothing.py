@@ -60,10 +60,6 @@ def _finding(name: str, picture: bool, cause: str, note: str) -> Finding:
     how = f"pass {name} on to the module that uses it"
     if picture:
         how += ", and insert its placeholder tokens into the row"
-    return Finding(
-        "error" if picture else "warning",
-        f"{name} reaches no prediction",
-        cause=cause,
-        notes=(note,),
-        fixes=(advice(name, how),),
-    )
+    message = f"{name} reaches no prediction"
+    fixes = (advice(name, how),)
+    return Finding("error" if picture else "warning", message, cause=cause, notes=(note,), fixes=fixes)

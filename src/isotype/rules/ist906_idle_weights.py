@@ -54,18 +54,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     names = [unused.name for unused in idle]
     trained = {starred(weight.name) for weight in trace.weights if weight.trainable and not weight.buffer}
     whole = trained <= set(names)
-    what = (
-        "nothing that is trained reaches the loss"
-        if whole
-        else f"{len(names)} of {plural(len(trained), 'group')} of trainable weights reach no loss"
-    )
+    what = f"{len(names)} of {plural(len(trained), 'group')} of trainable weights reach no loss"
+    if whole:
+        what = "nothing that is trained reaches the loss"
     why = next((unused.why for unused in idle if unused.why), "")
     shown = and_others(names)
-    how = (
-        "give the adapter a scale (lora_alpha) above 0"
-        if why
-        else "freeze these weights, or let the loss depend on their results"
-    )
+    how = "freeze these weights, or let the loss depend on their results"
+    if why:
+        how = "give the adapter a scale (lora_alpha) above 0"
     yield Finding(
         "error" if whole else "warning" if any(unused.kind == "adapter" for unused in idle) else "note",
         what,

@@ -107,11 +107,7 @@ class Ledger:
         If `module` has saved its input, the next represented module also saves its own: an output of `module`.
         Memory freed after `since` (of a weight that was moved) is not subtracted.
         """
-        saved = {
-            key
-            for key, (_, _, kind, number) in self._live.items()
-            if number > since and kind == "activations"
-        }
+        saved = {key for key, (_, _, kind, at) in self._live.items() if at > since and kind == "activations"}
         alive = [tensor for tensor in inputs if storage_of(tensor) in self._live]
         for output in outputs:
             same = (x for x in alive if (x.shape, x.dtype) == (output.shape, output.dtype))
@@ -153,9 +149,8 @@ class Ledger:
         """
         if not size:
             return
-        standing = next(
-            (name for name in self._surplus if kind == "gradients" and _inside(module, name)), None
-        )
+        of_gradients = self._surplus if kind == "gradients" else ()
+        standing = next((name for name in of_gradients if _inside(module, name)), None)
         if standing is None or standing in self._left:
             self._change(kind, size)
         else:

@@ -130,9 +130,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             casts_back = type(module).__module__.startswith("bitsandbytes.")
             enter = self._entering(name, repeats[name], casts_back)
             hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
-            hooks.enter_context(
-                module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True)
-            )
+            leaving = module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True)
+            hooks.enter_context(leaving)
             if (checkpoint := module.__dict__.get(_CHECKPOINTS)) is not None:
                 setattr(module, _CHECKPOINTS, self._recomputing_in(name, repeats[name], checkpoint))
                 hooks.callback(setattr, module, _CHECKPOINTS, checkpoint)
@@ -288,9 +287,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
         """Return an operand for each (argument name, tensor), with the origin of the tensor's dtype."""
-        return tuple(
-            Operand(role, tensor.dtype, tuple(tensor.shape), self.origin(tensor)) for role, tensor in tensors
-        )
+        return tuple(Operand(role, t.dtype, tuple(t.shape), self.origin(t)) for role, t in tensors)
 
     @property
     def _recomputing(self) -> bool:

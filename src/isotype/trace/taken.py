@@ -104,16 +104,10 @@ class DtypeReads:
     ) -> _Read | None:
         """Return the recorded read of `dtype` that the arguments of the call in `frame` contain or name."""
         call: Any = frame.f_trace
-        in_call = [
-            read
-            for read in self._reads.get(frame.f_code, {}).values()
-            if isinstance(call, _Call) and read.call() is call and read.dtype == dtype
-        ]
-        reads = [
-            read
-            for read in in_call
-            if any(is_inside(position(read.code, read.at), argument.span) for argument in arguments)
-        ]
+        seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
+        in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
+        spans = [argument.span for argument in arguments]
+        reads = [r for r in in_call if any(is_inside(position(r.code, r.at), span) for span in spans)]
         if reads:
             return max(reads, key=lambda read: read.number)
         if any(dtype in argument.literals for argument in arguments):
@@ -126,19 +120,13 @@ class DtypeReads:
                 return read
         return None
 
-    def _stored(
-        self, frame: FrameType, in_call: Sequence[_Read], name: str, dtype: torch.dtype
-    ) -> _Read | None:
+    def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
         """Return the last read stored as `name`, recorded in this call or, if `name` is not local, in the whole file."""
-        reads: Iterable[_Read] = in_call
+        reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
-            reads = (
-                read
-                for code, by_byte in self._reads.items()
-                if code.co_filename == frame.f_code.co_filename
-                for read in by_byte.values()
-                if read.dtype == dtype
-            )
+            file = frame.f_code.co_filename
+            by_code = (by_byte for code, by_byte in self._reads.items() if code.co_filename == file)
+            reads = (read for by_byte in by_code for read in by_byte.values() if read.dtype == dtype)
         stored = (read for read in reads if _is_stored(read.code, read.at, name))
         return max(stored, key=lambda read: read.number, default=None)
 

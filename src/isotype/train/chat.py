@@ -67,9 +67,8 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
             what = f"{template_source(tokenizer)}: {one_line(error)}"
             fix = "ask another question, or correct the template"
             expected = "a conversation that the template can render"
-            raise UsageError.of(
-                "the model's chat template refuses this conversation", what, expected, fix
-            ) from error
+            headline = "the model's chat template refuses this conversation"
+            raise UsageError.of(headline, what, expected, fix) from error
     return tokenizer(messages[-1]["content"], return_tensors="pt")
 
 

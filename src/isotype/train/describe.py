@@ -141,9 +141,7 @@ def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
         forms.setdefault(part, set()).add(_form(parameter.dtype))
     for name, weight in base.named_parameters():
         learn[parts.of(plain_name(name))] += weight.numel() * weight.requires_grad
-    return [
-        (part, totals[part], learn[part], ", ".join(sorted(forms[part]))) for part in PARTS if totals[part]
-    ]
+    return [(p, totals[p], learn[p], ", ".join(sorted(forms[p]))) for p in PARTS if totals[p]]
 
 
 def _form(dtype: Any) -> str:
@@ -178,11 +176,8 @@ def model_notes(model: Any) -> tuple[str, ...]:
     """Return the model's `adapter_notes`, and a note on stacked experts that quantization leaves in a float dtype."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
-    named = {
-        name: p
-        for name, p in model.named_parameters()
-        if p.ndim == 3 and p.is_floating_point() and not p.requires_grad
-    }
+    matrices = ((n, p) for n, p in model.named_parameters() if p.ndim == 3 and p.is_floating_point())
+    named = {name: p for name, p in matrices if not p.requires_grad}
     if not formats or not named:
         return notes
     size, kept = sum(p.nbytes for p in named.values()), next(iter(named.values())).dtype

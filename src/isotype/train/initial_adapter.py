@@ -249,10 +249,8 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
 def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
     part = name in PART_OF_BASE
-    why = (
-        "the rest of each weight would be rounded again"
-        if part
-        else "PEFT draws A and B in the dtype of the base"
-    )
+    why = "PEFT draws A and B in the dtype of the base"
+    if part:
+        why = "the rest of each weight would be rounded again"
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

@@ -87,11 +87,7 @@ def requested_sharding(training: Any) -> Sharding | None:
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
             return None
         # accelerate's `prepare_multi_gpu_env` writes its config into these variables (utils/launch.py).
-        config = {
-            name.removeprefix("FSDP_").lower(): value
-            for name, value in os.environ.items()
-            if name.startswith("FSDP_")
-        }
+        config = {k.removeprefix("FSDP_").lower(): v for k, v in os.environ.items() if k.startswith("FSDP_")}
         version, source = 1, "fsdp_version"
     return Sharding(
         reshard=_true(config.get("reshard_after_forward", True)),

@@ -84,9 +84,8 @@ def adapted_model(
         headline = "the model does not take these arguments"
         what = f"--model_init_kwargs {', '.join(init)}: {error}"
         expected = "arguments of from_pretrained or fields of the model's config"
-        raise UsageError.of(
-            headline, what, expected, "leave out the argument that the message names"
-        ) from error
+        fix = "leave out the argument that the message names"
+        raise UsageError.of(headline, what, expected, fix) from error
     model.config.use_cache = False
     if not late:
         return model, None
@@ -400,9 +399,8 @@ def _adapter_arguments() -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         what, expected = one_line(error), "arguments with which PEFT can adapt this model"
-        raise UsageError.of(
-            "the adapter cannot be created with these arguments", what, expected, "see --lora_*"
-        ) from error
+        headline = "the adapter cannot be created with these arguments"
+        raise UsageError.of(headline, what, expected, "see --lora_*") from error
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:

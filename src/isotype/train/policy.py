@@ -60,11 +60,8 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
         return
     wide = {exception.module for exception in policy.exceptions if exception.how == "float32"}
     fix = "--dtype bfloat16 or --dtype float32"
-    problems = [
-        Problem(f"{module.name}: values up to {module.weight:,.0f}", "at most 65,504", fix)
-        for module in ranges.modules
-        if module.weight > FLOAT16_LARGEST and module.name not in wide
-    ]
+    large = (m for m in ranges.modules if m.weight > FLOAT16_LARGEST and m.name not in wide)
+    problems = [Problem(f"{m.name}: values up to {m.weight:,.0f}", "at most 65,504", fix) for m in large]
     if problems:
         raise PrecisionError("parameters are beyond float16's range", problems)
 

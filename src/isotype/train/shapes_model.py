@@ -131,9 +131,8 @@ def _teach(model: Any, tokenizer: Any) -> None:
                 right = torch.tensor([_indices(content)[kind] for content in drawn])
                 part = features[:, kind::3]
                 logits = part @ functional.normalize(target, dim=-1).T / scale
-                loss = loss + functional.cross_entropy(
-                    logits.transpose(1, 2), right[:, None].expand(-1, part.shape[1])
-                )
+                wanted = right[:, None].expand(-1, part.shape[1])
+                loss = loss + functional.cross_entropy(logits.transpose(1, 2), wanted)
                 loss = loss + functional.mse_loss(part, target[right][:, None].expand_as(part)) / scale**2
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

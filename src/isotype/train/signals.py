@@ -117,9 +117,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:
     patience = settings.early_stopping_patience
-    if patience is None:
-        return None
-    return EarlyStopping(patience, settings.early_stopping_threshold)
+    return None if patience is None else EarlyStopping(patience, settings.early_stopping_threshold)
 
 
 def early_stopping_problems(settings: Settings) -> Iterator[Problem]:

@@ -176,8 +176,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
     policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
     require_weights(checkpoint)
-    rows = data[settings.dataset_train_split]
-    identity = identity_of(settings, checkpoint, policy, rows)
+    identity = identity_of(settings, checkpoint, policy, data[settings.dataset_train_split])
     identity[TEMPLATE_DATE] = day_of_run(resume).isoformat()
     check_resume(identity, resume)
     return Run(
@@ -364,10 +363,8 @@ def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> li
     else:
         with console.status("asking the model before training …"):
             answers = [answer(model, tokenizer, prompt) for _, prompt in questions]
-    return [
-        (replace(sample, before=text), prompt)
-        for (sample, prompt), text in zip(questions, answers, strict=True)
-    ]
+    pairs = zip(questions, answers, strict=True)
+    return [(replace(sample, before=text), prompt) for (sample, prompt), text in pairs]
 
 
 def _train(run: Run, built: Built, console: Console) -> Outcome:

@@ -282,17 +282,15 @@ def _hub(settings: Settings) -> Iterator[Problem]:
         validate_repo_id(name)
     except HFValidationError as error:
         message = str(error).partition(":")[0]
-        yield Problem(
-            f"--hub_model_id {name!r}", f"NAME or OWNER/NAME ({message})", "--hub_model_id OWNER/NAME"
-        )
+        expected = f"NAME or OWNER/NAME ({message})"
+        yield Problem(f"--hub_model_id {name!r}", expected, "--hub_model_id OWNER/NAME")
         return
     try:
         HfApi(token=settings.hub_token).whoami()
     except LocalTokenNotFoundError:
         fix = f"hf auth login, or --hub_token; or {later}"
-        yield Problem(
-            f"--push_to_hub to {name} without a token", "a token with permission to write to it", fix
-        )
+        what = f"--push_to_hub to {name} without a token"
+        yield Problem(what, "a token with permission to write to it", fix)
     except Exception as error:  # noqa: BLE001 - from any HTTP library of the hub's client; it is reported unchanged
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         setting = f"--push_to_hub to {name}: the hub cannot be used ({reason})"
@@ -337,9 +335,8 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
         expected = "an architecture that transformers has: isotype runs no code from a checkpoint"
         yield Problem("--trust_remote_code", expected, "leave it out")
     if settings.use_cpu and not settings.device.startswith("cpu"):
-        yield Problem(
-            f"--use_cpu True and --device {settings.device}", "one device", "leave one of the two out"
-        )
+        what = f"--use_cpu True and --device {settings.device}"
+        yield Problem(what, "one device", "leave one of the two out")
 
 
 def training_device(settings: Settings) -> DeviceProfile:

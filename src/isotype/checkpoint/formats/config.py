@@ -25,15 +25,9 @@ from isotype.core.pretrained import pretrained
 from isotype.model.modes import NoDraws
 
 BUILD_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
     ValueError,
-)
+)  # fmt: skip
 """Exceptions that a model class may raise for a config that does not fit it."""
 
 

@@ -165,11 +165,8 @@ def _tensors(
         raise CheckpointError.of("gguf is not installed", str(path), expected, fix) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     names = Counter(name for name, *_ in entries)
-    problems = [
-        Problem(f"tensor {name!r} twice", "each name once", DAMAGED)
-        for name, count in names.items()
-        if count > 1
-    ]
+    twice = (name for name, count in names.items() if count > 1)
+    problems = [Problem(f"tensor {name!r} twice", "each name once", DAMAGED) for name in twice]
     tensors: list[TensorHeader] = []
     cut: list[str] = []
     for name, shape, kind, offset in entries:

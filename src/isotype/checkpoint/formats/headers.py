@@ -125,9 +125,7 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
 
 def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
     """Return the tensors of one .safetensors or torch file; raise CheckpointError if it is damaged."""
-    if file.name.endswith(_TORCH_SUFFIXES):
-        return read_torch_header(file)
-    return read_safetensors(file)[0]
+    return read_torch_header(file) if file.name.endswith(_TORCH_SUFFIXES) else read_safetensors(file)[0]
 
 
 def _file_of(path: Path) -> tuple[Path, Kind]:
@@ -161,12 +159,9 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
         expected = "model.safetensors, or shards listed in model.safetensors.index.json"
         fix = "copy the index along with the shards, or rename a single file to model.safetensors"
         raise CheckpointError.of(headline, f"the directory {directory} holds {_listed(stray)}", expected, fix)
-    pickles = sorted(
-        file
-        for file in directory.iterdir()
-        if file.name.endswith(_TORCH_SUFFIXES)
-        and file.name.startswith(("pytorch_model", "adapter_model", "model"))
-    )
+    files = (file for file in directory.iterdir() if file.name.endswith(_TORCH_SUFFIXES))
+    begins = ("pytorch_model", "adapter_model", "model")
+    pickles = sorted(file for file in files if file.name.startswith(begins))
     if pickles:
         raise _refuse_pickle(pickles)
     return None

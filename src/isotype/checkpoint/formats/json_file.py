@@ -64,10 +64,7 @@ class Entry(NamedTuple):
 
 
 def entry_problems(
-    content: Mapping[str, Any],
-    entries: Sequence[Entry],
-    path: Path,
-    kinds: Mapping[str, Any] | None = None,
+    content: Mapping[str, Any], entries: Sequence[Entry], path: Path, kinds: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
     """Yield a problem for each value that its first matching `Entry` forbids; for `kind=None`, `kinds` has the type."""
     for key, value in content.items():

@@ -62,9 +62,8 @@ class MappedFiles:
         whole = self._storages.get(header.file)
         if whole is None:
             size = header.file.stat().st_size
-            whole = self._storages[header.file] = torch.UntypedStorage.from_file(
-                str(header.file), False, size
-            )
+            file = torch.UntypedStorage.from_file(str(header.file), False, size)
+            whole = self._storages[header.file] = file
         # A storage for this tensor alone: code that saves, shares or compares storages must not take the whole file.
         span = whole[header.begin : header.begin + header.bytes]
         return torch.empty(0, dtype=torch.uint8).set_(span)

@@ -107,11 +107,9 @@ def _what_failed(error: BaseException) -> Problem:
     refused = _REFUSED.search(text)
     if isinstance(error, pickle.UnpicklingError) and refused:
         what = refused[1] or refused[0]
-        return Problem(
-            f"a pickle of other objects than tensors: {what}",
-            "tensors only: unpickling anything else may run code",
-            "take the checkpoint in safetensors; do not load this file unless you trust its author",
-        )
+        expected = "tensors only: unpickling anything else may run code"
+        fix = "take the checkpoint in safetensors; do not load this file unless you trust its author"
+        return Problem(f"a pickle of other objects than tensors: {what}", expected, fix)
     if isinstance(error, NotImplementedError):
         # torch from 2.14 on compares a sparse tensor's indices with its size, which a tensor without values lacks.
         return Problem("a sparse tensor", "dense tensors with their names", _WEIGHTS)

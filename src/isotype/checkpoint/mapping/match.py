@@ -342,11 +342,9 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
 def _doubled_problems(match: Match) -> Iterator[Problem]:
     for name, tensor in match.weights.doubled:
         first, second = match.weights.sources[name].tensors[0][0].weight, tensor.weight
-        yield Problem(
-            f"{name} twice: {first.name} in {first.file.name} and {second.name} in {second.file.name}",
-            "one tensor per name in the model",
-            "remove the tensor that does not belong to the model, or save the model again",
-        )
+        what = f"{name} twice: {first.name} in {first.file.name} and {second.name} in {second.file.name}"
+        fix = "remove the tensor that does not belong to the model, or save the model again"
+        yield Problem(what, "one tensor per name in the model", fix)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -196,8 +196,7 @@ def _in_float32(model: Any, policy: PrecisionPolicy, deferred: DeferredBlocks) -
 
 
 def _vocabulary(model: Any) -> int:
-    size: int = getattr(model.config.get_text_config(), "vocab_size", 0)
-    return size
+    return getattr(model.config.get_text_config(), "vocab_size", 0)
 
 
 @dataclass(frozen=True)
@@ -210,12 +209,10 @@ class Candidate:
     policy: PrecisionPolicy
 
 
-def cheapest(
-    outputs: Learned, adapter: Adapter, candidates: Sequence[Candidate], revision: str | None
-) -> Form:
+def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate], revision: str | None) -> Form:
     """Try formats without writing files; return the first that keeps `ENOUGH` of the learning, else float32."""
     model = policy = None
-    for candidate in candidates:
+    for candidate in choices:
         if candidate.policy != policy:
             model = None
             gc.collect()

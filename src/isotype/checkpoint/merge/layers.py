@@ -133,11 +133,9 @@ class Merging:
             raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
         # Copies of the base's parameters that the adapter's file replaces (`bias="all"`).
         prefix = getattr(self._peft.base_model, "prefix", "lora_")
-        before_training = {
-            name: parameter.detach().clone()
-            for name, parameter in self._peft.named_parameters()
-            if parameter.requires_grad and not any(part in name for part in (prefix, *_MERGED_OTHERWISE))
-        }
+        trained = ((n, p) for n, p in self._peft.named_parameters() if p.requires_grad)
+        others = (prefix, *_MERGED_OTHERWISE)
+        before_training = {n: p.detach().clone() for n, p in trained if not any(part in n for part in others)}
         fill(self._peft, adapter)
         stored = {} if one_dtype else self._deferred.otherwise
         self._rounding = Rounding(target, dense.pinned, stored, written, instead, self._tied)
@@ -287,11 +285,8 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
     for name, value in sorted(state.items(), key=lambda item: item[0] in tied):
         first_names.setdefault(id(value), name)
     names = set(first_names.values()) - never_saved(model)
-    return {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        for name, value in state.items()
-        if name in names and isinstance(value, torch.Tensor)
-    }
+    held = ((n, v) for n, v in state.items() if n in names and isinstance(v, torch.Tensor))
+    return {name: torch.empty(v.shape, dtype=v.dtype, device="meta") for name, v in held}
 
 
 _MERGED_OTHERWISE = ("modules_to_save", "trainable_tokens")
@@ -301,9 +296,8 @@ _MERGED_OTHERWISE = ("modules_to_save", "trainable_tokens")
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return (
-        (name, layer) for name, layer in list(module.named_modules()) if isinstance(layer, BaseTunerLayer)
-    )
+    modules = list(module.named_modules())
+    return ((name, layer) for name, layer in modules if isinstance(layer, BaseTunerLayer))
 
 
 def merge_in_float32(name: str, layer: Any) -> None:
@@ -336,11 +330,8 @@ def _replaced(
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())
-    pairs = {
-        base_name(name): (before, parameters[name].data)
-        for name, before in before_training.items()
-        if name in parameters
-    }
+    held = ((name, before) for name, before in before_training.items() if name in parameters)
+    pairs = {base_name(name): (before, parameters[name].data) for name, before in held}
     for name, module in peft_model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             after = dict(module.modules_to_save[module.active_adapter].named_parameters())

@@ -115,9 +115,8 @@ def merge_adapter(
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     outputs, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
     instead = wider(stored, torch.bfloat16, torch.float32)
-    begin = partial(
-        Merging, saved, source, policy, target, revision, one_dtype=dtype != "auto", instead=instead
-    )
+    one_dtype = dtype != "auto"
+    begin = partial(Merging, saved, source, policy, target, revision, one_dtype=one_dtype, instead=instead)
     merging = begin()
     if base is not None and outputs is not None:  # the base of the training was readable
         check_same_base(saved, source, revision)
@@ -189,9 +188,7 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
 def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any) -> None:
     """Raise UsageError if the base cannot hold the adapter's biases, or transformers cannot read its experts in `stored`."""
     end = ".lora_B.bias"
-    biased = [
-        tensor.name.removesuffix(end) for tensor in adapter.headers.tensors if tensor.name.endswith(end)
-    ]
+    biased = [t.name.removesuffix(end) for t in adapter.headers.tensors if t.name.endswith(end)]
     if biased:
         modules = dict(blank_model(config).named_modules())
         name = next((name for name in map(base_name, biased) if modules[name].bias is None), None)

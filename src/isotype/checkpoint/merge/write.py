@@ -224,14 +224,9 @@ def disk_errors(output: Path) -> Iterator[None]:
 
 
 def _no_room(place: Path, what: str, expected: str) -> SaveError:
-    fix = "free some space, or give --output on another disk"
-    return SaveError.of(
-        "the merged model cannot be written",
-        f"{place}: {what}",
-        expected,
-        fix,
-        hint="the adapter and its base are unchanged, and no partial file is left: run the same command again",
-    )
+    headline, fix = "the merged model cannot be written", "free some space, or give --output on another disk"
+    hint = "the adapter and its base are unchanged, and no partial file is left: run the same command again"
+    return SaveError.of(headline, f"{place}: {what}", expected, fix, hint=hint)
 
 
 _MOST = 50_000_000_000

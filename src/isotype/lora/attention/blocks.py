@@ -76,10 +76,8 @@ def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        parts = [
-            _part(q[slice(*part.batch)], k[slice(*part.batch)], v[slice(*part.batch)], part, spec.scale)
-            for part in spec.plan.parts
-        ]
+        spans = ((slice(*part.batch), part) for part in spec.plan.parts)
+        parts = [_part(q[at], k[at], v[at], part, spec.scale) for at, part in spans]
         return torch.cat(parts).to(dtype).transpose(1, 2)
 
 

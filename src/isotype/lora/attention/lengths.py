@@ -100,9 +100,8 @@ def by_lengths(
     grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}
     ends, longest, sides = sequences.ends, sequences.longest, (window - 1, 0 if causal else -1)
     sizes = (ends, ends, longest, longest)
-    result: torch.Tensor = varlen_attention()(
-        query, key, value, *sizes, scale=scale, window_size=sides, **grouped
-    )
+    options = {"scale": scale, "window_size": sides, **grouped}
+    result: torch.Tensor = varlen_attention()(query, key, value, *sizes, **options)
     return result[None]
 
 
@@ -131,9 +130,8 @@ def repeated_attention_forward(
     layer: Any = module
     if groups > 1 and attention_mask is None and query.shape[2] > 1 and kwargs.get("cache") is None:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        layer = SimpleNamespace(
-            is_causal=bool(getattr(module, "is_causal", True))
-        )  # no `num_key_value_groups`
+        # Without `num_key_value_groups`.
+        layer = SimpleNamespace(is_causal=bool(getattr(module, "is_causal", True)))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )

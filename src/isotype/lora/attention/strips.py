@@ -118,15 +118,11 @@ def _backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sums: torch.Tensor,
     tiles: list[torch.Tensor], blocks: list[int], scale: float, whole: bool, needed: list[bool],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    grads = [
-        _empty(x, x.shape[3], whole) if need else x.new_empty(0)
-        for x, need in zip((q, k, v), needed, strict=True)
-    ]
-    wanted = {
-        name: grad for name, grad, need in zip(("d_q", "d_k", "d_v"), grads, needed, strict=True) if need
-    }
-    operands = {"q": q, "k": k, "v": v, "d_out": d_out, **wanted}
-    _run("backward", operands, sums, tiles, blocks, scale)
+    pairs = zip((q, k, v), needed, strict=True)
+    grads = [_empty(x, x.shape[3], whole) if need else x.new_empty(0) for x, need in pairs]
+    every = zip(("d_q", "d_k", "d_v"), grads, needed, strict=True)
+    wanted = {name: grad for name, grad, need in every if need}
+    _run("backward", {"q": q, "k": k, "v": v, "d_out": d_out, **wanted}, sums, tiles, blocks, scale)
     return tuple(grads)
 
 

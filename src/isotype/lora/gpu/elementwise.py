@@ -12,9 +12,8 @@ import torch
 
 from isotype.core.operators import operator
 
-ACTIVATIONS = {
-    name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"))
-}
+_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
+ACTIVATIONS = {name: number for number, name in enumerate(_NAMES)}
 """Maps a name in `isotype.lora.gates.GATES` to the number by which the kernels know this activation."""
 
 _KEYS = ("CUDA", "XPU")  # ROCm devices have the dispatch key CUDA

@@ -183,10 +183,7 @@ def _forward(
 
 
 def _backward(
-    call: Call,
-    needed: Sequence[bool],
-    saved: Sequence[Any],
-    gradients: Mapping[str, torch.Tensor],
+    call: Call, needed: Sequence[bool], saved: Sequence[Any], gradients: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Recompute the logits and return the gradients of (hidden, weight, bias). `gradients` are those of the results."""
     hidden, weight, bias, targets = saved[:4]

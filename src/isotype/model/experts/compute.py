@@ -291,9 +291,7 @@ def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
 def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
     """Return zeros for the gradient of a factor, in the memory layout that `_as_matrices` returns."""
     rows_first = factor.stride(1) >= factor.stride(2)
-    shape = factor.shape if rows_first else factor.mT.shape
-    zeros = factor.new_zeros(shape)
-    return zeros if rows_first else zeros.mT
+    return factor.new_zeros(factor.shape) if rows_first else factor.new_zeros(factor.mT.shape).mT
 
 
 def _lows(spec: Experts, factors: Sequence[torch.Tensor], seed: int) -> tuple[list[_Low], list[_Low]]:
@@ -377,10 +375,8 @@ class _Experts(torch.autograd.Function):
         x, order, scores, *rest = ctx.saved_tensors
         adapters = len(spec.up.adapters) + len(spec.down.adapters)
         factors, saved = rest[: 2 * adapters], rest[2 * adapters :]
-        gradients = [
-            _gradient_of(factor) if needed else None
-            for factor, needed in zip(factors, ctx.needs_input_grad[6:], strict=True)
-        ]
+        pairs = zip(factors, ctx.needs_input_grad[6:], strict=True)
+        gradients = [_gradient_of(factor) if needed else None for factor, needed in pairs]
         with NoAutocast(x.device.type):
             ups, downs = _lows(spec, factors, ctx.seed)
             tokens, weights = order // ctx.k, _weights(spec, scores, order)

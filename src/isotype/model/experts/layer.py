@@ -229,9 +229,7 @@ def _drops(outer: Any) -> bool:
 def _is_parametrized_by_others(base: nn.Module) -> bool:
     """Return whether a weight has another parametrization than its quantization, as during a call of PEFT's forward."""
     lists = getattr(base, "parametrizations", {}).values()
-    return any(
-        not isinstance(parametrization, QuantizedStack) for parts in lists for parametrization in parts
-    )
+    return any(not isinstance(part, QuantizedStack) for parts in lists for part in parts)
 
 
 def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
@@ -294,8 +292,7 @@ def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[t
         adapters.append(Adapter(wrapper.scaling[name], dropout.p if drops else 0.0))
         first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
         first = first.reshape(wrapper.num_experts, -1, first.shape[-1])
-        outputs = second.shape[0]
-        second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (outputs, -1))
+        second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (second.shape[0], -1))
         # The delta is the product `second first`, or its transpose if PEFT assumes weights [in, out].
         pair = (second, first) if takes_outputs_first(wrapper) else (first.mT, second.mT)
         tensors += pair if layout.inputs_first else (pair[1].mT, pair[0].mT)

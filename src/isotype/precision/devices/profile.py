@@ -22,6 +22,7 @@ import torch
 from isotype.core.arguments import did_you_mean
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError
+from isotype.core.names import plural
 from isotype.precision.devices.cpu import (
     CPU_INSTRUCTIONS,
     CpuFeatures,
@@ -186,9 +187,7 @@ def profile_names() -> tuple[str, ...]:
 
 def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
     """Return the profile of a CPU. `onednn` is None if torch has no oneDNN: 16-bit matmuls are then slow."""
-    reasons = {
-        dtype: why_not_native(dtype, dtype_name(dtype), features, onednn) for dtype in CPU_INSTRUCTIONS
-    }
+    reasons = {d: why_not_native(d, dtype_name(d), features, onednn) for d in CPU_INSTRUCTIONS}
     emulated = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
     table, unlike = contract_table(features, onednn)
     measured = _named_profile(table)
@@ -216,9 +215,8 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
 @cache
 def this_cpu_emulates(dtype: torch.dtype) -> bool:
     """Return whether this CPU has no instructions for products in `dtype`."""
-    return (
-        dtype in CPU_INSTRUCTIONS and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
-    )
+    known = dtype in CPU_INSTRUCTIONS
+    return known and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
 
 
 def _this_memory() -> int | None:
@@ -338,9 +336,8 @@ def mps_profile(title: str, memory_bytes: int | None, name: str = "mps") -> Devi
 
 
 def _probe_cuda(device: torch.device) -> DeviceProfile:
-    raw = torch.cuda.get_device_properties(
-        torch.cuda.current_device() if device.index is None else device.index
-    )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    raw = torch.cuda.get_device_properties(index)
     capability, name = (raw.major, raw.minor), str(device)
     if torch.version.hip:
         return rocm_profile(raw.name, raw.total_memory, getattr(raw, "gcnArchName", ""), capability, name)
@@ -409,12 +406,9 @@ def _named_profile(name: str) -> DeviceProfile:
     if len(cards) == 1 and is_card:
         return _of_record(cards[0])
     if cards:
-        raise PrecisionError.of(
-            "a name of several devices" if len(cards) > 1 else "unknown device",
-            f"device {name!r}",
-            "the name of one card",
-            f"give one of {', '.join(cards)}",
-        )
+        headline = "a name of several devices" if len(cards) > 1 else "unknown device"
+        fix = f"give one of {', '.join(cards)}"
+        raise PrecisionError.of(headline, f"device {name!r}", "the name of one card", fix)
     fix = did_you_mean(name, _names(), "give one of these names", cutoff=0.5)
     expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"
     raise PrecisionError.of("unknown device", f"device {name!r}", expected, fix)
@@ -422,9 +416,7 @@ def _named_profile(name: str) -> DeviceProfile:
 
 def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     build = torch.version.cuda or torch.version.hip or "a CPU build"
-    count_in_words = (
-        f"torch {torch.__version__} ({build}) finds {count} {kind} device{'' if count == 1 else 's'}"
-    )
+    counted = f"torch {torch.__version__} ({build}) finds {plural(count, f'{kind} device')}"
     profile = "h100" if kind == "cuda" else "auto"
     fix = (
         f"use {kind}:{count - 1}"
@@ -432,9 +424,8 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
         else f"use auto (the CPU if there is no other device), or install a torch built for {kind}; to plan for one with "
         f"isotype check, name a profile such as {profile}"
     )
-    return PrecisionError.of(
-        "device not in this machine", f"device {name!r}", f"a device that torch finds; {count_in_words}", fix
-    )
+    expected = f"a device that torch finds; {counted}"
+    return PrecisionError.of("device not in this machine", f"device {name!r}", expected, fix)
 
 
 # ------------------------------------------- names of cards: `rtx-4090`, `4090`, `NVIDIA GeForce RTX 4090`

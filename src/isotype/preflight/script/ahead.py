@@ -95,12 +95,6 @@ def request_of_script(
     )
 
 
-def call_with(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Call a model as the script did; positional inputs have the names `argument 0`, `argument 1`, …"""
-    args = [value for name, value in inputs.items() if name.startswith("argument ")]
-    return model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
-
-
 class LossOfForward(LossOfOutput):
     """The loss in the output of a model that is called as in the script. `returned` gets whether there is one.
 
@@ -111,7 +105,9 @@ class LossOfForward(LossOfOutput):
         self._returned = returned
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-        output = call_with(model, inputs)
+        # Positional inputs have the names `argument 0`, `argument 1`, …
+        args = [value for name, value in inputs.items() if name.startswith("argument ")]
+        output = model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
         self.partial = find_loss(output) is None
         if torch.is_grad_enabled():
             self._returned.put(not self.partial)

@@ -480,7 +480,6 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
 
 
 def _of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
-    """Return the findings of these modules of rules."""
     codes = {code_of(rule.__name__) for rule in rules}
     return [finding for finding in findings if finding.code in codes]
 

@@ -138,8 +138,7 @@ class Numbers:
     def _read(self, values: list[torch.Tensor]) -> list[float]:
         if not values:
             return []
-        numbers: list[float] = torch.stack([value.float().to(self._device) for value in values]).tolist()
-        return numbers
+        return torch.stack([value.float().to(self._device) for value in values]).tolist()
 
     def _updating(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._skipped = False

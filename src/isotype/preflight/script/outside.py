@@ -52,11 +52,8 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     if gradientless := _without_gradients(error, names):
         return Outside(source, (), gradientless)
     states = dict(_of_optimizer(error))
-    tensors = tuple(
-        (name, tensor.dtype, tuple(tensor.shape), names.get(id(tensor), ""))
-        for name, tensor in (states or variables).items()
-        if tensor.dtype in FLOATS and tensor.dim()
-    )
+    floats = ((n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim())
+    tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t), "")) for n, t in floats)
     autocast = max((call.autocast for call in step.calls if call.autocast), key=str, default=None)
     dtypes = {dtype for _, dtype, *_ in tensors}
     return Outside(source, tensors[:_SHOWN], _help(error, short(source), bool(states), dtypes, autocast))
@@ -91,9 +88,8 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     """Return the optimizer in the innermost traceback frame with such a variable, in a list; [] if there is none."""
-    variables = (
-        value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()
-    )
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
 
 

@@ -156,7 +156,10 @@ def cleaned(error: BaseException) -> BaseException:
         link = waiting.pop()
         if link is not None and id(link) not in visited:
             visited.add(id(link))
-            link.__traceback__ = _rebuilt(_without_ours(_entries(link.__traceback__)))
+            entries = _without_ours(_entries(link.__traceback__))
+            link.__traceback__ = None
+            for frame, last, line in reversed(entries):
+                link.__traceback__ = TracebackType(link.__traceback__, frame, last, line)
             waiting += [link.__cause__, link.__context__]
     return error
 
@@ -167,13 +170,6 @@ def _entries(trace: TracebackType | None) -> list[_Entry]:
         entries.append((trace.tb_frame, trace.tb_lasti, trace.tb_lineno))
         trace = trace.tb_next
     return entries
-
-
-def _rebuilt(entries: list[_Entry]) -> TracebackType | None:
-    trace = None
-    for frame, last, line in reversed(entries):
-        trace = TracebackType(trace, frame, last, line)
-    return trace
 
 
 def _without_ours(entries: list[_Entry]) -> list[_Entry]:

@@ -170,11 +170,8 @@ def timeline(memory: Memory, capacity: int | None) -> Content | None:
         return None
     size, unit = _unit(memory.peak)
     high = 1.06 * max(capacity or 0, *(point.total for point in points)) / size
-    areas = [
-        (kind, [point.kinds.get(kind, 0) / size for point in points])
-        for kind in MEMORY_KINDS
-        if any(point.kinds.get(kind) for point in points)
-    ]
+    kinds = (kind for kind in MEMORY_KINDS if any(point.kinds.get(kind) for point in points))
+    areas = [(kind, [point.kinds.get(kind, 0) / size for point in points]) for kind in kinds]
     pairs, count = enumerate(pairwise(points), 1), len(points)
     starts = [0, *(at for at, (before, after) in pairs if before.phase != after.phase), count]
     return {
@@ -243,8 +240,7 @@ def _places(finding: Finding, report: Record) -> Content | None:
     if total < 2:
         return None
     rows = [
-        (".".join(filter(None, (within, part))), f"×{count:,}" if count > 1 else "")
-        for within, part, count in folded
+        (".".join(filter(None, (within, part))), f"×{n:,}" if n > 1 else "") for within, part, n in folded
     ]
     return {"count": plural(total, "place"), "rows": rows}
 

@@ -63,8 +63,6 @@ def _problem(finding: Finding, setup: Setup) -> Problem:
     wanted = f"operands that {finding.op} accepts" if finding.op else f"a {finding.phase} that runs"
     if finding.kind == "values":
         wanted = "values that float16 holds"
-    return Problem(
-        f"{finding.code}: {finding.message}, at {place}{because}",
-        f"{wanted} on {setup.profile.title}",
-        marked(finding.fixes[0]) if finding.fixes else f"see isotype explain {finding.code}",
-    )
+    what = f"{finding.code}: {finding.message}, at {place}{because}"
+    fix = marked(finding.fixes[0]) if finding.fixes else f"see isotype explain {finding.code}"
+    return Problem(what, f"{wanted} on {setup.profile.title}", fix)

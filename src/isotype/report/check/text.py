@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core.console import LOG_WIDTH
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import format_bytes, listed, named, plain_name, plural
+from isotype.core.names import format_bytes, grouped, listed, named, plain_name, plural
 from isotype.core.terminal import printed_command
 from isotype.precision import by_ranges
 from isotype.records.finding import Cost, Finding, Fix, Scope, marked
@@ -421,12 +421,9 @@ def _places(places: Sequence[str], layers: Mapping[tuple[str, int], int]) -> str
     total = sum(count for _, _, count in folded)
     if total < 2:
         return ""
-    groups: dict[str, list[str]] = {}
-    for within, part, _ in folded[:_PATTERNS_SHOWN]:
-        groups.setdefault(within, []).append(part)
-    shown = "; ".join(
-        f"{within}: {', '.join(parts)}" if within else ", ".join(parts) for within, parts in groups.items()
-    )
+    groups = grouped(folded[:_PATTERNS_SHOWN], lambda row: row[0])
+    lists = ((within, ", ".join(part for _, part, _ in rows)) for within, rows in groups.items())
+    shown = "; ".join(f"{within}: {parts}" if within else parts for within, parts in lists)
     more = sum(count for _, _, count in folded[_PATTERNS_SHOWN:])
     head = f"{plural(total, 'place')}{' in ' if folded[0][0] else ': '}"
     return f"{head}{shown}{f' and {more:,} more' if more else ''}"

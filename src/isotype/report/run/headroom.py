@@ -85,8 +85,7 @@ def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
 
 def in_words(headroom: Headroom) -> str:
     """Describe the block with the least headroom, and the change of its values over the run."""
-    blocks = by_block(headroom)
-    least = min(blocks, key=lambda block: block.headroom)
+    least = min(by_block(headroom), key=lambda block: block.headroom)
     sampled = f"{len(headroom.samples):,} sampled"
     several = len(headroom.samples) > 1
     where = f"in nine of ten micro-batches ({sampled})" if several else "in the one sampled micro-batch"

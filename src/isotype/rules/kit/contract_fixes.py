@@ -36,9 +36,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
         stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
         yield fix(f"set the quantization states' dtype to {expected}", "state", stale or names, expected)
     yield from _hook_fixes(trace, group, expected)
-    written = tuple(
-        cause.source for cause in group.causes if cause.kind in ("cast", "constant") and cause.source
-    )
+    written = tuple(c.source for c in group.causes if c.kind in ("cast", "constant") and c.source)
     if written:
         where = listed(map(short, dict.fromkeys(written)), 2)
         text = f"write {expected} instead of {dtype_name(group.mismatched.dtype)} at {where}"

@@ -100,9 +100,7 @@ _NAMES = {
 
 
 def _dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
-    return frozenset(
-        dtype for dtype, name in _NAMES.items() if part and re.search(name, part[1], re.IGNORECASE)
-    )
+    return frozenset(d for d, name in _NAMES.items() if part and re.search(name, part[1], re.IGNORECASE))
 
 
 def _finding(trace: Trace, group: Group, headline: str) -> Finding:

@@ -78,16 +78,8 @@ def root(origin: Origin) -> Origin:
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
-        down = next(
-            (
-                step
-                for step in blamed.path()[1:]
-                if step.kind in ("cast", "autocast")
-                and step.dtype.itemsize < blamed.dtype.itemsize
-                and step.module == blamed.module
-            ),
-            None,
-        )
+        casts = (s for s in blamed.path()[1:] if s.kind in ("cast", "autocast") and s.module == blamed.module)
+        down = next((s for s in casts if s.dtype.itemsize < blamed.dtype.itemsize), None)
         if down is None or down.before is None or down.before.dtype != blamed.dtype:
             return blamed
         blamed = down.before.cause
@@ -216,23 +208,17 @@ def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
 
 _RANDOM = ("aten.bernoulli", "aten.native_dropout", "aten.rand", "aten.uniform_", "aten.normal_")
 _ATTENTION = (
-    "_scaled_dot_product_",
-    ".scaled_dot_product_attention",
-    "._flash_attention",
-    "._efficient_attention",
+    "_scaled_dot_product_", ".scaled_dot_product_attention", "._flash_attention", "._efficient_attention",
     "._varlen_attn",
-)
+)  # fmt: skip
 
 
 @per_trace
 def step_time(trace: Trace) -> StepTime | None:
     """Return the minimum time of a step; None without rates, or if the step was not traced to its end."""
     profile = trace.setup.profile
-    emulated = {
-        dtype: torch.float32
-        for dtype in HALVES
-        if profile.supports(dtype) == "emulated" and torch.float32 in profile.peak_flops
-    }
+    known = torch.float32 in profile.peak_flops
+    emulated = {d: torch.float32 for d in HALVES if known and profile.supports(d) == "emulated"}
     rates = {dtype: profile.peak_flops[other] for dtype, other in emulated.items()}
     peaks, bandwidth, steps = {**rates, **profile.peak_flops}, profile.memory_bandwidth, profile.steps
     rated = bandwidth is not None and trace.flops and trace.flops.keys() <= peaks.keys()
@@ -250,8 +236,7 @@ def step_time(trace: Trace) -> StepTime | None:
             least = max(least, count / peaks[dtype])
             seconds += least
         if profile.random_rate is not None and call.op.startswith(_RANDOM) and call.results:
-            drawn = math.prod(call.results[0][1]) * call.repeats
-            least = max(least, drawn / profile.random_rate)
+            least = max(least, math.prod(call.results[0][1]) * call.repeats / profile.random_rate)
         if profile.page_rate is not None:
             least += new_pages(call) / profile.page_rate
         traced += least

@@ -11,12 +11,8 @@ import torch
 from isotype.records.trace import Call, Operand, Trace, Weight
 
 _CHOICES = (
-    "aten.topk.default",
-    "aten.sort.default",
-    "aten.sort.stable",
-    "aten.max.dim",
-    "aten.argmax.default",
-)
+    "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.argmax.default",
+)  # fmt: skip
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten.matmul.default")
 
 

@@ -21,11 +21,8 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
     """Return the trainable float parameters; if `dtypes` are given, only parameters in these dtypes."""
-    return tuple(
-        weight
-        for weight in trace.weights
-        if weight.trainable and weight.dtype.is_floating_point and (not dtypes or weight.dtype in dtypes)
-    )
+    floats = (w for w in trace.weights if w.trainable and w.dtype.is_floating_point)
+    return tuple(weight for weight in floats if not dtypes or weight.dtype in dtypes)
 
 
 def count(weights: Iterable[Weight]) -> int:

@@ -102,10 +102,7 @@ def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
     pairs = list(zip(outputs, dtypes, strict=True))
     if all(not isinstance(leaf, torch.Tensor) or leaf.dtype == dtype for leaf, dtype in pairs):
         return result
-    cast = [
-        aten._to_copy.default(leaf, dtype=dtype) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, dtype in pairs
-    ]
+    cast = [aten._to_copy.default(x, dtype=d) if isinstance(x, torch.Tensor) else x for x, d in pairs]
     return tuple(cast) if isinstance(result, (list, tuple)) else cast[0]
 
 

@@ -200,7 +200,6 @@ def name_of(func: Any) -> str:
 
 
 def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> Any:
-    """Return `values` with the tensors of the dtypes `kinds` cast to `dtype`."""
 
     def cast(leaf: Any) -> Any:
         wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
@@ -274,7 +273,6 @@ def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> 
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `scaled_dot_product_attention` by name."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -306,5 +304,4 @@ def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _as_half(leaf: Any) -> Any:
-    """Convert the float32 result of a transform to the result that the float16 transform would return."""
     return leaf.to(_HALVES[leaf.dtype]) if isinstance(leaf, torch.Tensor) else leaf

@@ -31,11 +31,7 @@ from isotype.trace.fake.arguments import map_leaves
 _CPU = torch.device("cpu")
 _BUILT_IN = ("aten", "prims")
 _UNSTEADY = frozenset(
-    {
-        torch.Tag.data_dependent_output,
-        torch.Tag.dynamic_output_shape,
-        torch.Tag.inplace_view,
-    }
+    {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )
 # Operators that change a tensor's metadata without the tag `inplace_view`.
 _RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten::lift_fresh", "aten::lift"})

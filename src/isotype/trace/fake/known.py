@@ -65,7 +65,10 @@ class Known:
             return {}
         first = args[0]
         with without_functions(), without_modes():
-            self._cleared(packet, args, calls)
+            for arg in args if packet in _CLEARS else ():
+                if hasattr(arg, _NAN):
+                    at = getattr(arg, _NAN)
+                    calls[at] = replace(calls[at], undefined=0)
             self._follow(packet, func, first, args, result)
             outside = next(self._outside(packet, args), None)
             undefined = self._undefined(packet, args)
@@ -74,11 +77,6 @@ class Known:
         fields = {"outside": outside, "undefined": undefined}
         return {name: value for name, value in fields.items() if value}
 
-    def _cleared(self, packet: Any, args: Any, calls: list[Call]) -> None:
-        if packet in _CLEARS:
-            for at in (getattr(arg, _NAN) for arg in args if hasattr(arg, _NAN)):
-                calls[at] = replace(calls[at], undefined=0)
-
     def _follow(self, packet: Any, func: Any, first: torch.Tensor, args: Any, result: Any) -> None:
         """Copy the notes of an operator's first operand (integers, masked positions, NaN) to the result."""
         output = result[0] if isinstance(result, (tuple, list)) and result else result
@@ -86,8 +84,7 @@ class Known:
             return
         masked = self._masked_by(packet, args, output)
         if masked is not None:
-            in_place = output is first
-            setattr(output, _MASKED, (masked, (version_of(output) or 0) + in_place))
+            setattr(output, _MASKED, (masked, (version_of(output) or 0) + (output is first)))
         if packet not in _MOVED and packet not in _SAME and packet not in _SCALED:
             return
         if hasattr(first, _NAN):

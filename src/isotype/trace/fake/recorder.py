@@ -42,7 +42,7 @@ from isotype.core.operators import (
     tensors_in,
 )
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
-from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Operand, Origin
+from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Origin
 from isotype.trace.fake.arguments import (
     as_measured,
     cast_result,
@@ -124,9 +124,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """
         hooks = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):
-            hooks.enter_context(
-                model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
-            )
+            noting = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
+            hooks.enter_context(noting)
         self._register_plain_tensors(model)
         return hooks
 
@@ -433,11 +432,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         source = raising_line(error)
         text = f"{type(error).__name__}: {first_line(error)}"
         with without_functions():
-            operands = tuple(
-                Operand(name, value.dtype, tuple(value.shape), self.origin(value))
-                for name, value in tensors_at_hand(error)
-                if value.dtype in FLOATS
-            )
+            held = [(name, value) for name, value in tensors_at_hand(error) if value.dtype in FLOATS]
+            operands = self.operands(held)
         mixed = len({operand.dtype for operand in operands}) > 1
         recomputes = isinstance(error, CheckpointError) or frame is not None
         recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)

@@ -26,7 +26,7 @@ from isotype.compat.torch_casts import casts_in_place
 from isotype.compat.transformers import fp8_kernels_replaced
 from isotype.contracts.contract import contracts_of
 from isotype.core.errors import first_line
-from isotype.core.names import base_name
+from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import OPTIMIZERS, state_bytes
 from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
@@ -333,10 +333,8 @@ class _Step:
         """Unscale gradients, one dtype after the other, like `GradScaler.unscale_`, which raises for float16."""
         if not self.setup.scaler:
             return
-        groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for _, parameter in self._trained():
-            assert parameter.grad is not None
-            groups.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        held = (parameter.grad for _, parameter in self._trained() if parameter.grad is not None)
+        groups = grouped(held, lambda gradient: gradient.dtype)
         if refused := [("grad", gradient) for gradient in groups.pop(torch.float16, [])]:
             self._refuse("GradScaler.unscale_", "Attempting to unscale FP16 gradients.", refused)
         for gradients in groups.values():

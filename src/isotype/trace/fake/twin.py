@@ -134,9 +134,8 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
         parameter.grad_dtype = tensor.grad_dtype
     if type(tensor) is not nn.Parameter:
         # PEFT and bitsandbytes check the class of a quantized parameter, and the name of the class.
-        with contextlib.suppress(
-            TypeError
-        ):  # the class has another memory layout (DTensor): the fake stays dense
+        # If the class has another memory layout (DTensor), the fake stays dense.
+        with contextlib.suppress(TypeError):
             give_class(parameter, type(tensor))
     return parameter
 

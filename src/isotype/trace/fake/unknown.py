@@ -217,11 +217,8 @@ def _while_around(frame: FrameType | None) -> int | None:
     """Return the line of the innermost `while` loop that runs in `frame` or its callers in the model's code."""
     while frame is not None and not is_library(frame.f_code.co_filename):
         parents, line = _parents(frame.f_code.co_filename), frame.f_lineno
-        lines = (
-            node.lineno
-            for node in parents
-            if isinstance(node, ast.While) and node.lineno <= line <= (node.end_lineno or 0)
-        )
+        loops = (node for node in parents if isinstance(node, ast.While))
+        lines = (loop.lineno for loop in loops if loop.lineno <= line <= (loop.end_lineno or 0))
         if (loop := max(lines, default=None)) is not None:
             return loop
         frame = frame.f_back

@@ -154,9 +154,7 @@ class Values:
 
     def _read(self, tensor: torch.Tensor, counted: bool) -> torch.Tensor | None:
         large: torch.Tensor | None = getattr(tensor, _LARGE, None) if counted else None
-        if large is None or storage_of(large) in self._unknown:
-            return self.of(tensor)
-        return large
+        return self.of(tensor) if large is None or storage_of(large) in self._unknown else large
 
     # ------------------------------------------------------------------------------------------------- rounding
 
@@ -228,7 +226,7 @@ class Values:
         if func is aten.nonzero.default:
             return self._nonzero
         if func is aten.masked_select.default:
-            return self._masked_select
+            return lambda tensor, mask: tensor.new_empty((self._nonzero(mask).shape[0],))
         if func is aten.index.Tensor and any(map(_is_mask, args[1])):
             return self._index
         dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
@@ -265,9 +263,6 @@ class Values:
                 self.give(places, torch.arange(rows).unsqueeze(1))
             return places
         return torch.zeros((rows, mask.dim()), dtype=torch.long)
-
-    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty((self._nonzero(mask).shape[0],))
 
     def _index(self, tensor: torch.Tensor, indices: Any) -> torch.Tensor:
         numbers: list[Any] = []

@@ -32,13 +32,9 @@ def gradients_of(
     `plain` says whether this step has computed the gradients without a loss scale, and `idle` has the parameters without a
     gradient that no optimizer holds. The argument `unscaled` is True if a GradScaler has unscaled gradients of this script.
     """
-    used = {
-        operand.origin.name: call.module
-        for call in recorder.calls
-        if call.phase == "forward"
-        for operand in call.operands
-        if operand.origin.kind == "parameter"
-    }
+    forward = (call for call in recorder.calls if call.phase == "forward")
+    origins = ((operand.origin, call.module) for call in forward for operand in call.operands)
+    used = {origin.name: module for origin, module in origins if origin.kind == "parameter"}
     weights = [*parameters_of(optimizer)]
     trained = [weight for weight in weights if weight.requires_grad]
     reached = sum(weight.grad is not None for weight in trained)

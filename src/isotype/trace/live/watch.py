@@ -480,14 +480,9 @@ class Watch:
         """For each trainable parameter, return a matmul of the forward that uses it, by the parameter's name."""
         assert self.recorder is not None
         trained = {weight.name for weight in self.recorder.weights if weight.trainable}
-        return {
-            step.name: call
-            for call in self.recorder.calls
-            if call.phase == "forward" and call.flops
-            for operand in call.operands
-            for step in operand.origin.path()
-            if step.name in trained
-        }
+        matmuls = (call for call in self.recorder.calls if call.phase == "forward" and call.flops)
+        steps = ((call, s) for call in matmuls for operand in call.operands for s in operand.origin.path())
+        return {step.name: call for call, step in steps if step.name in trained}
 
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""

@@ -59,12 +59,8 @@ def first_nonfinite(
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Run a block without gradients, and restore gradients, buffers, training modes and random states afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (holder, name, buffer, buffer.detach().clone())
-        for holder in model.modules()
-        for name, buffer in own_buffers(holder).items()
-        if buffer is not None and not buffer.is_meta
-    ]
+    held = ((m, name, b) for m in model.modules() for name, b in own_buffers(m).items() if b is not None)
+    buffers = [(m, name, buffer, buffer.detach().clone()) for m, name, buffer in held if not buffer.is_meta]
     modes = [(module, module.training) for module in model.modules()]
     for parameter, _ in gradients:
         parameter.grad = None

@@ -15,20 +15,12 @@ from isotype.records.nonfinite import Cause, Value
 from isotype.trace.recorder import Place
 
 _BY_ELEMENT = (
-    "aten._to_copy",
-    "aten.copy",
-    "aten.clone",
-    "aten.where",
-    "aten.masked_fill",
-    "aten.native_dropout",
-)
+    "aten._to_copy", "aten.copy", "aten.clone", "aten.where", "aten.masked_fill", "aten.native_dropout",
+)  # fmt: skip
 _SOFTMAX = (
-    "aten._softmax.",
-    "aten._log_softmax.",
-    "aten._safe_softmax.",
-    "aten._scaled_dot_product",
+    "aten._softmax.", "aten._log_softmax.", "aten._safe_softmax.", "aten._scaled_dot_product",
     "aten._flash",
-)
+)  # fmt: skip
 _MASKS = ("attn_mask", "attn_bias", "self")
 
 

@@ -149,15 +149,17 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         """Return a finding if a non-finite result must be reported, else None."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
-            return self._fresh(call, result, fresh)
+            exact, entries = exact_result(call, fresh, result.dtype), entries_at(call, fresh)
+            finding = self._finding(call, result, cause_of(call, result, exact, entries))
+            return replace(finding, rows=self._rows(fresh), exact=exact, entries=entries)
         for operand in call.operands:
             if operand.original is None or operand.tensor is None:
                 if not math.isfinite(operand.number or 0.0):
                     self._suspect(self._from_operand(call, result, "constant", operand))
             elif not is_finite(operand.tensor):
-                finding = self._judge_operand(call, result, operand)
-                if finding is not None:
-                    return finding
+                judged = self._judge_operand(call, result, operand)
+                if judged is not None:
+                    return judged
         return None
 
     def _judge_operand(self, call: Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
@@ -181,11 +183,6 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     def _suspect(self, finding: NonFinite) -> None:
         if self.suspect is None or (finding.result.nan and not self.suspect.result.nan):
             self.suspect = finding
-
-    def _fresh(self, call: Call, result: torch.Tensor, fresh: torch.Tensor) -> NonFinite:
-        exact, entries = exact_result(call, fresh, result.dtype), entries_at(call, fresh)
-        finding = self._finding(call, result, cause_of(call, result, exact, entries))
-        return replace(finding, rows=self._rows(fresh), exact=exact, entries=entries)
 
     def _from_operand(self, call: Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
         finding, tensor = self._finding(call, result, cause), operand.original

@@ -76,10 +76,8 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors) or ids.numel() < 2:
         return None
-    copies = {
-        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
-    }
+    held = ((name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+    copies = {**inputs, **{name: value.detach().cpu().clone() for name, value in held}}
     labelled = isinstance(copies.get("labels"), torch.Tensor)
     if not labelled:
         copies = _with_labels(copies)

@@ -102,8 +102,7 @@ def _shard(model: Any, mesh: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard
 
-    base = without_peft(model)
-    classes = unsplit_classes(base)
+    classes = unsplit_classes(without_peft(model))
     blocks = [module for module in model.modules() if type(module).__name__ in classes]
     for block in blocks or list(blocks_in(model)):
         fully_shard(block, mesh=mesh)

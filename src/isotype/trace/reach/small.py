@@ -186,9 +186,8 @@ def _of_copies(method: MethodType, memo: Mapping[int, Any]) -> MethodType:
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     ours = [isinstance(value, MethodType) and id(value.__self__) in memo for value in held]
     if any(ours):
-        cells = (
-            CellType(_of_copies(value, memo) if our else value) for value, our in zip(held, ours, strict=True)
-        )
+        both = zip(held, ours, strict=True)
+        cells = (CellType(_of_copies(value, memo) if our else value) for value, our in both)
         code, names = function.__code__, function.__globals__
         again = FunctionType(code, names, function.__name__, function.__defaults__, tuple(cells))
         again.__kwdefaults__ = function.__kwdefaults__
@@ -357,7 +356,6 @@ def _use_stand_in(model: nn.Module) -> None:
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """Return the configs of a model's modules, every config once."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in configs if config is not None}.values())
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
+from isotype.core.names import grouped
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
@@ -188,11 +189,8 @@ ARGUMENTS: tuple[Argument, ...] = (
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each count that is out of range. The parser reports values that are not whole numbers."""
-    return [
-        Problem(f"--{name} {count}", _COUNT.words(), _COUNT.fix)
-        for name, count in counts.items()
-        if isinstance(count, int) and not _COUNT.takes(count)
-    ]
+    wrong = ((name, n) for name, n in counts.items() if isinstance(n, int) and not _COUNT.takes(n))
+    return [Problem(f"--{name} {n}", _COUNT.words(), _COUNT.fix) for name, n in wrong]
 
 
 def number_problems(read: Read) -> Iterator[Problem]:
@@ -243,11 +241,8 @@ def name_problems(read: Read) -> Iterator[Problem]:
 
 def common_arguments(method: str) -> dict[str, list[Argument]]:
     loss = METHODS[method].loss
-    groups: dict[str, list[Argument]] = {}
-    for argument in ARGUMENTS:
-        if argument.group and loss in (argument.losses or (loss,)):
-            groups.setdefault(argument.group, []).append(argument)
-    return groups
+    common = (a for a in ARGUMENTS if a.group and loss in (a.losses or (loss,)))
+    return grouped(common, lambda argument: argument.group)
 
 
 def short_help(method: str) -> str:

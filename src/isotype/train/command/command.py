@@ -274,9 +274,8 @@ class Command:
         return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
     def same_settings(self, other: Command) -> bool:
-        return (
-            not self.difference(other) and self.method == other.method and self.processes == other.processes
-        )
+        same = self.method == other.method and self.processes == other.processes
+        return same and not self.difference(other)
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
         """For each argument whose values differ, return the pair (value in this command, value in `other`)."""

@@ -164,9 +164,8 @@ def _parser(
         if spec.name in mine:
             continue
         nargs = "+" if spec.many else "?" if spec.bare else None
-        parser.add_argument(
-            *spec.flags, dest=spec.name, nargs=nargs, const=True if spec.bare else None, **hidden
-        )
+        const = True if spec.bare else None
+        parser.add_argument(*spec.flags, dest=spec.name, nargs=nargs, const=const, **hidden)
         if spec.negated:
             names = (f"--no_{spec.name}", f"--no-{spec.name.replace('_', '-')}")
             parser.add_argument(*names, dest=spec.name, action="store_const", const=False, **hidden)
@@ -235,11 +234,8 @@ def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
     os.environ.update(env)
     known = specs(method)
     headline = f"{path} requests features that isotype lacks" if problems else f"invalid values in {path}"
-    unknown = [
-        unknown_name(str(key), value, sorted(known), f"isotype {method} --help-all")
-        for key, value in content.items()
-        if key not in known
-    ]
+    hint, others = f"isotype {method} --help-all", [key for key in content if key not in known]
+    unknown = [unknown_name(str(key), content[key], sorted(known), hint) for key in others]
     if unknown and not problems:
         headline = f"unknown names in {path}"
     problems += unknown
@@ -247,10 +243,8 @@ def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
     for name, value in content.items():
         if value is not None and name in known:
             at = f"{path}:{lines[name]}" if name in lines else path
-            problems += [
-                Problem(f"{problem.given} ({at})", problem.expected, problem.fix)
-                for problem in _add(values, method, name, value, at, None)
-            ]
+            added = _add(values, method, name, value, at, None)
+            problems += [Problem(f"{p.given} ({at})", p.expected, p.fix) for p in added]
     if problems:
         raise UsageError(headline, problems)
     return ConfigFile(path, values, env)

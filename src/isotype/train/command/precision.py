@@ -129,6 +129,5 @@ def _other_problems(command: Command) -> Iterator[Problem]:
     if memory is not None and command["quantization"] != MIXED:
         what = f"--base_memory {memory} without --quantization mixed"
         fix = "add --quantization mixed, or leave it out"
-        yield Problem(
-            what, "--quantization mixed, because --base_memory limits the formats that mixed chooses", fix
-        )
+        expected = "--quantization mixed, because --base_memory limits the formats that mixed chooses"
+        yield Problem(what, expected, fix)

@@ -144,9 +144,8 @@ class Reader:
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
-        others = [
-            names.split() for names, of in tables()["of_methods"].items() if self.method not in of.split()
-        ]
+        by_method = tables()["of_methods"].items()
+        others = [names.split() for names, of in by_method if self.method not in of.split()]
         for ours in [name for name in self.values if any(name in names for names in others)]:
             lost = self.values.pop(ours)
             for name in [name for name, meant in self.used.items() if ours in meant]:
@@ -187,11 +186,8 @@ class Reader:
     def _open(self, names: str) -> list[str]:
         """Return the names in the file that match `names` (names or patterns) and are not settled yet."""
         patterns = names.split()
-        return [
-            name
-            for name in self.given
-            if name not in self._settled and any(fnmatchcase(name, pattern) for pattern in patterns)
-        ]
+        left = (name for name in self.given if name not in self._settled)
+        return [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
     def _holds(self, name: str, wanted: Any) -> bool:
         if "*" in name:

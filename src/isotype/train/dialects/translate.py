@@ -69,9 +69,8 @@ def translated(values: Mapping[str, Any], method: str, folder: Path, *, trains: 
     requested = None if newer else module.method_of(reader)
     if requested is None:
         refused = {problem.given.partition(":")[0] for problem in reader.problems}
-        reader.notes["not read, because other names are refused"] = [
-            name for name in reader.given if name not in refused
-        ]
+        left = [name for name in reader.given if name not in refused]
+        reader.notes["not read, because other names are refused"] = left
     else:
         reader.method = requested
         reader.apply_rules()

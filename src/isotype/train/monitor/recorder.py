@@ -169,13 +169,9 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         logs = kwargs.get("logs") or {}
         if not self.steps or self.steps[-1].step != state.global_step:
             return
-        metrics = {
-            name: float(value)
-            for name, value in logs.items()
-            if isinstance(value, (int, float))
-            and name not in _LOGGED_ANYWAY
-            and not name.startswith(("eval_", "train_"))
-        }
+        numbers = ((n, float(v)) for n, v in logs.items() if isinstance(v, (int, float)))
+        others = ((n, v) for n, v in numbers if not n.startswith(("eval_", "train_")))
+        metrics = {name: value for name, value in others if name not in _LOGGED_ANYWAY}
         if metrics:
             self.steps[-1] = replace(self.steps[-1], metrics=tuple(metrics.items()))
             if self.view is not None and state.is_world_process_zero:

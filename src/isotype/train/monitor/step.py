@@ -167,9 +167,6 @@ def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -
     if type(inner) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
     fused = all(group.get("fused") for group in inner.param_groups)
-    plain = all(
-        type(p) in PLAIN and p.device.type == device.type
-        for group in inner.param_groups
-        for p in group["params"]
-    )
+    held = (p for group in inner.param_groups for p in group["params"])
+    plain = all(type(p) in PLAIN and p.device.type == device.type for p in held)
     return inner if fused and plain else None

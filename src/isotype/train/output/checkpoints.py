@@ -156,8 +156,7 @@ def saved_at(checkpoint: Path) -> float:
 
 def trained_kind(root: Path) -> str | None:
     """Return the key of `RESULT_FILES` for the result in `root`, or None if there is no result."""
-    policy = read_json(root / POLICY_FILE) or {}
-    kind = policy.get("trainable")
+    kind = (read_json(root / POLICY_FILE) or {}).get("trainable")
     return kind if kind in RESULT_FILES else None
 
 
@@ -216,12 +215,10 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
         if (checkpoint / REFERENCE).exists():
             load_model(trainer.ref_model, checkpoint / REFERENCE)
         else:
-            raise UsageError.of(
-                "the run cannot resume with its reference model",
-                f"--sync_ref_model, and {checkpoint}, which has no reference model: sharded runs save none",
-                "a checkpoint of an unsharded run",
-                "begin again, or train without --sync_ref_model",
-            )
+            headline = "the run cannot resume with its reference model"
+            what = f"--sync_ref_model, and {checkpoint}, which has no reference model: sharded runs save none"
+            expected = "a checkpoint of an unsharded run"
+            raise UsageError.of(headline, what, expected, "begin again, or train without --sync_ref_model")
     if not hasattr(sampler, "generator") or hasattr(sampler, "set_epoch"):
         return None
     if checkpoint is not None:

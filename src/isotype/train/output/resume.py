@@ -92,11 +92,9 @@ def resume_point(settings: Settings) -> Path | None:
         return path
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
     headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {requested}: {reason}"
-    fix = (
-        f"complete in {root}: {others}"
-        if others
-        else f"{root} has no other complete checkpoint: leave the argument out"
-    )
+    fix = f"{root} has no other complete checkpoint: leave the argument out"
+    if others:
+        fix = f"complete in {root}: {others}"
     raise CheckpointError.of(headline, what, "a folder checkpoint-N that was saved to the end", fix)
 
 
@@ -328,9 +326,7 @@ def _from_other_files(checkpoint: Path) -> dict[str, Any]:
     if adapter is not None:
         if adapter.get("base_model_name_or_path"):
             settings["model_name_or_path"] = str(adapter["base_model_name_or_path"])
-        settings |= {
-            flag: sorted_names(adapter[key]) for flag, key in FIELDS_OF_CONFIG.items() if key in adapter
-        }
+        settings |= {flag: sorted_names(adapter[k]) for flag, k in FIELDS_OF_CONFIG.items() if k in adapter}
     return settings
 
 

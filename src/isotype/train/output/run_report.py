@@ -34,16 +34,13 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
     except ValueError as error:
         headline = "the report in the checkpoint cannot be read"
         fix = f"delete {path}: the new report then begins at the checkpoint"
-        raise CheckpointError.of(
-            headline, f"{path}: {error}", "the report as isotype wrote it", fix
-        ) from error
+        expected = "the report as isotype wrote it"
+        raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
 
 
-def files_of_checkpoint(
-    identity: Mapping[str, Any], record: Callable[[], RunRecord], checkpoint: Path
-) -> None:
-    write_whole(checkpoint / RUN_FILE, json.dumps(identity, indent=2) + "\n")
-    write_whole(checkpoint / JSON_NAME, to_json(record()))
+def files_of_checkpoint(identity: Mapping[str, Any], record: Callable[[], RunRecord], folder: Path) -> None:
+    write_whole(folder / RUN_FILE, json.dumps(identity, indent=2) + "\n")
+    write_whole(folder / JSON_NAME, to_json(record()))
 
 
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
@@ -59,9 +56,8 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: boo
     except SaveError as error:
         if record.status != "finished":
             raise
-        hint = (
-            f"the trained model in {root} is complete, and so are the checkpoints; only the report is missing"
-        )
+        kept = f"the trained model in {root} is complete, and so are the checkpoints"
+        hint = f"{kept}; only the report is missing"
         raise SaveError(error.headline, error.problems, hint) from error
     return html
 

@@ -100,9 +100,7 @@ class WholeCheckpoints(Sharded):
             )
 
     def folder_of_run(self: Any, trial: Any) -> str:
-        if self._staging is not None:
-            return str(self._staging)
-        return str(super().folder_of_run(trial))
+        return str(self._staging) if self._staging is not None else str(super().folder_of_run(trial))
 
     def write_checkpoint(self: Any, model: Any, trial: Any) -> None:
         self._check_trained()

@@ -48,8 +48,7 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     sharded: Any = tensor
-    whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
-    return whole
+    return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
 def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
@@ -59,8 +58,7 @@ def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
     for name, parameter in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             state[f"{_OPTIMIZER}{name}.{key}"] = value
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    save(state, storage_writer=writer)
+    save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
     if distributed.get_rank() == 0:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         (directory / _GROUPS).write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
@@ -74,11 +72,8 @@ def load_optimizer(directory: Path, model: nn.Module, optimizer: Any) -> None:
     """Read optimizer states from `directory`. Each state is sharded in the same way as its parameter."""
     reader = HuggingFaceStorageReader(str(directory))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    fused = {
-        id(p): group.get("fused") or group.get("capturable")
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    pairs = ((group, p) for group in optimizer.param_groups for p in group["params"])
+    fused = {id(p): group.get("fused") or group.get("capturable") for group, p in pairs}
     states: dict[str, torch.Tensor] = {}
     for name, parameter in _trained(model).items():
         prefix = f"{_OPTIMIZER}{name}."
@@ -210,9 +205,8 @@ def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
     """Return the trained weights from a checkpoint of an unsharded run, by the names of `model`'s parameters."""
     from safetensors.torch import load_file
 
-    weights = {
-        k: v for path in sorted(checkpoint.glob("*model*.safetensors")) for k, v in load_file(path).items()
-    }
+    files = sorted(checkpoint.glob("*model*.safetensors"))
+    weights = {name: value for file in files for name, value in load_file(file).items()}
     by_base = {base_name(name): value for name, value in weights.items()}
     names = {name: base_name(name) for name in _trained(model)}
     _require(checkpoint, [name for name, base in names.items() if base not in by_base])

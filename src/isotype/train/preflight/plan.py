@@ -150,10 +150,7 @@ class Repaired:
     def content(self) -> dict[str, Any]:
         """Return the result for JSON. Each fix has the field `scope` (see `isotype.records.finding.SCOPES`)."""
         fixes = [{**asdict(fix), "scope": fix.scope} for fix in self.fixes]
-        left = [
-            {"code": finding.code, "cause": finding.cause, "reason": reason}
-            for finding, reason in self.unresolved
-        ]
+        left = [{"code": f.code, "cause": f.cause, "reason": reason} for f, reason in self.unresolved]
         command = None if self.command is None else printed_command(self.command.tokens())
         return {"fixes": fixes, "left": left, "command": command}
 

@@ -70,8 +70,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     if resume is not None and RECOMPUTED in earlier:
         return Choice(earlier[RECOMPUTED], f"as in {resume.name}, from which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
-    step = PlannedStep(plan, config_of(run.checkpoint), run.policy)
-    return from_first(step.choice)
+    return from_first(PlannedStep(plan, config_of(run.checkpoint), run.policy).choice)
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:

@@ -69,9 +69,8 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     problems = count_problems({name: getattr(options, name) for name in counts})
     if options.image is None and options.images > 1:
         what = f"--images {options.images} without --image"
-        problems.append(
-            Problem(what, "the size of the images", "add --image 1024x768, or leave --images out")
-        )
+        fix = "add --image 1024x768, or leave --images out"
+        problems.append(Problem(what, "the size of the images", fix))
     return problems
 
 
@@ -106,11 +105,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch", type=int, help="rows in a step (default: as in the training, or 1 for MODEL alone)")
     add("--length", type=int, help=f"tokens in a row (default: --max_length, or {DEFAULT_LENGTH})")
-    add(
-        "--devices",
-        type=int,
-        help="devices that train together; each has all weights (DDP), or a share with --fsdp 2 (--fsdp full_shard)",
-    )
+    devices = "devices that train together; each has all weights (DDP), or a share with --fsdp 2 (--fsdp full_shard)"
+    add("--devices", type=int, help=devices)
     add("--image", metavar="WxH", type=image_size, help="pixels of an image in each row, such as 1024x768")
     add("--images", type=int, default=1, help="number of images in each row (default: 1)")
     add("--generate", action="store_true", help="also trace the generation of tokens")
@@ -152,9 +148,8 @@ def help_parser() -> argparse.ArgumentParser:
         default = "" if known[name].default is None else f" (default: {known[name].default})"
         choices = known[name].choices if name != "optim" else ()
         parser.add_argument(f"--{name}", choices=choices or None, help=f"{text}{default}")
-    parser.add_argument(
-        "--fsdp", choices=("0", "1", "2"), help="version of FSDP that shards the run, or 0 for no FSDP"
-    )
+    fsdp = "version of FSDP that shards the run, or 0 for no FSDP"
+    parser.add_argument("--fsdp", choices=("0", "1", "2"), help=fsdp)
     _add_own(parser)
     return parser
 

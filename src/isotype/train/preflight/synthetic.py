@@ -54,9 +54,8 @@ def synthetic_batch(
         ids[:, begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     if classifier and getattr(base.config, "is_encoder_decoder", False):
-        ids[:, -1] = (
-            base.config.eos_token_id
-        )  # transformers scores the state of this token, and raises without one
+        # transformers scores the state of this token, and raises without one.
+        ids[:, -1] = base.config.eos_token_id
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
     if pictures is not None and not classifier:
         batch["labels"][:, 1 : 1 + pictures.tokens] = IGNORED
@@ -116,11 +115,8 @@ def step_inputs(
     if loss == "labels":
         return LossOf(_label_loss, batch)
     copies = 2 if loss in ("reward", "preference") else 1
-    tokens = {
-        name: value.repeat(copies, *[1] * (value.dim() - 1))
-        for name, value in batch.items()
-        if name != "labels" or loss != "reward"
-    }
+    kept = {name: v for name, v in batch.items() if name != "labels" or loss != "reward"}
+    tokens = {name: v.repeat(copies, *[1] * (v.dim() - 1)) for name, v in kept.items()}
     return LossOf(lambda model, inputs: LOSSES[loss](model, inputs, completion, reference), tokens)
 
 

@@ -144,9 +144,7 @@ def _text(content: Any) -> Any:
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
     """Raise DataError if rows have images but the model takes none, or if the processor refuses a row (tries up to 64)."""
-    problems = [
-        problem for name, rows in data.items() for problem in _problems(settings, tokenizer, name, rows)
-    ]
+    problems = [p for name, rows in data.items() for p in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.data_name, problems)
 
@@ -218,10 +216,8 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
             lengths = {} if len(fitting_rows[split]) else lengths
         expected = f"at most max_length {limit} tokens, because images are not cut"
         fix = f"--max_length {max(lengths.values(), default=0)}, or none; --excess_length_strategy drop leaves such rows out"
-        problems += [
-            Problem(f"{split}, row {at + 1}: {plural(n, 'token')}", expected, fix)
-            for at, n in lengths.items()
-        ]
+        words = ((at + 1, plural(n, "token")) for at, n in lengths.items())
+        problems += [Problem(f"{split}, row {row}: {tokens}", expected, fix) for row, tokens in words]
     if problems:
         raise data_error(settings.data_name, problems)
     return type(data)(fitting_rows)
@@ -247,8 +243,7 @@ def pictures_named(trainer: Any) -> Iterator[None]:
         if getattr(error, "errno", None) is None:  # an error of Pillow, not of the operating system
             evaluation = trainer.eval_dataset
             evaluation = evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
-            splits = {"train": trainer.train_dataset, **evaluation}
-            for split, rows in splits.items():
+            for split, rows in {"train": trainer.train_dataset, **evaluation}.items():
                 if hasattr(rows, "__len__") and picture_columns(rows):
                     for at, problem in broken_rows(rows, whole=True):
                         what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")

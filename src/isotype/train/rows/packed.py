@@ -33,9 +33,7 @@ class Rows:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return ids, labels and mask (int64 `[rows, tokens]`), with position ids if documents share rows."""
         if not self.packed or "seq_lengths" not in examples[0]:
-            batch: dict[str, Any] = self.padded(
-                [document for row in examples for document in _documents(row)]
-            )
+            batch: dict[str, Any] = self.padded([part for row in examples for part in _documents(row)])
             return batch
         batch = replace(self.padded, return_position_ids=True)(examples)
         # True for padding, and for the first token of each document, which no earlier token predicts.

@@ -123,9 +123,8 @@ class Pictured:
             expected = (
                 "a processor that calls transformers' `ProcessorMixin` for its texts, with a fast tokenizer"
             )
-            raise UsageError.of(
-                "the tokens of images cannot be found", what, expected, "give a model with such a processor"
-            )
+            headline = "the tokens of images cannot be found"
+            raise UsageError.of(headline, what, expected, "give a model with such a processor")
         kinds = torch.full_like(batch["input_ids"], GIVEN)
         around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._around), dtype=torch.long))
         for at, (written, replacements) in enumerate(zip(rows, replaced or [[]] * len(rows), strict=True)):
@@ -153,9 +152,8 @@ class Pictured:
     def _around(self) -> frozenset[int]:
         """Ids of special tokens that represent an image or come before or after an image."""
         added = self.processor.tokenizer.added_tokens_decoder
-        return frozenset(
-            at for at, token in added.items() if token.special and _OF_PICTURES.search(token.content)
-        )
+        special = ((at, token.content) for at, token in added.items() if token.special)
+        return frozenset(at for at, content in special if _OF_PICTURES.search(content))
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
         """Split a row into consecutive parts (has loss, text). An image's text gives its size and number of tokens."""
