@@ -73,7 +73,7 @@ def test_a_step_in_each_dtype(heard: tuple[Path, Any, Any], dtype: str, quantiza
     folder, kind, batch = heard
     policy = isotype.resolve_precision(folder, dtype, quantization, "cpu")
     model = isotype.add_lora(isotype.load(folder, policy), policy, r=4)
-    report = isotype.check(model, batch, policy)
+    report = isotype.check(model, batch, policy, verify=False)
     assert report.ok, str(report)
     assert not report.unseen
     assert isotype.fuse(model).fused
@@ -111,7 +111,7 @@ def test_a_tower_of_sound_is_a_part() -> None:
     model, _ = voxtral()
     deaf = isotype.add_lora(model, policy, r=2, adapt="language")
     assert "the step does not use model.audio_tower" in " ".join(
-        str(isotype.check(deaf, silent, policy)).split()
+        str(isotype.check(deaf, silent, policy, verify=False)).split()
     )
 
 
