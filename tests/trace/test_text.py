@@ -67,7 +67,7 @@ def test_what_is_refused_promoted_folded_or_ends_the_step_is_said() -> None:
         "forward",
         "  layers.3 (Block)",
         "    aten.mm.default(…) -> bfloat16[32, 64]   model.py:1   refused: not the same dtype",
-        "    layers.3.act (SiLU)   stands for 28",
+        "    layers.3.act (SiLU)   represents 28",
         "      aten.add.Tensor(…) -> bfloat16[32, 64]   model.py:1   operands of several dtypes",
         "backward",
         "  aten.sin.default(…) -> bfloat16[32, 64]   model.py:1   recomputed",
