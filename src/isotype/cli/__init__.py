@@ -1,1 +1,1 @@
-"""Commands: parse, call, render."""
+"""isotype's commands: they parse arguments, call the library and print the result."""

@@ -1,4 +1,4 @@
-"""`isotype inspect`, `quality`, `explain`, `doctor`, `merge`, `chat` and `plan`: parse, call, render."""
+"""The commands `isotype inspect`, `quality`, `explain`, `doctor`, `merge`, `chat` and `plan`."""
 
 from __future__ import annotations
 

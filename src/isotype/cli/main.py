@@ -1,4 +1,4 @@
-"""The command line: parse, call, render."""
+"""The entry point of the command line."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _report(error: Exception, command: str) -> int:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without isotype's `--debug`, and True if they had it; transformers' `--debug VALUE` stays."""
+    """Return the arguments without isotype's `--debug`, and True if it was given. transformers' `--debug VALUE` stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"
@@ -162,7 +162,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
-    """Return an error with the libraries that a command lacks; None if all libraries of isotype[train] are installed."""
+    """Return an error that lists the libraries that a command lacks; None if all of isotype[train] are installed."""
     from isotype.checkpoint.opened import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 

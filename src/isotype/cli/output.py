@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """Print warnings even under PYTHONWARNINGS=error, with which Python would raise them inside of libraries."""
+    """Print warnings even under PYTHONWARNINGS=error. Otherwise, Python would raise them as errors inside libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 
@@ -89,7 +89,7 @@ def _problems() -> Iterator[Problem]:
 
 @cache
 def first_to_fail() -> bool:
-    """Return True if this rank is the first to report a failure: the other ranks fail soon after, and print no message.
+    """Return True if this rank is the first to report a failure. The other ranks fail soon after, and print no message.
 
     The ranks agree through the store of torchrun or accelerate, which outlives the ranks. Without a store, return True.
     If the first rank reports twice (how to save memory, then the error), the result is True both times.

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch 2.10 to 2.15 reads; the first one is for all accelerators."""
+"""Environment variables that torch 2.10 to 2.15 read; the first one is for all accelerators."""
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -19,8 +19,8 @@ EXPANDABLE = "expandable_segments:True"
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
     """Turn on the allocator's expandable segments, so that batches of different lengths leave no gaps in GPU memory.
 
-    Call this function before torch is imported. The result is the new value of the environment variable, or None if it is
-    not set. The variable is not set if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
+    Call this function before torch is imported. It sets an environment variable and returns the new value. It changes
+    nothing and returns None if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
     (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or for `--use_vllm`: vLLM rejects expandable segments.
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
@@ -35,7 +35,7 @@ def allocator_setting() -> str | None:
 
 
 def built_for(toolkit: str) -> str | None:
-    """Return the version of `toolkit` (`cuda` or `hip`) in this build of torch, or None. torch is not imported."""
+    """Return the version of CUDA or HIP with which torch was built, or None. torch is not imported."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -97,7 +97,7 @@ class Parser(ValueParser):
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
-        """Return the problems of tokens that no argument takes: unknown names (with similar known names) and stray values."""
+        """Return a problem for each unknown argument (with similar known names) and each value without an argument."""
         flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
@@ -179,7 +179,7 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three known names that `name` may mean: first its alias, then longer names, then similar names."""
+    """Return up to three known names that `name` probably means: first an alias, then longer names, then similar names."""
     bare = {known_name.lstrip("-").replace("-", "_"): known_name for known_name in known}
     wanted = name.lstrip("-").replace("-", "_").lower()
     meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
@@ -265,7 +265,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
-    """Return (name, value) of an unknown flag. The value is the text after `=`, else the next token, else ""."""
+    """Return the name and value of an unknown flag. The value is the text after `=`, else the next token, else ""."""
     name, equals, value = flag.partition("=")
     after = tokens[tokens.index(flag) + 1 :][:1]
     return name, value if equals else "".join(token for token in after if not token.startswith("-"))
@@ -274,7 +274,7 @@ def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
 def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
     """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`), else None.
 
-    `asked` is the value on the command line or in the file. The fix repeats the value `asked` if it is still valid.
+    `asked` is the argument's value on the command line or in the file. The fix repeats this value if it is still valid.
     """
     old = flag.lstrip("-").replace("-", "_").lower()
     new, value = RENAMED.get(old, ("", ""))

@@ -2,9 +2,9 @@
 
 If there is no compiler, or `ISOTYPE_COMPILE=0` is set, torch's operators compute the same results.
 
-isotype loads a library only if this user compiled it, because its code runs in this process. The folder and the file must
-belong to this user and must not be writable by others. The checksum in a library's file name is verified before the
-file is mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
+A library's code runs in this process, so isotype loads only libraries that this user compiled. The folder and the file
+must belong to this user and must not be writable by others. The checksum in a library's file name is verified before
+the file is mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 LOG_WIDTH = 110
-"""Columns to print to a log file. Log files have no width, and in rich's default of 80 columns every table wraps."""
+"""Width of a log file in columns. In rich's default width of 80 columns, every table wraps."""
 
 
 class TerminalConsole(Console):

@@ -59,7 +59,7 @@ _INTEGERS = {
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
-    """Return the first of `dtypes` that is int64, int32 or bool and is named in torch's error; None if there is none."""
+    """Return the first of `dtypes` that torch's error names; None if there is none. Only int64, int32 and bool are found."""
     return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 
@@ -96,11 +96,11 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
 
 
 def from_safetensors_name(name: str) -> torch.dtype | None:
-    """Return `torch.bfloat16` for `"BF16"`; None if torch has no dtype for the stored format."""
+    """Return the torch dtype for safetensors' name (`"BF16"`); None if torch has no such dtype."""
     torch_name = STORED.get(name)
     return None if torch_name is None else getattr(torch, torch_name)
 
 
 def to_safetensors_name(dtype: torch.dtype) -> str:
-    """Return `"BF16"` for `torch.bfloat16`; a dtype that safetensors lacks keeps its torch name."""
+    """Return safetensors' name of a dtype (`"BF16"` for `torch.bfloat16`); if there is none, return torch's name."""
     return _WORDS.get(dtype_name(dtype), dtype_name(dtype))

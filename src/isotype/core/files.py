@@ -97,7 +97,7 @@ def publish_directory(built: Path, final: Path) -> None:
 
 
 def publish_file(built: Path, final: Path) -> None:
-    """Rename `built` to `final`, which does not exist; undo the rename if syncing to disk fails."""
+    """Rename the file `built` to `final`, which must not exist yet; undo the rename if syncing to disk fails."""
     built.rename(final)
     try:
         bring_to_disk(final.parent)
@@ -150,7 +150,7 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
     """Return (errno, the system's message) if `error` means that a file below `directory` was not written, else None.
 
     The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`. Call this function
-    before room is freed in `directory`.
+    before you free disk space in `directory`.
     """
     for cause in _chain(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
@@ -252,8 +252,8 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
     """Lock `directory`, so that no other process of isotype writes there.
 
     Yields None, or a sentence that says why locks are not supported. The lock is a `flock`: the kernel releases it when
-    the process ends, even by SIGKILL. On NFS, the lock also excludes processes of other hosts. A process that cannot get
-    the lock raises an error that shows the `command` of the process that has it.
+    the process ends, even by SIGKILL. On NFS, the lock also excludes processes of other hosts. `command` is shown in
+    the error of other processes while this process has the lock.
 
     Raises:
         UsageError: another process has locked the directory; the error names that process.
@@ -327,7 +327,7 @@ def _hold(directory: Path) -> int | None:
 
 
 def _locked_file(path: Path) -> int | str:
-    """Lock the file `path` and return its descriptor, or return why locks are not supported."""
+    """Lock the file `path` and return its descriptor, or return a clause that says why locks are not supported."""
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -97,7 +97,7 @@ DEQUANTIZED: tuple[str, ...] = tuple(method.name for method in _METHODS if metho
 
 
 def why_dense(shape: Iterable[int], storage: str) -> str | None:
-    """Return why a stacked expert weight [experts, d1, d2] cannot be quantized to `storage`, or None if it can."""
+    """Return why an expert weight of shape [experts, d1, d2] cannot be quantized to a format; None if it can."""
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
@@ -106,10 +106,7 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why the 3-D `weights`, pairs (name, shape), keep a float dtype if the model is quantized to `storage`.
-
-    `storage` may name several formats.
-    """
+    """Return why 3-D weights keep a float dtype in a model with the quantization formats `storage`."""
     form = storage if storage in FORMATS else "int8"
     reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
     (reason,) = reasons if len(reasons) == 1 else (None,)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from isotype.core import VERSION
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
-"""A share of a whole, 0 to 1. `Annotated` adds two keywords to the JSON Schema: minimum and maximum."""
+"""A fraction from 0 to 1. `Annotated` adds the keywords minimum and maximum to the JSON Schema."""
 Signed = Annotated[int, ("type", "integer")]
 """An integer that may be negative: a plain `int` has minimum 0 in the JSON Schema."""
 
@@ -36,7 +36,7 @@ class FormatVersionError(ValueError):
 
 
 def require_version(written: object, version: int) -> None:
-    """Raise FormatVersionError if a file's version, `written`, is not `version`."""
+    """Raise FormatVersionError if a file was written in another format version than `version`."""
     if written != version:
         raise FormatVersionError(f"format version {written}; isotype {VERSION} reads version {version}")
 

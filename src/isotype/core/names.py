@@ -50,7 +50,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapping(name: str) -> str:
-    """Return how to repair the name of a saved tensor to which a wrapper of the model has added a part; "" if none has."""
+    """Return how to repair a saved tensor's name that contains a part of a model wrapper; "" if it contains none."""
     parts = name.split(".")
     part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
     again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"
@@ -90,7 +90,7 @@ EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 def stacked(names: Iterable[str]) -> str:
-    """Return a noun for the 3-D weights with these names. Weights of a Conv1d or a projector are not expert weights."""
+    """Return `stacked expert weight` if all names are those of experts, else `3-D weight` (Conv1d, projector)."""
     return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
 
 
@@ -119,8 +119,8 @@ def pattern_problems(
 ) -> Iterator[Problem]:
     """Yield a problem for each regular expression of an argument that has invalid syntax or never stops matching.
 
-    Each expression is matched against every name and the beginnings of every name, also with a `!` at the end: a match
-    that fails takes longest.
+    Each expression is matched against all names and all their beginnings, with and without a final `!`, because a
+    failing match takes longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():

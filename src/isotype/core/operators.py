@@ -16,7 +16,7 @@ from isotype.compat.torch import UNNAMED_VIEW, dispatch_depth, is_profiled, oper
 # torch/_meta_registrations.py); CPU and CUDA kernels accept float32 and float16, too. A test in
 # tests/trace/test_recorder.py fails as soon as torch no longer needs this table.
 BFLOAT16_WITHOUT_MEMORY = frozenset({"aten._grouped_mm.default"})
-"""Operators that take only bfloat16 on meta and fake tensors."""
+"""Operators that accept only bfloat16 when they run on meta or fake tensors."""
 
 ATTENTION_KERNELS = (
     "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",
@@ -56,7 +56,7 @@ def schema_of(func: Any) -> Schema:
 
 
 def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of an operator's tensor arguments; the names (`self`, `tensors[0]`) are from its schema."""
+    """Return the name (`self`, `tensors[0]`) and tensor of each tensor argument of an operator call."""
     tensors: list[tuple[str, torch.Tensor]] = []
     roles = schema_of(func).roles
     for position, value in enumerate(args):
@@ -73,7 +73,7 @@ _OF_ONE_AXIS = frozenset(
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of an operator's Python float arguments, such as `(("eps", 1e-12),)`, and of its axis."""
+    """Return the name and value of each Python float argument of a call (`(("eps", 1e-12),)`), and of its axis."""
     floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
     if func in _OF_ONE_AXIS:
         floats.append((1, args[1]))
@@ -94,7 +94,7 @@ def _add(tensors: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None
 
 
 def leaves(result: Any) -> Iterator[Any]:
-    """Yield all items of nested lists and tuples, except the inner lists and tuples themselves."""
+    """Yield all items of nested lists and tuples in one flat sequence."""
     if isinstance(result, (list, tuple)):
         for item in result:
             yield from leaves(item)
@@ -123,7 +123,7 @@ _LIBRARY: Any = torch.library.Library("isotype", "FRAGMENT")  # type: ignore[no-
 def operator(
     schema: str, keys: Sequence[str] = ("CPU",), fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Register a function as the operator `isotype::…`, without a derivative.
+    """Return a decorator that registers a function as the operator `isotype::…`, without a derivative.
 
     `fake` is the operator's implementation for fake tensors. If no dispatch mode and no profiler is active, a call skips
     torch's dispatcher, which takes longer than some kernels.

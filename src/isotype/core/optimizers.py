@@ -1,4 +1,4 @@
-"""For each optimizer: its package, state dtype and kernels. A lookup searches the `--optim` name for known parts."""
+"""Facts about optimizers: package, state dtype and kernels. A lookup searches the `--optim` name for known parts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def package_of(name: str) -> str | None:
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return (dtype, description) of an optimizer's state, or None if it is Adam's. `{}` is the master weights' dtype."""
+    """Return the dtype and description of an optimizer's state; None for Adam's. `{}` is the master weights' dtype."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
@@ -83,9 +83,9 @@ def state_bytes(
 ) -> int:
     """Return the bytes of the states that an optimizer with its own kernels keeps for a parameter of this shape.
 
-    Paged states are not counted, because they move to the CPU's memory if the device's memory is full; `pages` is True on
-    a device that has them. `itemsize` is the parameter's, in bytes. `float32` is True if the parameter's states are
-    not quantized and not projected (embeddings).
+    Paged states are not counted, because they move to the CPU's memory if the device's memory is full; `pages` is True
+    if the device supports them. `itemsize` is the size of a parameter's element in bytes. `float32` is True for
+    parameters such as embeddings, whose states are neither quantized nor projected.
     """
     elements = math.prod(shape)
     moments = next((count for part, count in _MOMENTS.items() if part in name), 2)
@@ -107,16 +107,16 @@ _MOMENTS = {
     "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,
 }  # fmt: skip
-"""Part of a name -> states as large as the parameter; two in other optimizers (a copy of the weights is a state, too)."""
+"""Part of an optimizer's name -> states as large as the parameter, copies of the weights included. The default is 2."""
 
 _RANK = 128
-"""Rank to which GaLore and APOLLO project gradients by default. The projection of a matrix is kept, too."""
+"""Default rank to which GaLore and APOLLO project gradients. The projection matrix also takes memory."""
 
 _PAGED = 100_000
-"""Parameters with fewer elements have states that are not paged."""
+"""Optimizer states of parameters with fewer elements are not paged."""
 
 _SMALL = 4096
-"""Parameters with fewer elements have their states in float32."""
+"""Optimizer states of parameters with fewer elements are in float32."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

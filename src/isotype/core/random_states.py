@@ -58,7 +58,7 @@ def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
 
 
 def _in_use(device: torch.device | None) -> list[torch.device]:
-    """Return the accelerators that may have a random state: all of them if torch has initialized any, else `device`."""
+    """Return the accelerators with a random state to save: all of them if torch has initialized any, else `device`."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)

@@ -36,9 +36,9 @@ def is_library(filename: str) -> bool:
 
 
 def asking_frame() -> FrameType | None:
-    """Return the frame of the operator's caller: the innermost frame outside of torch and this package.
+    """Return the frame that called the current operator: the innermost frame outside of torch and this package.
 
-    Returns None if the preflight itself called the model, and only torch's modules ran inside of the model.
+    Returns None if the preflight itself called the model and only torch's modules ran inside the model.
     """
     frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):
@@ -49,7 +49,7 @@ def asking_frame() -> FrameType | None:
 
 
 def is_called_by(package: str) -> bool:
-    """Return whether a library, between the operator and `asking_frame`, is `package`."""
+    """Return whether code of `package` is on the call stack between the operator and `asking_frame`."""
     frames = (frame for frame, _ in walk_stack(frame_above(2)))
     libraries = takewhile(lambda frame: is_library(frame.f_code.co_filename), frames)
     return any(frame.f_globals.get("__name__", "").startswith(package) for frame in libraries)
@@ -68,7 +68,7 @@ def raising_line(error: BaseException) -> str:
 
 
 def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for the local variables where an error was raised, and for the weights of the module there.
+    """Yield (name, tensor) for the local variables at the place of an error, and for the weights of the module there.
 
     Checks in torch's modules (`RNNBase.check_input`) raise inside torch, so the local variables of the innermost frame
     outside of torch and this package are included.
@@ -89,8 +89,8 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def condition_at(source: str) -> str:
-    """Return the condition under which the line `file:line` raises an error, as source code, or "" if it is not found. An
-    `assert` or `if` is its own condition; the condition of a `raise` is in the line above."""
+    """Return the source code of the condition under which a line (`file:line`) raises an error; "" if not found. The
+    condition is in the line itself (`assert`, `if`) or in the line above (`raise`)."""
     path, _, number = source.rpartition(":")
     line = int(number) if number.isdigit() else 0
     above, raising = linecache.getline(path, line - 1).strip(), linecache.getline(path, line).strip()
@@ -98,7 +98,7 @@ def condition_at(source: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the `raising_line` of an error or, if there is none, the innermost line (in this package or in torch)."""
+    """Return the `raising_line` of an error or, if there is none, the innermost line in torch or this package."""
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]
     return raising_line(error) or "".join(places[-1:])
 

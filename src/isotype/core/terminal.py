@@ -24,7 +24,7 @@ class _Lasting:
     """Standard output or error. After a failure (a full disk, a closed pipe or terminal), the stream ignores writes.
 
     Attributes:
-        raises: True if the first write that fails raises its error, as in commands that only print their result.
+        raises: True if the first failed write raises an error, as in commands that only print their result.
         lost: why writing stopped, or None.
     """
 
@@ -60,7 +60,7 @@ class _Lasting:
 def outlive_output(raises: bool) -> None:
     """Keep the process running if standard output or standard error can no longer be written.
 
-    If `raises` is True, the first failure still raises an error. Streams that a notebook or a test has replaced are not
+    If `raises` is True, the first failed write raises an error. Streams that a notebook or a test has replaced are not
     changed.
     """
     for name in ("stdout", "stderr"):
@@ -137,7 +137,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """Yield the parts of a command that stay on one line: a flag with its values or, if this is too long, each word."""
+    """Yield parts of a command that stay on one line: a flag with its values or, if that is too long, a single word."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:

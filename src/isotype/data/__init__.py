@@ -1,1 +1,1 @@
-"""Training data: reading, checks and conversion of data sets, and the data sets of the package."""
+"""Training data: reading, checking and converting data sets, and the data sets that the package contains."""

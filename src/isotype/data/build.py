@@ -1,8 +1,8 @@
 """Check a local or hub data set, then build it in the format that a trainer takes.
 
-Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. For parquet
-files, directories of `save_to_disk` and hub data sets, the columns, the first 1000 rows, and later rows with empty values
-or faulty chats are checked. For streams, only the columns and the first 1000 rows are checked.
+Every row of JSON, JSON lines, CSV and text files is checked, and a problem names the line of the row. Parquet files,
+directories of `save_to_disk` and hub data sets are checked in part: the columns, the first 1000 rows, and later rows
+with empty values or faulty chats. Of streams, only the columns and the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked split: its problems, or what is needed to build it.
+    """A checked split: its problems, or the facts from which it is built.
 
     Attributes:
         dataset: the data set of the split; None if the split is built from text files.
@@ -196,7 +196,7 @@ def _with_pictures(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line that says how .txt files were read or which images have no caption; None if there is neither."""
+    """Return a line that says how .txt files are read or which images have no caption; None if there is nothing to say."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -446,7 +446,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def _spelled(dataset: Any) -> bool:
-    """Return True if images are stored as text (such as paths) instead of the type `Image`."""
+    """Return True if the data set stores its images as text (such as paths), not in the column type `Image`."""
     import datasets
 
     kinds = [dataset.features.get(name) for name in PICTURE_COLUMNS] if dataset.features is not None else []

@@ -1,4 +1,4 @@
-"""Checks of a row's cells: types of values, roles of messages, parts of a message, and marks for the loss."""
+"""Checks of a row's cells: types of values, roles of messages, parts of messages, and marks of tokens for the loss."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None if it is valid. By default, `judge` checks role and content."""
+    """Return the fault of a list of messages, or None. `judge` checks one message; by default, it checks role and content."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -107,7 +107,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its `expected` values in words, a function that returns a value's `fault` or None, and a `fix`."""
+    """A column: a description of its `expected` values, a function that returns a value's `fault` or None, and a `fix`."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -162,7 +162,7 @@ _MEANT = {"human": "user", **dict.fromkeys(("gpt", "ai", "bot", "chatbot", "mode
 
 
 def chat_problems(column: str, value: object) -> Iterator[Problem]:
-    """Yield the problems with the roles in a chat of valid messages. Plain text has no roles, so it has no problems."""
+    """Yield the problems with the roles in a chat of valid messages. Plain text has no roles and no problems."""
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]

@@ -63,7 +63,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
 
 
 def near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column that probably means `wanted` (a synonym, other case or a typing error), or None."""
+    """Return the column whose name is a synonym, a typing error or another case of `wanted`, or None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:
@@ -73,7 +73,7 @@ def near(wanted: str, columns: Sequence[str]) -> str | None:
 
 
 def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str]:
-    """Return renames {from: to} that turn `columns` into one of `formats`, or {} if there are none."""
+    """Return a dict {old name: new name} that renames `columns` to one of `formats`; {} if no renaming does."""
     renames: list[dict[str, str]] = []
     for item in formats:
         if not set(columns).isdisjoint(item.excludes):
@@ -160,7 +160,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The checks for all rows, derived from the first row. `columns` is the first row, and `place` names its line."""
+    """The checks for all rows, derived from the first row: `columns` is that row, and `place` names its line."""
 
     columns: Row
     place: str
@@ -230,10 +230,10 @@ def empty_rows(dataset: Any, columns: Iterable[str]) -> list[int]:
 
 
 def misspoken_rows(dataset: Any, chats: Mapping[str, str]) -> list[int]:
-    """Return the numbers of rows of a stored data set that may have a chat with a fault, so that they must be checked.
+    """Return the numbers of the rows of a stored data set in which a chat may be faulty. These rows have to be checked.
 
-    A chat with a fault has a message with an unusual role or without content, or has no answer. `chats`: column -> its
-    name for the trainer.
+    A faulty chat has no answer, or a message without content or with an unusual role. `chats` maps a column to its name
+    for the trainer.
     """
     import numpy as np
     import pyarrow
@@ -289,7 +289,7 @@ def survey(
     """Check all rows of a data set for `method` in one pass.
 
     Args:
-        records: (source, line, row) in order; a `Problem` in place of a row becomes a finding.
+        records: (source, line, row) in order. A record may have a `Problem` instead of a row.
         word: "line" if the numbers are lines of a file, "row" if they are rows of a table.
         cells: True if the rows come from CSV, where a column with several kinds of values is text.
     """
@@ -350,7 +350,7 @@ _UNFIT = {
 
 
 def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
-    """Merge the types of a row's cells into the types of the columns. Note a problem if no type fits all rows."""
+    """Merge the types of a row's cells into the types of the columns. Record a problem if no type fits all rows."""
     for name, value in row.items():
         before = result.shapes.setdefault(name, NULL)
         shape = STRING if type(value) is str else shape_of(value)

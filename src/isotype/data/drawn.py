@@ -1,8 +1,8 @@
-"""The data set `embedded:shapes`: drawn images with questions about the colour, the form or the number of the shapes.
+"""The data set `embedded:shapes`: drawn images of shapes, with questions about their colour, form or number.
 
-An image has nine cells, and one to four of them contain a shape. All shapes in an image have the same form and colour. One
-sixth of the combinations of number, colour and form is only in the test split. Images are the same on every machine,
-since they are drawn with a fixed seed, in whole pixels and without a font.
+An image has nine cells, and one to four of them contain a shape. All shapes in an image have the same form and colour.
+One sixth of the combinations of number, colour and form is only in the test split. The images are the same on every
+machine: the seed is fixed, and they have whole pixels and no fonts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fingerprint of a data set's rows, by which a resumed training knows its data."""
+"""A fingerprint of a data set's rows. A resumed training uses it to detect changed data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """Return the row with file names and sizes instead of the paths of images: paths differ between machines."""
+    """Return the row with the file names and sizes of images instead of their paths, which differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

@@ -1,10 +1,10 @@
 """Find the data set of a training command, check it before a model is loaded, then build it.
 
-`--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. The hub is
-not used for a name that exists as a path or can only be a path. No code of a data set is executed.
+`--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. A name that
+exists as a path, or can only be a path, is not looked up on the hub. No code of a data set is executed.
 
 In a directory, a file belongs to the split (train, validation, test or a synonym) that its name or its folder's name
-contains. If some file names contain a split, every other file becomes a split with the file's name.
+contains. If some file names contain a split, each of the other files becomes a split of its own with the file's name.
 """
 
 from __future__ import annotations

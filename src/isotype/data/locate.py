@@ -46,7 +46,7 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        splits: files of every split or, if `saved` is True, the directory of the split.
+        splits: split -> its files or, if `saved` is True, its directory.
         saved: True if `save_to_disk` wrote the data set.
         folder: the directory that was named; None for a file or an embedded data set.
     """
@@ -57,7 +57,7 @@ class LocalData:
     folder: Path | None = None
 
     def unread(self, wanted: Collection[str]) -> str | None:
-        """Return a line that lists the data files that are not read (in other splits or inner folders), or None."""
+        """Return a line that lists unread data files (those of other splits or inner folders), or None."""
         if self.folder is None:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
@@ -106,7 +106,7 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _mode(path: Path) -> int | Problem | None:
-    """Return the mode of a file or directory, None if `path` does not exist, else the problem with it."""
+    """Return the mode of a file or directory, None if `path` does not exist, or the problem if the mode cannot be read."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""A record of each training method: its command, its trainer in TRL, the columns of its rows, its kind of loss."""
+"""Facts about each training method: its command, its trainer in TRL, the columns of its rows, its kind of loss."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Method:
             functions, and the other trainers ignore them.
         task_type: PEFT's task type, by which PEFT chooses the parts to train in addition to the adapters.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        reference: condition under which the loss needs a reference model; `compares` checks it for given arguments.
-        always_copies: True if TRL adds a second adapter for the reference even where `compares` returns False.
-        dropped: beginning of the message about rows that the trainer drops (a length follows); "" if it drops none.
+        reference: condition under which the loss needs a reference model; `compares` evaluates this condition.
+        always_copies: True if TRL adds a second adapter for the reference even if `compares` returns False.
+        dropped: beginning of the message about rows that the trainer drops, before a length; "" if it drops none.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 

@@ -132,7 +132,7 @@ def _from_hub(entry: Any, job: Job, only: Sequence[str] | None, streaming: bool)
 
 
 def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
-    """Convert the parts to one format if they differ: texts become messages, or prompts and completions become conversations."""
+    """Convert parts of different formats to one format: texts become messages, or prompts and completions become chats."""
     formats = formats_of(job.method, job.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
@@ -239,7 +239,7 @@ def _same(row: Any, pictured: bool) -> dict[str, Any]:
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set in the proportions of `fraction`; no row is repeated."""
+    """Return the first rows of each data set, so many that they have the proportions `fraction` and no row is repeated."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

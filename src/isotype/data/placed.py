@@ -83,11 +83,11 @@ def with_places(
 
 @dataclass
 class _Pictures:
-    """The images of a row, collected in the order of its messages.
+    """The images of a row, which are collected in the order of its messages.
 
     Attributes:
-        waiting: images from the image columns that have no place yet.
-        marked: True if image columns contain images; only then is `<image>` in a text a place.
+        waiting: images of the image columns that have no place in a message yet.
+        marked: True if image columns contain images. Otherwise, `<image>` in a text is plain text, not a place.
     """
 
     waiting: deque[Any]
@@ -164,8 +164,8 @@ def _before(chats: Row, count: int) -> None:
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
     """Convert a row to conversations, or return the problem with it. `pictured` is True if its image columns have any.
 
-    Texts become messages. A caption becomes the answer to `QUESTION`. If two conversations form a pair, their common
-    beginning becomes the prompt.
+    Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
+    becomes the prompt.
     """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):

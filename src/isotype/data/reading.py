@@ -42,7 +42,7 @@ class ColumnMap:
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
         """Return the row with the trainer's column names; other columns stay.
 
-        Return a problem instead if a column is missing, or if the new name of a column is already the name of another.
+        Return a problem instead if a column is missing, or if another column already has a column's new name.
         """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
@@ -101,10 +101,11 @@ class Reading:
     """The conversion of all rows of a data set for a training method.
 
     Attributes:
-        columns: the columns of the data set that become the trainer's columns, or None if none are mapped.
+        columns: map from the data set's columns to the trainer's columns, or None if no column is renamed.
         chat: True if plain text becomes messages, with prompts written by the user and answers by the assistant.
-        joined: True if prompt and completion become one conversation, `messages`; of the other columns, only `CHAT_COLUMNS` stay.
-        prompts: True if prompt tokens are targets, too (`--completion_only_loss False`).
+        joined: True if prompt and completion become one conversation, `messages`, and only `CHAT_COLUMNS` stay beside
+            it.
+        prompts: True if the loss includes prompt tokens (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.
         listed: True if a single image of a stored data set becomes a list, as in text files.
         pictured: True if rows without images take the format of rows with images.

@@ -26,7 +26,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line, because a tokenizer needs about a hundred times as much memory as the text."""
+"""Maximum bytes in a line. A tokenizer needs about a hundred times as much memory as the text."""
 _CHUNK = 1 << 20
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -221,7 +221,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
-    """Yield the rows of a CSV file; all cells are text. A row over several lines has the number of its first line."""
+    """Yield the rows of a CSV file; all cells are text. The number of a row with several lines is that of its first line."""
     # By default a cell has at most 131072 characters in the whole process; a book is longer.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -291,7 +291,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """Convert a CSV cell to None, a bool, a number or text. (Cells of columns that are always text are not converted.)"""
+    """Convert a CSV cell to None, a bool, a number or text. Not used for columns that always contain text."""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -309,8 +309,8 @@ def read_rows(
 ) -> Iterator[Record]:
     """Yield (line, row) of one file, or (line, Problem) for an unreadable row.
 
-    Cells of a CSV file are text in the columns `textual`; cells of other columns may become numbers or bools. A
-    `reading` converts the rows to the format that a trainer takes; `names` counts speakers, see `Reading.apply`.
+    In a CSV file, cells of the columns `textual` are text; cells of other columns may become numbers or bools.
+    `reading` converts rows to the trainer's format; `names` counts speakers, see `Reading.apply`.
     """
     if reading is not None:
         sources = reading.columns.sources if reading.columns is not None else frozenset()
@@ -335,7 +335,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield the rows of a caption file with the image beside it, or the rows of another file with its image columns."""
+    """Yield the rows of a file with their images: a caption file's row has the image beside the file."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return

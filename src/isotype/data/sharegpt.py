@@ -1,7 +1,7 @@
 """Convert conversations in ShareGPT's format ({from, value} messages) to messages with the roles of chat templates.
 
 The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
-the keys of messages, so that templates write `<|im_start|>gpt`, a role that models were not trained with.
+the keys of messages. Templates would then write `<|im_start|>gpt`, a role that is unknown to models.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def standard_chats(
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
-    """Return a line about the speakers' roles; None if there are no speakers. `sample` is the number of counted rows (None: all)."""
+    """Return a line about the speakers' roles; None without speakers. `sample` is the number of counted rows (None: all)."""
     if not names:
         return None
     counts = names.most_common()
@@ -126,7 +126,7 @@ def _message(column: str, message: Row) -> Row | Problem:
 
 
 def _calls(text: str) -> list[Row] | None:
-    """Convert a JSON text to tool calls in the format that chat templates use; return None if the text is no call."""
+    """Convert a JSON text to tool calls in the format of chat templates; return None if the text contains no call."""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):

@@ -15,7 +15,7 @@ IGNORED = -100
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 _UNREAD = ("token_type_ids", "position_ids")
 TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
-"""Columns that may stand beside `input_ids`."""
+"""Columns that a row with `input_ids` may have."""
 ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
 
 _LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
@@ -30,7 +30,7 @@ _FIXES = {
 def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
     """Return a row of token ids with `labels` instead of masks and without padding, or return the problem of the row.
 
-    If `prompts` is True, prompt tokens are targets, too, and `completion_mask` is ignored.
+    If `prompts` is True, the loss includes prompt tokens, and `completion_mask` is ignored.
     """
     ids = row["input_ids"]
     if not isinstance(ids, list) or not ids or not any(name in row for name in TOKEN_COLUMNS):

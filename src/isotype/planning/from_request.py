@@ -40,7 +40,7 @@ from isotype.train.preflight.step import least_row, positions_of, row_length
 SCHEMA_VERSION = 1
 
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""If a step does not fit on one device, these numbers of devices are tried."""
+"""Numbers of devices that are tried if a step does not fit on one device."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,16 @@ def plan(
 ) -> Plan:
     """Return the settings with which a model can be trained on a device, and the command for the best settings.
 
-    Each row of the result has the memory and speed of one choice of settings, from a training step that is traced on
-    fake tensors, without weights.
+    Each row of the result has the memory and speed of one combination of settings. Both come from a training step that
+    is traced on fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
         device: name of a device or profile, or several.
         data: a data set to compute row lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: maps a storage to the KL divergence, in nats, of its next-token distributions from those of the
-            unquantized model. The default is the cached result of `isotype quality`. For a storage without a key, the
-            damage is unknown.
+        damages: maps a storage format to its damage: the KL divergence, in nats, of next-token distributions from those
+            of the unquantized model. The default is the cached result of `isotype quality`.
         **arguments: arguments of `isotype plan` and of the training command as keywords (`length=2048`, `lora_r=64`).
 
     Raises:
@@ -184,13 +183,13 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def is_out_of_reach(rows: Sequence[Row]) -> bool:
-    """Return True if the weights alone exceed the memory limit of every row: lighter settings cannot fit either."""
+    """Return True if the weights alone exceed the memory limit in every row, so that no other settings can fit either."""
     # 8-bit constants of quantized weights save less than a tenth of the weights.
     return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > (row.room or 0) for row in rows)
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest number of devices (of `COUNTS`) on which the row with the least memory fits sharded, or None."""
+    """Return the smallest number of devices, from `COUNTS`, on which the row with the least memory fits sharded, or None."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -221,7 +220,7 @@ def measured_layers(checkpoint: Checkpoint) -> Damages | None:
 
 
 def totals(damages: Damages | None) -> dict[str, float]:
-    """For each storage, return the damage in nats of a base model whose layers all have this storage."""
+    """Return the damage, in nats, of a base model whose layers all have the same format, for each format."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
@@ -240,9 +239,9 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the tokens of a row: as requested, or of the longest row, or a default.
+    """Return the length of a row in tokens: as requested, else that of the data's longest row, else a default.
 
-    A row has at most the model's positions, but rows with images are never cut.
+    The model's number of positions limits the length, but rows with images are never cut.
     """
     step = request.step
     wanted = request.length or step.length
@@ -265,7 +264,7 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks.
 
-    If no row fits, add and return a row with the longest length that fits. For the goal `longest`, such a row is added
+    If no row fits, add a row with the longest length that fits to `rows`, and return it. For the goal `longest`, do so
     even if other rows fit, unless `--max_length` is set.
     """
     fitting = picked(rows, goal)
@@ -298,7 +297,7 @@ def _lora_value(lora: Any, name: str) -> Any:
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
-    """Return the warnings of the rows' policies, and the reasons why the device emulates a compute dtype."""
+    """Return warnings of the rows' precision policies, and reasons why the device emulates a compute dtype."""
     warned = [warning for row in rows for warning in row.policy.warnings]
     computes = (row.policy.compute for row in rows)
     emulated = [f"{dtype_name(d)}: {profile.reason(d)}" for d in computes if profile.supports(d) != "native"]
@@ -322,11 +321,11 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
 
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
-"""If nothing else fits, rows of these lengths in tokens are tried."""
+"""Lengths of rows, in tokens, that are tried if nothing else fits."""
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield (words for settings to give up, request without these settings), if experts have adapters."""
+    """If experts have adapters, yield requests that need less memory, each with a description of the settings given up."""
     names = _beside_experts(request, config)
     if not names:
         return
@@ -374,7 +373,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last parts of the names of adapted linear layers, or an empty list if experts have no adapters."""
+    """Return the last part of each adapted linear layer's name; an empty list if experts have no adapters to give up."""
     import peft
 
     lora = request.step.lora
@@ -400,7 +399,7 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with planned values in place of `auto`, and the chosen row. Raise UsageError if nothing fits."""
+    """Return the command with planned values in place of `auto`, and the chosen row; raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
         what, expected = f"auto in {processes()} processes", "the same numbers in every process"
@@ -436,7 +435,7 @@ def _with_values(command: Command, row: Row) -> Command:
 
 
 def words_of(row: Row) -> str:
-    """Return one line about the chosen row: storage, micro-batches, checkpointing, peak and speed."""
+    """Return a line that describes the chosen row: storage, micro-batches, checkpointing, memory peak and speed."""
     speed = speed_of(row)
     foreseen = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""

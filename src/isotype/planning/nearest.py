@@ -1,4 +1,4 @@
-"""Finds settings that fit and are nearest to those of a step that does not fit."""
+"""For a step that does not fit, finds the settings that fit and change the least."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nearest(request: PlanRequest) -> Row | None:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """If no fix of a memory finding is verified, add the nearest settings that fit as the findings' first fix."""
+    """If no fix of a memory finding is verified, add a first fix to these findings: the nearest settings that fit."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings
@@ -73,7 +73,7 @@ _LIKE = (
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Return words for the changed arguments of the command that fits; "" if all of them are in `_LIKE`."""
+    """Return a description of the arguments that differ in the command that fits; "" if all of them are in `_LIKE`."""
     changes = command.difference(row.command).items()
     changed = [f"{n} {after} instead of {before}" for n, (before, after) in changes if n not in _LIKE]
     return f", with {', '.join(changed)}" if changed else ""
@@ -87,7 +87,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def advice(command: Command) -> str:
-    """Return a message, for a training that ran out of memory, with settings that fit or the reason why none fit."""
+    """Return a message for a training that ran out of memory: settings that fit, or the reason why none fit."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])

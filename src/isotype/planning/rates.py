@@ -1,4 +1,4 @@
-"""Provides rates to estimate time: measured on devices of this machine, or else a share of the data sheet's rates.
+"""Provides rates to estimate time: measured on a device of this machine, else a share of the data sheet's rates.
 
 Five numbers (`REACHED`) define the shares of the data sheet's rates. `benchmarks/rates.py` fits these numbers to
 published runs and tests the numbers on other runs (table in docs/plan.md). Matrix products reach a share of the peak
@@ -21,7 +21,7 @@ _SECONDS = 1.0
 
 
 class _Load(NamedTuple):
-    """Sizes of timed operations: bytes to copy (more than the caches), random values, calls per synchronization."""
+    """Sizes of timed operations: bytes to copy (more than the caches have), random values, calls per synchronization."""
 
     copied: int
     drawn: int
@@ -42,10 +42,10 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Rates of trainings relative to a GPU's data sheet. `between` comes from counted kernels; other fields are fitted.
+    """Shares of a GPU's data-sheet rates that trainings reach. `between` comes from counted kernels; other fields are fitted.
 
     Attributes:
-        products: measured rate of matrix products over the peak rate, on a GPU with a peak of 100 TFLOP/s.
+        products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
         falling: on other GPUs, the share `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`.
         ceiling: the largest share. GPUs whose 16-bit products are at most twice as fast as float32 products (GeForce,
             A10G) reach this share, because such GPUs accumulate in float32 at half their rate.
@@ -69,10 +69,9 @@ REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """Return (the profile with the rates to estimate time, words for their source).
+    """Return the profile with rates to estimate time, and a description of their source ("" if the profile has no rates).
 
     A device of this machine is measured in about a second. Other devices get the shares that published runs reach.
-    Without rates in the profile, the words are "".
     """
     steps = None if profile.kind == "cpu" else reached
     if profile.present:
@@ -96,7 +95,7 @@ def _measured(profile: DeviceProfile) -> DeviceProfile:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes that the fastest of several large copies reads and writes in a second."""
+    """Return how many bytes per second the fastest of several large copies reads and writes."""
     size = _load(device).copied
     source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
@@ -104,7 +103,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return the number of random values that the fastest of several dropout masks draws in a second. A CPU draws in one thread."""
+    """Return how many random values per second the fastest of several dropout masks draws. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged
@@ -114,8 +113,8 @@ def draw_rate(device: torch.device) -> float:
 def page_rate(device: torch.device) -> float | None:
     """Return at how many bytes per second the operating system provides zeroed pages, or None for devices other than CPUs.
 
-    The first write to a new block takes longer than the second, because the system must provide pages. Allocators of
-    other devices keep freed blocks, and so avoid this cost.
+    The first write to a new memory block is slow, because the system must provide pages. Other devices avoid this cost,
+    because their allocators keep freed blocks.
     """
     if device.type != "cpu":
         return None

@@ -28,9 +28,9 @@ class Time:
     Attributes:
         seconds: seconds that all operators take at the device's rates.
         least: seconds of the products alone.
-        bound: the part that takes most of the time.
+        bound: the kind of work that takes most of the time.
         launches: minimum number of kernel launches.
-        spread: a real step may be faster or slower by this factor; 1 if the rates were measured on the device.
+        spread: factor by which a real step may be faster or slower; 1 if the rates were measured on the device.
     """
 
     seconds: float
@@ -41,12 +41,12 @@ class Time:
 
     @property
     def low(self) -> float:
-        """Seconds of a step at the fast end of the spread."""
+        """Seconds of a step if it is as fast as the spread allows."""
         return self.seconds / self.spread
 
     @property
     def high(self) -> float:
-        """Seconds of a step at the slow end of the spread."""
+        """Seconds of a step if it is as slow as the spread allows."""
         return self.seconds * self.spread
 
 
@@ -59,7 +59,7 @@ class Workload:
         epochs: epochs of the training.
         steps: optimizer steps of all epochs.
         seconds: seconds of all epochs; None if the time of a step is unknown.
-        tokens: tokens of one epoch, in rows cut to the plan's length; None if tokens were not counted.
+        tokens: tokens of one epoch after rows are cut to the plan's length; None if tokens were not counted.
         longest: tokens of the data set's longest row; None if tokens were not counted.
         cut: share of the data set's rows that are longer than the plan's length; None if tokens were not counted.
         padding: share of padding among a step's tokens; None if tokens were not counted.
@@ -100,9 +100,10 @@ class Row:
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         time: estimated time; None if the device's rates are unknown.
-        longest: tokens of the longest row that fits; 0 if no row fits, None if it was not searched. The search uses
-            micro-batches of one row, unless the user set `rows`.
-        longest_is_all: true if longer rows may fit but were not tried, or if the model has no more positions.
+        longest: length in tokens of the longest row that fits; 0 if no row fits, None if it was not searched. The
+            search uses micro-batches of one row, unless the user set `rows`.
+        longest_is_all: true if longer rows may fit but were not tried, or if `longest` is the model's number of
+            positions.
         work: the training on the data set; None without a data set.
         damage: KL divergence of next-token distributions from those of the unquantized model, in nats; None if unknown.
             For mixed storage, the damage is an estimate.
@@ -158,17 +159,17 @@ class Row:
 
     @property
     def lowest_speed(self) -> float | None:
-        """Tokens per second at the slow end of the spread."""
+        """Tokens per second if a step is as slow as the spread allows."""
         return None if self.time is None else self.tokens / self.time.high
 
     @property
     def highest_speed(self) -> float | None:
-        """Tokens per second at the fast end of the spread."""
+        """Tokens per second if a step is as fast as the spread allows."""
         return None if self.time is None else self.tokens / self.time.low
 
     @property
     def speed(self) -> float:
-        """Tokens per second for comparisons: 0 if unknown."""
+        """Tokens per second, or 0 if unknown, to compare rows."""
         return self.tokens_per_second or 0.0
 
     @property
@@ -189,8 +190,8 @@ class Device:
         notes: warnings about dtypes on this device, such as slow emulation.
         chosen: the row that the goal picks; None if nothing fits.
         rows: rows of all settings, including rows that do not fit.
-        enough: smallest number of these devices on which the step with the least memory fits if it is sharded. `enough`
-            is None if no number was tried, or if no tried number is enough.
+        enough: smallest number of such devices on which the step with the least memory fits if it is sharded. None if
+            no number was tried, or if no tried number is enough.
     """
 
     name: str
@@ -253,7 +254,7 @@ class Record:
 
 
 _SLOWER = 1.25
-"""`balanced` picks a row that takes at most this factor times as long as the fastest row."""
+"""The goal `balanced` picks a row that takes at most this many times as long as the fastest row."""
 
 _CODES = ("int8", MIXED, "nf4", "fp4")
 """Quantization formats, the most precise first."""
@@ -280,7 +281,7 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the Pareto front: of the rows that fit, those that are faster than all rows with less memory."""
+    """Return the Pareto front: rows that fit and are faster than all rows that take less memory."""
     best: list[Row] = []
     for row in sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed)):
         if not best or row.speed > best[-1].speed:
@@ -298,7 +299,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of a row's storage, lowest for the most precise storage. The rank is not a measured damage."""
+    """Return a rank of a row's storage by precision, lowest for the most precise. It is not a measured damage."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

@@ -36,7 +36,7 @@ OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments that only a plan has and that `isotype.plan` takes as keywords."""
 
 EXAMPLE_DATA = "embedded:precision_qa"
-"""If a request names no data set, a printed `sft` command gets this one, so that it runs."""
+"""Data set of a printed `sft` command if the request names none: without a data set, the command would not run."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class PlanRequest:
         count: number of devices that train together.
         memory: bytes that a step may use; None for the device's limit.
         rows: rows of a micro-batch; None if the plan chooses them.
-        at_most: maximum rows of a micro-batch; None means the rows of a step.
+        at_most: maximum rows of a micro-batch; None for no limit but the rows of a step.
         length: tokens of a row; None for the data's longest row or a default.
-        step_rows: rows of a step over all devices and micro-batches; None if `step_tokens` is set instead.
+        step_rows: rows of an optimizer step over all devices and micro-batches; None if `step_tokens` is set instead.
         quantize: True to let the plan choose the storage if no argument names one.
         longest: True to search the longest row that fits.
         damages: measured damage in nats of each storage, see `Row.damage`.
-        layers: measured damage of each layer in each format, to choose mixed storage; None if not measured.
+        layers: measured damage of each layer in each format, from which mixed storage is chosen; None if not measured.
     """
 
     step: StepPlan
@@ -159,7 +159,7 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """Return a request for a plan of a training command. The plan will choose values for arguments that are `auto`."""
+    """Return a request for a plan of a training command. The plan then chooses values for arguments that are `auto`."""
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
@@ -215,7 +215,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the arguments for the number of rows per step. The number is never smaller than the request."""
+    """Return the command's arguments for the rows per step. They are never fewer than requested."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:
@@ -225,7 +225,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """Return True if rows would have another length than `row.length` in a training without `--max_length`."""
+    """Return True if a training needs `--max_length` so that its rows have the length of the plan's row."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

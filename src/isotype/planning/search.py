@@ -32,9 +32,9 @@ from isotype.train.run import NotForeseenError, choose
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """Return facts about training on the data set with the settings of a plan's row, or None if no data set is given.
+    """Return the work of a training on the data set with the settings of a plan's row; None without a data set.
 
-    `seconds(rows, tokens)` returns the time of a micro-batch, or None.
+    `seconds` is a function (rows, tokens) -> seconds of a micro-batch, or None if unknown.
     """
     step = request.step
     if step.data_rows is None:
@@ -85,7 +85,7 @@ FARTHEST = 32768
 """Maximum tokens of a traced row unless the goal is `longest`, because tracing a longer row takes seconds."""
 
 _FITTINGS = 8
-"""Maximum number of mixtures that are tried for one row, each with less memory than the one before."""
+"""Maximum number of mixtures to try for a row. Each takes less memory than the one before."""
 
 _NEAR = 32
 """The search for the longest row ends if its upper bound exceeds its lower bound by at most 1 / 32."""
@@ -98,7 +98,7 @@ class Search:
     Attributes:
         rooms: memory limit of a step for each device name.
         length: tokens of a row.
-        micro: rows of a step on one device.
+        micro: rows of an optimizer step on one device.
         refused: storages that cannot be trained, each with the reason.
     """
 
@@ -114,7 +114,7 @@ class Search:
     _steps_by_key: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for all settings on each device. Storages come in the order of `STORAGES`, then mixed storage."""
+        """Yield a row for each combination of settings on each device, in the order of `STORAGES`, and mixed storage last."""
         uniform: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
@@ -143,7 +143,7 @@ class Search:
         return self._steps_by_key.setdefault(steps.key, steps)
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer, if a micro-batch fits so but not without recomputation."""
+        """Yield a row that recomputes every n-th layer, if a micro-batch fits only with recomputation."""
         rows = self.request.rows or 1
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -163,7 +163,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step, without weights, and with every layer recomputed if the request says so."""
+        """Return the model of a step without weights. Every layer is recomputed if the request says so."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -192,7 +192,7 @@ class Search:
                 yield step
 
     def _refuse(self, storage: str, refusal: IsotypeError) -> None:
-        """Note why a storage cannot be trained. If the plan has only this storage and only one device, raise the error."""
+        """Record why a storage cannot be trained. If the plan has only this storage and only one device, raise the error."""
         if len(self._storages()) == 1 and len(self.request.devices) == 1:
             raise refusal
         titles = ", ".join(profile.title for profile in self.profiles)
@@ -222,7 +222,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """For each nf4 row that fits, yield a row with mixed storage, which uses memory that the nf4 row leaves free."""
+        """For each nf4 row that fits, yield a row with mixed storage that also uses the memory left free."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -231,9 +231,10 @@ class Search:
                 yield mixed
 
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return `row`, an nf4 row, with the most precise mixed storage for which its micro-batches still fit, or None.
+        """Return an nf4 row with the most precise mixed storage for which the row's micro-batches still fit, or None.
 
-        The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, the next is smaller.
+        The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, a smaller one is
+        tried.
         """
         damages = self.request.layers
         assert damages is not None
@@ -254,7 +255,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if this is not possible."""
+        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if no mixture is that small."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -334,18 +335,18 @@ class Search:
         return self._at_once(most), True
 
     def _at_once(self, most: int) -> int:
-        """Return the number of rows in a micro-batch, at most `most`. With fixed rows per step, all micro-batches are equal."""
+        """Return the rows of a micro-batch, at most `most`. If the rows per step are fixed, all micro-batches are equal."""
         if self.request.step_rows is None:
             return -(-self.micro // -(-self.micro // most))
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if no other checkpointing needs less memory. The search with the others would take too long."""
+        """Return True if no other checkpointing needs less memory. Only then is the longest row searched, to save time."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return (tokens of the longest row that fits, True if no longer row was tried)."""
+        """Return the length of the longest row that fits, in tokens, and True if no longer row was tried."""
         rows = self.request.rows or 1
         least = least_row(self.request.step, self.config)
         far = max(positions_of(self.config) or 2**20, least)
@@ -382,7 +383,7 @@ def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | N
 
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
-    """Return the properties of a device on which a step's trace depends. Devices with equal results share traces."""
+    """Return the device properties on which a step's trace depends. Devices with equal properties share traces."""
     return (
         profile.kind,
         frozenset(profile.native) - {torch.float64},  # no step computes in float64

@@ -1,4 +1,4 @@
-"""Plans for models of many sizes, if a request names no model. Each model has the shapes of its config.json.
+"""Plans for models of many sizes, for requests that name no model. The shapes are from each model's config.json.
 
 A plan needs only shapes. There is no tokenizer, so every row of a data set is assumed to have the full length.
 """
@@ -16,7 +16,7 @@ from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.request import parse_request, parser
 
 ENOUGH = 3
-"""Planning ends, from the largest model on, when this number of models fit."""
+"""Planning starts with the largest model and ends when this number of models fit."""
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:

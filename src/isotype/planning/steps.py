@@ -19,10 +19,10 @@ class Traced:
     """Memory and time of the step with one batch shape.
 
     Attributes:
-        peak: bytes at the memory peak, of the first and all later steps.
+        peak: bytes at the memory peak over the first step and all later steps.
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
-        times: time of the step for each profile name; None if the profile has no rates.
+        times: profile name -> time of the step; None for a profile without rates.
         notes: sentences about parts that the trace leaves out, and about layers without an adapter.
     """
 

@@ -31,7 +31,7 @@ WIDTH = 100
 """Width in columns of text that is not for a terminal."""
 
 _WORDS = ("", "device", "model", "storage", "checkpointing", "sharding", "fits", "bound by")
-"""Table columns with words; other columns have numbers."""
+"""Table columns that contain words. All other columns contain numbers."""
 _DETAILS = ("spare", "s/step", "bound by")
 _DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sharding", "tokens/s")
 """Table columns that a narrow terminal omits, in this order."""
@@ -46,7 +46,7 @@ def to_text(plan: Record) -> str:
 
 
 def render(plan: Record, console: Console, whole: bool = False) -> None:
-    """Print a plan. If `whole`, also print the details that `isotype plan -v` adds."""
+    """Print a plan. If `whole` is True, also print the details that `isotype plan -v` adds."""
     say(console, f"isotype plan   {plan.method} of {plan.model}", "bold")
     say(console, f"   {plan.settings}")
     for device in plan.devices:
@@ -96,7 +96,7 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
-    """Print a device's chosen row: its speed, training time and command. If nothing fits, print the least memory of a step."""
+    """Print the speed, time and command of a device's chosen row; if nothing fits, print the least memory of a step."""
     say(console, "")
     row = device.chosen
     if row is None:
@@ -137,7 +137,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table. A pair in `rows` has the first cells (column -> text) and the plan's row, or None if nothing fits."""
+    """Print a table. A pair in `rows` has the first cells (column -> text), and the plan's row (None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
@@ -170,7 +170,7 @@ def _filled(lines: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
-    """Return a row's cells: column -> text."""
+    """Return the table cells of a plan's row: column -> text."""
     time, work = row.time if row.fits else None, row.work
     times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
     beyond = "≥ " if row.longest_is_all else ""
@@ -305,9 +305,9 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
 
 
 def picture(rows: Sequence[Row], chosen: Row | None) -> dict[str, object] | None:
-    """Return the template's data for a chart of memory against tokens per second, in shares of the chart's width and height.
+    """Return the template's data for a chart of memory against tokens per second; None if no row has a time and fits.
 
-    Return None if no row that fits has an estimated time.
+    Positions are fractions of the chart's width and height.
     """
     shown = [row for row in rows if row.fits and row.tokens_per_second]
     if not shown:

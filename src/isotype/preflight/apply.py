@@ -29,7 +29,7 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply the actions that change the model. Return the functions that undo the actions, in the same order.
+    """Apply the actions that change the model. Return the functions that undo them, in the order of the actions.
 
     Raises UsageError if the target of an action does not exist in the model; actions before it are undone.
     """
@@ -94,7 +94,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return the dictionary or list that contains the item `step` of `holder`, and the item's key in it."""
+    """Return the dictionary or list that contains an item of a module, dictionary or list, and the item's key in it."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -104,7 +104,7 @@ def _entry(holder: Any, step: str) -> tuple[Any, Any]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Cast a parameter's data; the object stays the same, because optimizers and other modules refer to it."""
+    """Cast a parameter's data. The parameter object stays the same, because optimizers and other modules refer to it."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -217,7 +217,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions. If one traced layer stands for several, the exceptions of all of them apply to it."""
+    """Return the exceptions. A traced layer that represents several layers gets the exceptions of all of them."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

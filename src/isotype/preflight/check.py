@@ -29,7 +29,7 @@ from isotype.report.check.report import Report
 
 
 class Options(TypedDict, total=False):
-    """Keyword-only arguments of `check`; all except the last two are fields of `StepRequest`."""
+    """Keyword-only arguments of `check`. All except the last two are fields of `StepRequest`."""
 
     learning_rate: float | None
     fsdp: int
@@ -95,8 +95,8 @@ def check(
             - `autocast_eval`: whether autocast is also active in the phase `"generate"`.
             - `fold`: whether layers that differ only in their values are traced once; a finding about one of them then
               applies to all.
-            - `evaluation`: inputs of a batch that is evaluated between steps, in the form of `inputs`; the report shows
-              its memory as a separate phase.
+            - `evaluation`: inputs of a batch that is evaluated between steps, of the same type as `inputs`; the report
+              shows its memory as a separate phase.
             - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
             - `room`: how much of the device's memory the step may use (`isotype.precision.devices.room.Room`); by default
               a share of the memory.
@@ -142,7 +142,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a changed request. A change of autocast resets the scaler, and a new optimizer object the learning rate."""
+    """Return a changed request. A new autocast resets the scaler; a new optimizer object resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
@@ -218,7 +218,7 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return a UsageError with the message and the line of an `error` that the user's code raised."""
+    """Return a UsageError with the message of an error that the user's code raised, and the line that raised it."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     fix = "correct it; --debug shows the whole traceback"
     return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)

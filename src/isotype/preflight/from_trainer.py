@@ -29,8 +29,8 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
     The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO, RLOO), the
     step is a forward and a backward over the first prompts with completions of the greatest length, without rewards.
-    Unless vLLM generates the completions, the memory of a rollout is counted, and the step generates one token (under
-    PEFT outside of autocast, as the trainer does).
+    Unless vLLM generates the completions, the memory of a rollout is counted, and the step generates one token. With
+    PEFT, it does so outside of autocast, as the trainer does.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -71,9 +71,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch. Add the number of labels in two such micro-batches if the trainer passes it to its model.
+    """Return the batch, with the number of labels in two such micro-batches if the trainer passes it to the model.
 
-    `fused_lm_head` says that TRL's head computes the loss.
+    `fused_lm_head` is added if TRL's fused head computes the loss.
     """
     if is_fused_forward(without_peft(trainer.model).forward):
         batch = {**batch, "fused_lm_head": True}
@@ -84,7 +84,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return a batch of the trainer's evaluation, or its rollout if the `first` batch is a list of rows with prompts."""
+    """Return the loss over an evaluation batch, or the rollout of a `first` batch that has rows with prompts, or None."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -110,7 +110,7 @@ def _between_steps(trainer: Any, first: Any) -> LossOf | None:
 
 
 def _predictions(trainer: Any, twin: nn.Module, inputs: Any) -> list[Any]:
-    """Return the outputs that `Trainer.evaluation_loop` keeps for the metrics (`prediction_step` in transformers/trainer.py)."""
+    """Return the outputs that `Trainer.evaluation_loop` stores for metrics (`prediction_step` in transformers/trainer.py)."""
     from accelerate.utils import convert_to_fp32
 
     _, outputs = _shadow(trainer, twin).compute_loss(twin, inputs, return_outputs=True)
@@ -131,7 +131,7 @@ def request_of_first_step(
         model: the trainer's model.
         call: positional and keyword arguments with which the model was called.
         arguments: the trainer's TrainingArguments.
-        optimizer: the optimizer as accelerate wraps it, with its GradScaler.
+        optimizer: accelerate's wrapper of the optimizer, which has the GradScaler.
     """
     args, kwargs = call
     named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
@@ -246,7 +246,7 @@ def _completion(trainer: Any) -> int:
 
 
 def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
-    """Return the generation of the rows' completions, or None if vLLM or a function of the user's generates them."""
+    """Return the generation of completions for the rows; None if vLLM or the user's function generates them."""
     prompts = None if trainer.args.use_vllm else prompts_of(trainer, rows)
     if prompts is None:
         return None
@@ -261,7 +261,7 @@ def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
 
 
 def _generates_under_autocast(trainer: Any) -> bool:
-    """Return whether completions are generated under the trainer's autocast, which is on in the outermost model's forward.
+    """Return whether completions are generated under the trainer's autocast. Only the outermost model's forward turns it on.
 
     PEFT generates with the base model, whose forward accelerate does not change.
     """
@@ -297,7 +297,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches to compare if several processes train: batches of different processes or steps."""
+"""Number of batches (of different processes or steps) to compare if several processes train."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

@@ -20,8 +20,8 @@ class Repairs:
 
     Attributes:
         fixes: the fixes that together resolve the findings, in the order in which they were chosen.
-        settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to set, too.
-        lines: `file:line` in code -> the dtype that the caller has to use there, too.
+        settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to set.
+        lines: `file:line` in code -> the dtype that the caller has to use in that line.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.
         pending: findings that disappear only when the caller has changed `settings` and `lines`.
@@ -102,7 +102,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
 
 
 def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
-    """Return the errors and warnings of `report` that a step with `actions` no longer has."""
+    """Return the errors and warnings of `report` that `actions` resolve."""
     if not actions:
         return ()
     assert report.again is not None
@@ -111,7 +111,7 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 
 
 def faults(findings: Iterable[Finding]) -> set[tuple[str, str]]:
-    """Return the pair (code, cause) of each finding; the pair identifies the finding in another trace of the same model."""
+    """Return (code, cause) of each finding. The pair identifies the finding in other traces of the same model."""
     return {(finding.code, finding.cause) for finding in findings}
 
 
@@ -152,7 +152,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes that no later fix makes superfluous. `after` has the findings after all chosen fixes."""
+    """Return the chosen fixes that no later fix replaces. `after` contains the findings after all chosen fixes."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)
@@ -211,7 +211,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether the finding is gone and the number of errors has not grown (an error may have replaced another).
+    """Return whether a fix resolved the finding without adding to the number of errors (one may have replaced another).
 
     Returns False if the trace for `after` ended early and the trace for `before` did not, because an early end hides findings.
     """

@@ -112,8 +112,8 @@ def trace_of(request: StepRequest) -> Trace:
 class _Step:
     """A step that can be traced again with a fix.
 
-    `known` maps actions to the findings of the step with these actions. `tried` does the same for the actions of tried
-    fixes, but maps them to None if they cannot be applied or cause another error.
+    `known` maps actions to the findings of the step with these actions. `tried` contains only the actions of tried
+    fixes; it maps them to None if they cannot be applied or cause another error.
     """
 
     code: StepCode
@@ -144,14 +144,14 @@ class _Step:
         return replace(trace, reach=self.reach)
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
-        """Return the findings of the step with `actions`. The step is traced once for the same actions."""
+        """Return the findings of the step with `actions`. The step is traced only the first time."""
         key = tuple(actions)
         if key not in self.known:
             self.known[key] = judge(self.trace(actions))
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings, each with its advice and the fixes that work. `_roots` joins errors with the same cause."""
+        """Return the findings, each with its advice and the fixes that work. Errors with the same cause are joined."""
         values_known = trace.setup.ranges is not None or not computes_float16(trace)
         fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
         order = {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
@@ -178,8 +178,8 @@ class _Step:
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`, or None if these cannot be applied or do not resolve `finding`.
 
-        The trace stops after the forward if it shows a new error or still shows the error of `finding`: in both cases the
-        actions are no fix.
+        The trace stops after the forward if it shows a new error, or still the error of `finding`. The actions are then
+        no fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -223,7 +223,7 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings. If one error causes another, the second error is only a note of the first.
+    """Return the findings. If one error causes another, the second error becomes a note of the first.
 
     Error B counts as caused by error A if B comes later in the step, a fix of A resolves both, and no fix of B resolves
     A. Only fixes that change the model count, because a change of an argument or a line may fix several causes at once.
@@ -309,15 +309,15 @@ def setting_value(value: str) -> Any:
 
 
 COPIED = 64 << 20
-"""Bytes that `measure_reach` may always use for a copy of the model's layers, even if the step is small."""
+"""Bytes that `measure_reach` may always use to copy layers of the model, even if the step takes little memory."""
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     """Return which inputs of the step influence which predictions.
 
-    Returns None if the request disables this measurement, or if the inputs lack token ids or labels. The measurement runs
-    a copy of the model's layers with at most `most_bytes`. A larger model is replaced by a smaller one of its class, if
-    one can be built.
+    Returns None if the request disables this measurement, or if the inputs lack token ids or labels. The measurement
+    runs a copy of the model's layers with at most `most_bytes`. A larger model is replaced by a smaller one of its
+    class, if one can be built.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
@@ -340,14 +340,14 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""A check measures value ranges if it expects to need at most this many seconds; `measure_ranges` has no limit."""
+"""A check measures value ranges only if it expects to need at most this many seconds. `measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 """Device type -> float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""
 _WEIGHTS_A_SECOND = 2e8
 """Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3
-"""Factor on the FLOPs of a step, because the backward of a measurement computes the forward of each block again."""
+"""FLOPs of a measurement, relative to a step: its backward also computes the forward of each block again."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:

@@ -130,7 +130,7 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def _padding_words(inputs: Any) -> Iterator[str]:
-    """Yield the number of columns that are padding in every row, if these are more than a tenth of the batch."""
+    """Yield the number of columns that are padding in every row, as a clause, if these are over a tenth of all columns."""
     mask = named_inputs(inputs).get("attention_mask")
     if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
         empty = int((mask == 0).all(0).sum())
@@ -139,5 +139,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the weight dtype that most computing modules have. If two dtypes tie, the one with more elements is returned."""
+    """Return the weight dtype of most computing modules. If dtypes tie, the one with more elements is returned."""
     return whole(tallies(unread_weights(model))) or torch.float32

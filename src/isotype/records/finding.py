@@ -88,12 +88,12 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """The value of a `ranges` action: the decisions that a policy bases on value ranges.
+    """The value of a `ranges` action: a policy's decisions that follow from measured value ranges.
 
     Attributes:
         compute: name of the matmuls' dtype.
         wide_residual: whether the residual stream is in float32.
-        exceptions: (module name in the base model, how, exponent) of each `isotype.precision.policy.ModuleException`.
+        exceptions: name in the base model, treatment and exponent of each `isotype.precision.policy.ModuleException`.
     """
 
     compute: str
@@ -121,7 +121,7 @@ class Fix:
             change them.
         verified: whether a second trace with the fix has neither the finding nor new findings.
         actions: the changes; empty if no actions can express the fix.
-        outcome: result of the second trace; "" before that trace.
+        outcome: result of a second trace with the fix, in words; "" before that trace.
         command: a command that applies the fix, as a program and its arguments; empty if there is no such command.
     """
 
@@ -139,7 +139,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """Of the actions' scopes, the last one in `SCOPES`: a fix that changes a model and a setting has `setting`."""
+        """The last of the actions' scopes in the order of `SCOPES`: `setting` if a fix changes a model and a setting."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
@@ -174,7 +174,7 @@ class Cost:
     """The cost of a silent finding in one step.
 
     Attributes:
-        flops_share: share (0 to 1) of the step's FLOPs that run in a slower dtype.
+        flops_share: fraction (0 to 1) of the step's FLOPs that run in a slower dtype because of the finding.
         cast_bytes: bytes that the finding's casts read and write.
         memory_bytes: bytes that the finding adds to the memory peak.
         slowdown: estimated time of the step on the profile's device, divided by its estimated time without the finding;
@@ -199,7 +199,7 @@ class Finding:
         op: the operator; "" if there is none.
         phase: phase of the step.
         source: `file:line` of the code that called the operator.
-        cause: fully qualified name or source of the code that introduced the dtype, and how this code introduced it.
+        cause: name of the module, or source line of the code, that introduced the dtype, and how it did so.
         evidence: the dtype's path from its cause to the operator, one line per step.
         notes: further facts, such as the number of places or an assumption.
         fixes: fixes in order of preference, see `by_preference`.

@@ -13,7 +13,7 @@ Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 BETWEEN_STEPS: tuple[Phase, ...] = ("evaluate", "rollout")
-"""Phases without gradients between two steps. The argument `evaluation` adds them, and the trace has no calls of them."""
+"""Phases without gradients between steps. `StepRequest.evaluation` adds them; a trace has no calls of them."""
 
 MemoryKind = Literal[
     "weights",
@@ -49,7 +49,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: for each of at most about 500 intervals of the step, the moment with the most bytes, in order.
+        timeline: the step in about 500 intervals or fewer, each with the moment at which most bytes were in use.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
@@ -71,10 +71,10 @@ class Products:
     """The matmul-like operators of one dtype.
 
     Attributes:
-        flops: FLOPs of a step; only half of the FLOPs of attention are counted.
+        flops: FLOPs of a step; attention counts half, as with a causal mask.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None. If it is
-            set, `flops_per_second` is the rate of `emulated_in`.
+        emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None. The
+            rate `flops_per_second` is then that of `emulated_in`.
     """
 
     flops: float
@@ -89,7 +89,7 @@ class Products:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The minimum time of one step.
+    """The minimum time of one step. A product is a matmul-like operator.
 
     Attributes:
         seconds: minimum seconds of the products. A product takes the time of its compute or of its memory traffic,
@@ -137,5 +137,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """Seconds that the device computes per kernel launch. If the host needs longer to launch a kernel, the device waits."""
+        """The device's mean seconds per launched kernel. If the host takes longer to launch one, the device waits."""
         return self.traced_seconds / self.launches

@@ -58,7 +58,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator that has a non-finite result, and whose operands are finite or come from outside of the step.
+    """The first operator with a non-finite result whose operands are finite or come from outside of the step.
 
     Attributes:
         op: name of the operator, such as `aten.mm.default`.
@@ -68,9 +68,9 @@ class NonFinite:
         source: `file:line` of the call; "" if unknown.
         operands: float operands before the operator ran.
         culprit: the operand that was already not finite; None if all operands were finite.
-        exact: largest magnitude of the result if the operator runs in the next wider dtype (float32 for 16 bits, else
-            float64). `exact` is None if that result is not finite either, or if the operator lacks that dtype.
-        entries: for an element-wise operator, the operands' values at the first element that is not finite; empty for
+        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64). None if that
+            result is not finite either, or if the operator does not support that dtype.
+        entries: the operands' values at the first element that is not finite, for an element-wise operator; empty for
             cause `"row"`.
         rows: rows of the batch with elements that are not finite, if the result has the batch's rows.
         batch: number of rows in the batch; 0 if unknown.

@@ -13,10 +13,10 @@ Source = Literal[
     "later token",  # a token after the predicted one
     "own label",  # the label of the prediction, as an input of the model
 ]
-"""Inputs that must not change a prediction."""
+"""Kinds of inputs on which a prediction must not depend."""
 
 Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
-"""Kinds of inputs and parameters that should change predictions but do not; `ungraded` is not in the loss's graph."""
+"""Kinds of inputs and parameters that should change predictions but do not. The loss's graph lacks `ungraded` ones."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Leak:
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
-        without: an input of the model; if it is left out, there is no leak. "" if no input has this effect.
+        without: an input of the model without which there is no leak; "" if there is none.
     """
 
     source: Source
@@ -46,7 +46,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class NoReach:
-    """An input or parameter that changes no prediction.
+    """An input or parameters that change no prediction.
 
     Attributes:
         name: name of the input or of the parameters (with `*` for layer numbers).
@@ -63,7 +63,7 @@ class Labels:
     """The labels in the loss.
 
     Attributes:
-        learned: number of predictions that change the loss.
+        learned: number of predictions on which the loss depends.
         shift: number of tokens from a prediction to its label (1 in a causal model); None if the labels do not repeat
             the inputs.
         at_padding: number of labels of tokens that the attention mask leaves out.
@@ -78,7 +78,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The tokens of a row on which the row's predictions depend.
+    """For one row of the batch: the tokens on which each prediction depends.
 
     Attributes:
         row: index of the row in the batch.
@@ -91,7 +91,7 @@ class Matrix:
     reached: tuple[tuple[int, tuple[int, ...]], ...]
 
     def meant(self, column: int, token: int) -> bool:
-        """Return True if the token may reach the prediction at `column` of a causal model."""
+        """Return True if the prediction at `column` may depend on the token in a causal model."""
         return token <= column and self.sequences[token] == self.sequences[column]
 
 
@@ -100,7 +100,7 @@ class Collective:
     """A call that all processes of a sharded training make together.
 
     Attributes:
-        move: `gathers` for weights, `reduces` for gradients.
+        move: `gathers` if the call gathers weights, `reduces` if it reduces gradients.
         module: sharded module of the weights; "" in the backward.
         elements: number of elements of the whole tensor.
     """
@@ -111,7 +111,7 @@ class Collective:
 
     @property
     def alike(self) -> tuple[str, int]:
-        """A key that is equal for the calls of two processes if these calls can complete together."""
+        """A key of the call. The calls of two processes can complete together only if their keys are equal."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Parting:
     """The first place in a step at which two processes call different collectives.
 
     Attributes:
-        process: index of the batch whose collectives differ from the first batch's.
+        process: index of the process (and of its batch) whose collectives differ from the first process's.
         at: index of the collective in the step.
         first, other: the collectives that the two processes call; None if a process has no further collective.
     """
@@ -142,10 +142,10 @@ class Unreached:
         weight: name of the parameter.
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
-        behind: modules whose forward ran with gradients on and ended before the first use, in order.
-        ignored: whether the parameter is used with gradients on, but the loss does not depend on the result.
+        behind: modules that ran with gradients on and ended before the first use of the parameter, in order.
+        ignored: whether the parameter is used with gradients on, but the loss does not depend on that result.
         cut: `file:line` of the code that drops the graph of a result (`detach()`, `.data`, `item()`); "" if none does.
-        cleared: whether the backward has computed a gradient that was removed before the optimizer's step.
+        cleared: whether the backward computed the gradient, but code removed it before the optimizer's step.
     """
 
     weight: str
@@ -168,11 +168,11 @@ class Reach:
         labels: the labels in the loss; None if the model returns no logits.
         leaks: predictions that change with inputs on which they must not depend.
         unused: inputs and parameters that change no prediction.
-        undecided: clauses; each names a dependence that was not measured, and the reason.
-        matrix: the tokens that reach some predictions of one row; None if not measured.
-        skipped: modules that have weights and run only for the batches of some processes.
-        parting: the first place at which the processes call different collectives of FSDP. `parting` is None if there is
-            no such place or only one batch, or if this process already has a process group.
+        undecided: dependences that were not measured; each clause names one, with the reason.
+        matrix: the tokens on which some predictions of one row depend; None if not measured.
+        skipped: modules with weights that run for the batches of some processes, but not of all.
+        parting: the first place at which processes call different collectives of FSDP. None if there is no such place
+            or only one batch, or if this process already has a process group.
         ungraded: trainable parameters that get no gradient from the loss of at least one batch.
     """
 

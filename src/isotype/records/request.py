@@ -21,8 +21,8 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 class LossOf:
     """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors.
 
-    If `kept` is not 0, the function of an evaluation returns its predictions, and `kept` times their bytes stay in memory.
-    If `generates` is True, the function of an evaluation generates tokens, in the phase `rollout`.
+    Two attributes describe evaluations. `generates`: the function generates tokens, and its phase is `rollout`. `kept`:
+    the function returns predictions, and this many times their bytes stay in memory; 0 if it returns none.
     """
 
     function: Callable[[nn.Module, Any], Any]
@@ -32,7 +32,7 @@ class LossOf:
 
     @property
     def between(self) -> Phase:
-        """The phase between steps in which the function of an evaluation runs."""
+        """The phase of an evaluation with this function: `rollout` if it generates tokens, else `evaluate`."""
         return "rollout" if self.generates else "evaluate"
 
 
@@ -50,11 +50,11 @@ class StepRequest:
         optimizer: a name, an optimizer, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
-        fsdp: version (1 or 2) of the FSDP that shards the run; 0 without FSDP.
+        fsdp: version of FSDP (1 or 2); 0 without FSDP.
         devices: number of devices that train together; with `fsdp` they share the weights, else each has all weights
             (DDP). Memory is counted for one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
-        zero3: version of DeepSpeed if its ZeRO-3 shards the run; else "".
+        zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
         find_unused: whether DDP runs with `find_unused_parameters`: it looks for parameters without a gradient.
         shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
@@ -62,13 +62,13 @@ class StepRequest:
         generate: function of the model that the phase `"generate"` runs.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
-        evaluation: inputs of an evaluation batch between steps, in the form of `inputs`; None without evaluation.
+        evaluation: inputs of an evaluation batch between steps, of the same type as `inputs`; None without evaluation.
         reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
         ahead: number of batches that are in the device's memory in addition to the current batch.
         room: device memory that the step may take; None for the device's limit.
-        wiring: whether to run a small copy of the model to measure which inputs reach which predictions. If a wrapper
-            calls the model with other inputs, `wiring` has these inputs instead of True.
+        wiring: whether to run a small copy of the model to measure which predictions depend on which inputs. If a
+            wrapper calls the model with other inputs, `wiring` contains them instead of True.
         others: batches that other processes get at the same time.
         ranges: measured value ranges. If `ranges` is None, `run` measures the ranges of a float16 step, provided that the
             weights are available and the measurement is short.

@@ -58,11 +58,11 @@ COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
 """Name of a tensor outside of the model that the script changes between two steps, such as a moving average."""
 
 UNSAFE = "is unsafe to autocast"
-"""Part of the message of a `Breach` if autocast forbids the function."""
+"""Part of a `Breach`'s message if autocast forbids the function."""
 
 ATTENTION = "torch.scaled_dot_product_attention"
 NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
-"""The message of a `Breach` if no enabled kernel takes a call of `ATTENTION`."""
+"""A `Breach`'s message if no enabled kernel accepts a call of `ATTENTION`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of a cast's operand, or of the operand whose dtype a promotion or a conversion has chosen.
+        before: origin of the operand of a cast, or of the operand from which a promotion or conversion took the dtype.
         like: origin of the tensor from which a cast or a new tensor gets its dtype (`x` in `y.to(x.dtype)`); None if
             the code names the dtype itself.
     """
@@ -133,7 +133,7 @@ class Breach:
         message: the real device's error message.
         assumed: whether the contract is an assumption, because it was not measured on the device.
         converted: the dtype to which the recorder converted the operands to continue; None without a conversion.
-        consequence: whether the same call already broke a contract in the forward, with the same cause.
+        consequence: whether the same call had already broken a contract in the forward, with the same cause.
     """
 
     message: str
@@ -157,12 +157,12 @@ class Call:
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         off: error in radians of a sine's or cosine's argument that was rounded to 16 bits; 0 if unknown.
         rounded_at: `file:line` that rounded the argument of the sine or cosine, or the name of a 16-bit input.
-        emptied: number of finite rows that a cast turned entirely into minus infinity; 0 if values are unknown.
-        numbers: Python float arguments by schema name: `(("min", 1e-12),)`.
-        outside: a known index that the operator refuses, and the size of the table that it reads.
-        undefined: number of results that are NaN for all weights: softmax rows that are masked completely, or a mean over
-            no label.
-        by_script: True if a script runs this call in a live step after autograd's backward, such as clipping.
+        emptied: number of finite rows in which a cast turned every value into minus infinity; 0 if values are unknown.
+        numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
+        outside: an index out of range that makes the operator fail, and the size of the table that it indexes.
+        undefined: number of results that are NaN whatever the weights are: softmax rows with every element masked, or a
+            mean over no label.
+        by_script: True if the user's script made this call after autograd's backward in a live step, such as clipping.
     """
 
     op: str
@@ -191,7 +191,7 @@ class Call:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of operands and results."""
+        """All dtypes of operands and results."""
         return {operand.dtype for operand in self.operands} | {dtype for dtype, _ in self.results}
 
     @property
@@ -218,7 +218,7 @@ class Quantization:
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: the error that an evaluation on a CPU raises because it repacks 4-bit weights; "" if the weight is
+        repacking: the error that follows because an evaluation on a CPU repacks 4-bit weights; "" if the weight is
             already repacked; None if an evaluation keeps the layout.
     """
 
@@ -245,13 +245,13 @@ class Weight:
         pinned: whether the model's author keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of equal layers' weights that this weight represents if equal layers are traced once.
+        repeats: number of weights, one per equal layer, that this weight represents if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
         exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
             unknown.
-        was: dtype that the weight had before the step's code cast it; None if the code did not cast it.
-        set_on: (attribute without effect, its value), such as (`encoder.requires_grad`, False); None if there is none.
+        was: the weight's dtype before the step's code cast the weight; None without such a cast.
+        set_on: an attribute that was set without effect, and its value (`encoder.requires_grad`, False); else None.
     """
 
     name: str
@@ -368,7 +368,7 @@ GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
 """Calls that raise an error if there are no gradients, whatever the dtypes are."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
-"""Error messages of the calls in `GRADIENTLESS`."""
+"""Error messages of the calls in `GRADIENTLESS` if there are no gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,21 +386,21 @@ class Trace:
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: dtypes of the step's float inputs by name.
-        by_ranges: name in the base model -> exponent, for modules whose values do not fit into plain float16. A layer
-            with a nonzero exponent multiplies its values by 2^-exponent; with exponent 0 it computes in float32.
+        by_ranges: modules whose values do not fit into plain float16: name in the base model -> exponent. A layer with
+            a nonzero exponent multiplies its values by 2^-exponent; with exponent 0 it computes in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters without a gradient, because the forward uses them with gradients off.
-        without_effect: inputs that no operator of the forward passes on to the loss.
+        without_effect: inputs from which no chain of operators leads to the loss.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
-        repeated: the lines of two steps of an optimizer with the same gradients, without a backward between; else None.
-        scaled: whether the optimizer stepped with gradients that a GradScaler's loss scale still multiplies.
-        unscaled: whether gradients of a loss that no loss scale multiplied were divided by a GradScaler's scale.
-        unmoved: 16-bit parameters whose gradient is not zero, but that the optimizer's step has not changed.
-        spoiled: 16-bit parameters with values that the optimizer's step has made NaN or infinite.
-        lost_terms: terms of the loss without a graph: (line that drops it, line that adds the term).
-        unheld: trainable parameters that have a gradient, but that no optimizer of the script holds.
-        orphans: number of the optimizer's parameters without a gradient that no called module has.
+        repeated: the lines of two optimizer steps on the same gradients, without a backward between them; else None.
+        scaled: whether the optimizer stepped with gradients that were still multiplied by a GradScaler's loss scale.
+        unscaled: whether a GradScaler divided gradients by its scale, although no loss scale had multiplied the loss.
+        unmoved: 16-bit parameters that the optimizer's step did not change, although their gradient is not zero.
+        spoiled: 16-bit parameters in which the optimizer's step made values NaN or infinite.
+        lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
+        unheld: trainable parameters that have a gradient, but are in no optimizer of the script.
+        orphans: number of the optimizer's parameters that have no gradient and are in no module that was called.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
         no_autocast: the reason why this step should run under autocast, if it does not; else "".
     """

@@ -1,4 +1,4 @@
-"""The report of `isotype doctor`: the device's dtypes with their speeds, the libraries, changes to make, and a verdict."""
+"""The report of `isotype doctor`: the device's dtypes and their speeds, the libraries, necessary changes, and a verdict."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """Return a warning if some matmuls of a dtype took much longer than others; otherwise return None."""
+    """Return a warning if some matmuls of a dtype took much longer than other matmuls of this dtype; else None."""
     rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
     if not rates:
         return None
@@ -88,7 +88,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """State in one sentence if the device can train LoRA and QLoRA; if not, name the changes that it needs."""
+    """Return one sentence that says whether the device can train LoRA and QLoRA, or which changes are necessary."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -109,7 +109,7 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return a pair (operation, kernel) for each operation between matmuls; for a CPU, return an empty list.
 
-    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise they are expected for such a GPU.
+    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise, they are expected ones.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

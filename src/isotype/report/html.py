@@ -147,9 +147,9 @@ def _minus(text: str) -> str:
 
 
 def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]]:
-    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a share of the axis, 0 to 1.
+    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a fraction of the axis, 0 to 1.
 
-    The distance of the ticks is 1, 2 or 5 times a power of ten. There are at most `target` distances.
+    The distance between ticks is 1, 2 or 5 times a power of ten. There are at most `target` such distances.
     """
     exponent = math.floor(math.log10(high / target))
     distances = [Decimal(f"{digit}e{exponent}") for digit in (1, 2, 5)]
@@ -161,7 +161,7 @@ def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]
 def stacked(
     amounts: Iterable[tuple[str, float]], words: Callable[[Any], str], whole: float
 ) -> list[tuple[str, str, float, float]]:
-    """Return (name, amount in words, left end, width) for each part of a bar. Ends and widths are shares of `whole`."""
+    """Return (name, amount as text, left end, width) for each part of a bar. Ends and widths are fractions of `whole`."""
     parts, left = [], 0.0
     for name, amount in amounts:
         if amount > 0:
@@ -171,12 +171,12 @@ def stacked(
 
 
 def percent(share: float) -> str:
-    """Format a share from 0 to 1 as a CSS percentage, such as `12.50%`."""
+    """Format a fraction from 0 to 1 as a CSS percentage, such as `12.50%`."""
     return f"{100 * share:.2f}%"
 
 
 def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> list[tuple[str, str]]:
-    """Return (name, path in a square of 1000 units) for areas that are stacked from the bottom up.
+    """Return (name, SVG path) for areas that are stacked from the bottom up in a square of 1000 units.
 
     Each area has an amount (at least 0) for each point. `high` is the amount at the top of the square.
     """

@@ -34,9 +34,9 @@ _PLAN_KEYS = {
     "initialised=plan.match.initialised buffers=plan.match.buffers",
     TensorHeader: "name dtype=dtype_name shape file begin bytes",
 }
-"""The keys in the JSON form of a load plan; `isotype.core.json_records.Names` explains the format."""
+"""The keys of a load plan in JSON; `isotype.core.json_records.Names` explains the format."""
 _DROPPED = ("shape", "bytes", "share", "count")
-"""If the console is too narrow for a table of tensors, the table omits these columns, in this order."""
+"""Columns that a table of tensors omits, in this order, if the console is too narrow."""
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
@@ -67,7 +67,7 @@ _STYLES = {
 
 
 def render_fit(fit: Fit, console: Console) -> None:
-    """Print if a program applies an adapter: the effect on each kind of module, the reasons and the fixes."""
+    """Print whether a program applies an adapter correctly: the effect on each kind of module, reasons and fixes."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
     table = table_of("module", "tensors", f"in {fit.consumer}", numbers=("tensors",))
     for use in fit.uses:
@@ -149,7 +149,7 @@ _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantize
 
 
 def render_plan(inspection: PlanInspection, console: Console) -> None:
-    """Print how each group of tensors would be loaded, the reasons for these dtypes, and the tensors that no file contains."""
+    """Print how each group of tensors would be loaded, the reasons for its dtype, and the tensors that no file contains."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
     console.print(fitting(_plan_table(inspection), console, dropped=_DROPPED))
     console.print()
@@ -229,7 +229,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
 
 
 def _all_renamed(inspection: PlanInspection) -> bool:
-    """Return True if every tensor is renamed; one line then states this, and the table's rows do not repeat it."""
+    """Return True if every tensor is renamed. One line then says so instead of every row of the table."""
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 

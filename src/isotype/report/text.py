@@ -57,7 +57,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_kinds(kinds: Mapping[Any, int], least: float) -> str:
-    """Format the bytes of each kind of at least `least` bytes, the largest first: `activations 725 MiB, weights 111 MiB`."""
+    """Format the kinds that have at least `least` bytes, the largest first: `activations 725 MiB, weights 111 MiB`."""
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in ranked if size >= least)
 
@@ -68,16 +68,16 @@ def short_source(source: str) -> str:
 
 
 NARROW = 60
-"""If the console has fewer columns than this, each cell of a table's row gets its own line."""
+"""On a console with fewer columns than this, each cell of a table gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, and a label of one or two words. A wrapped line continues below the end of its start."""
+"""The start of a line: spaces, a bullet, and a label of one or two words. A wrapped line continues after its width."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """Return a table with these columns. Columns in `numbers` are aligned at the right; cells in `folded` may break."""
+    """Return a table with these columns. Columns in `numbers` are right-aligned; cells in `folded` columns may break."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(
@@ -90,7 +90,7 @@ def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] =
 
 
 def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **options: Any) -> Table:
-    """Return a table without heads. Each row has a label in this style, and a text that may break."""
+    """Return a table without column heads. Each row has a label in the given style, and a text that may break."""
     table = Table(box=None, show_header=False, pad_edge=False, **options)
     table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")
@@ -102,8 +102,8 @@ def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **opti
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
     """Return the indented table. On a console narrower than `NARROW`, return a list instead: a line for each cell.
 
-    If `dropped` names columns and the table is too wide, the gaps between columns shrink. If it is still too wide, these
-    columns are omitted one by one. If the remaining columns are too wide as well, the table becomes a list.
+    If `dropped` names columns and the table is too wide, first the gaps between columns shrink. Then these columns are
+    omitted one by one. If the remaining columns are still too wide, the table becomes a list.
     """
     if console.width >= NARROW and not dropped:
         return Padding(table, (0, 0, 0, indent), expand=False)
@@ -138,7 +138,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the least width at which the table breaks no word; in columns with `no_wrap`, it also breaks no line."""
+    """Return the minimum width at which the table breaks no words and, in columns with `no_wrap`, no lines."""
     _, right, _, left = table.padding
     widths = [
         max(
@@ -156,10 +156,10 @@ def width_of(console: Console) -> int | None:
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines that are too long for the console at spaces, and indent each continued line as far as its first word.
+    """Break lines that are too long for the console. Each continuation line is indented as far as the line's first word.
 
-    Paths and other long words are not broken. A command, which is indented by four spaces, stays valid for a shell.
-    Text for a log file or a pipe is returned unchanged.
+    Lines break at spaces only, so paths stay whole. A command, which is indented by four spaces, stays valid for a
+    shell. Text for a log file or a pipe is returned unchanged.
     """
     width = width_of(console)
     if width is None:
@@ -173,7 +173,7 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print each command that the user can run next, below its description. The command can be pasted into a shell."""
+    """Print commands that the user can run next, each below its description, so that they can be pasted into a shell."""
     for description, tokens in commands.items():
         say(console, f"\n{description}:\n{printed_command(tokens, indent=4)}")
 

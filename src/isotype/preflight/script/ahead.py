@@ -33,16 +33,16 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
-"""Fixes are tried before the first step only if this is expected to take at most this many seconds."""
+"""Fixes are tried before the first step only if the trials are expected to take at most this many seconds."""
 
 TRIED_AFTER = 60.0
-"""Fixes are tried after a crash only if this is expected to take at most this many seconds."""
+"""Fixes are tried after a crash only if the trials are expected to take at most this many seconds."""
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
     """Return the report on a script's step without changing the script's state.
 
-    `seconds` limits the trace. Fixes are tried only if this is expected to take at most `trial_seconds`.
+    The trace takes at most `seconds`. Fixes are tried only if the trials are expected to take at most `trial_seconds`.
     """
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
@@ -96,9 +96,10 @@ def request_of_script(
 
 
 class LossOfForward(LossOfOutput):
-    """The loss in the output of a model that is called as in the script. `returned` gets whether there is one.
+    """The loss in the output of a model that is called as in the script.
 
-    `returned` is a queue, because a check restores all other objects that the function changes.
+    `returned` receives True if the output has a loss. It is a queue, because a check restores all other objects that
+    the function changes.
     """
 
     def __init__(self, returned: SimpleQueue[bool]) -> None:
@@ -137,7 +138,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """In the `with` block, disable the script's function modes, dispatch modes, output and warnings."""
+    """Inside the `with` block, disable the script's function modes, dispatch modes, output and warnings."""
     output = contextlib.redirect_stdout(io.StringIO())
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -145,7 +146,7 @@ def _unnoticed() -> Iterator[None]:
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a `StepRequest`'s optimizer: its name if it is of bitsandbytes, else a new one with the same settings."""
+    """Return an optimizer for a request: a bitsandbytes optimizer's name, else a new optimizer with the same settings."""
     if type(optimizer).__module__.startswith("bitsandbytes"):
         return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
     parameters = signature(type(optimizer).__init__).parameters
@@ -166,7 +167,7 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
 
 
 def _has_masters(model: nn.Module) -> bool:
-    """Return whether an optimizer of this process holds copies of all trainable 16-bit parameters of `model`, flat or not."""
+    """Return whether an optimizer of this process has copies of all trainable parameters, with 16-bit ones among them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
     held = (sum(p.numel() for p in parameters_of(optimizer)) for optimizer in living(torch.optim.Optimizer))
@@ -176,7 +177,8 @@ def _has_masters(model: nn.Module) -> bool:
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    accelerate enables its autocast inside of the forward. In a trace, accelerate's own code for autocast runs only on a CPU.
+    accelerate enables its autocast inside of the forward. A trace runs accelerate's own code for autocast only on a
+    CPU.
     """
     low = autocast_dtype(device)
     if low is not None:

@@ -1,4 +1,4 @@
-"""Notes the line where a script asks whether a GPU is available, if this machine lacks the GPU of `--device`."""
+"""Finds the line where a script asks whether a GPU is available, if this machine lacks the GPU of `--device`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isotype.records.finding import in_library
 
 
 class Branch:
-    """The answer "no GPU" makes a script take its branch for the CPU, whatever device the step is checked for.
+    """Records where a script asks for a GPU. It then takes its CPU branch, even if the step is checked for a GPU.
 
     Attributes:
         line: `file:line` of the script's first question; "" if it has not asked.

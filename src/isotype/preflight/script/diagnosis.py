@@ -68,7 +68,7 @@ from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
-"""If the trace before the first step takes more seconds than this, a line reports it even if nothing was found."""
+"""A trace before the first step that takes more seconds than this is reported, even if nothing was found."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ALL_SKIPPED = (
     "no step was checked after it ran, because the optimizer took no step: the GradScaler skipped every step (infinite or "
@@ -153,7 +153,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Keep the request for a forward before the first training step; it is used only if this forward raises an error."""
+        """Store the request for a forward before the first training step, in case this forward raises an error."""
         request = request_of_script(beginning, LossOfForward(self._returned), self._device, ("generate",))
         self._request = without_tensors(request)
 
@@ -218,7 +218,7 @@ class Diagnosis:
             self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
-        """Return the trace of the step that has just run, with a reason if it should have run under autocast."""
+        """Return the trace of the step that has just run. If it should have run under autocast, the trace says why."""
         asked, products, why = mixed_precision(), self.watch.products(), ""
         autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
         if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
@@ -229,12 +229,12 @@ class Diagnosis:
         return self.watch.trace(setup, no_autocast=why)
 
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
-        """Report a rule's finding about what the script does between two recorded steps: `calls`, or other fields of a `Trace`."""
+        """Report a rule's findings about the time between two recorded steps, from `calls` or other fields of a `Trace`."""
         if self._setup_seen is not None and self._speaks:
             self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report the findings of the real step whose codes are new, or were reported only with a lower severity."""
+        """Report the real step's findings, except codes that were already reported as errors or with equal severity."""
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
@@ -266,7 +266,7 @@ class Diagnosis:
     def left(self, code: Any, reason: BaseException | None) -> bool:
         """Report at the end of a script that has exited, and return whether an error was explained. Call `stop` first.
 
-        `code` is an argument of `sys.exit`, `reason` the exception that the script handled when it exited, or None.
+        `code` is the argument of `sys.exit`. `reason` is the exception that the script handled when it exited, or None.
         """
         recorder = self.watch.recorder
         explained = reason is not None and self.crashed(reason)
@@ -302,7 +302,7 @@ class Diagnosis:
     # -------------------------------------------------------------------------------------------------- after a crash
 
     def crashed(self, error: BaseException) -> bool:
-        """Explain an exception that has ended the script, and return whether that was possible. Call `stop` first."""
+        """Explain the exception that ended the script, and return whether there is an explanation. Call `stop` first."""
         explained = False
         for link in _chain(error):
             text, recorder = str(link), self.watch.recorder
@@ -317,7 +317,7 @@ class Diagnosis:
         return explained
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Call `explain`, unless another process of the run has explained the error; return whether it is explained."""
+        """Call `explain` unless another process of the run has explained the error. Return True if the error is explained."""
         if self._family.knows("explained"):
             if self._family.is_top:
                 self._say("explained above, by the process that raised it")
@@ -346,7 +346,7 @@ class Diagnosis:
         self._diagnose(call, f"{name}: {first}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error that no watched operator raised: it was raised later, or by code around the operators."""
+        """Explain a dtype error that no watched operator raised: a later operator did, or code around the operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = f"{type(error).__name__}: {first_line(error)}"
         assert model is not None
@@ -466,7 +466,7 @@ class Diagnosis:
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report, first the finding about `call` or one with the cause of a `live` finding; None without such a finding."""
+    """Return the report with the finding about `call` (or with the cause of a `live` finding) first; None if it has none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

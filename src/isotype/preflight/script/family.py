@@ -33,7 +33,7 @@ class Family:
         return self.top == os.getpid()
 
     def claim(self, fact: Fact) -> bool:
-        """Return whether this process is the first one that claims `fact`."""
+        """Claim `fact`, and return True if no process of the run has claimed it before."""
         try:
             (self.folder / fact).touch(exist_ok=False)
         except FileExistsError:
@@ -43,7 +43,7 @@ class Family:
         return True
 
     def knows(self, fact: Fact) -> bool:
-        """Return whether a process has claimed `fact`."""
+        """Return whether a process of the run has claimed `fact`."""
         return (self.folder / fact).exists()
 
     def leave(self) -> None:
@@ -54,7 +54,7 @@ class Family:
 
 
 def family() -> Family:
-    """Return the family of the run to which this process belongs, or a new family if the user started this process."""
+    """Return the family of this process's run; a new family if the user started this process."""
     if VARIABLE in os.environ:
         return Family(Path(os.environ[VARIABLE]), None)
     folder = Path(tempfile.mkdtemp(prefix="isotype-run-"))
@@ -63,7 +63,7 @@ def family() -> Family:
 
 
 PREFLIGHT_SECONDS = 10.0
-"""Seconds for tracing the first step before it runs: enough for thousands of operators."""
+"""Time limit in seconds for tracing the first step before it runs: enough for thousands of operators."""
 
 
 @dataclass(frozen=True)

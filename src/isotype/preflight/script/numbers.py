@@ -36,12 +36,12 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of forwards that are kept, which limits memory if a script never calls an optimizer of torch."""
+"""Maximum number of stored forwards. It limits memory if a script never calls an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of the current step, with references to its inputs, the random states before it, and its autocast."""
+    """A forward of the current step: references to its inputs, the random states before it, and its autocast."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -131,7 +131,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Check the losses if one is NaN. An infinite loss may be an effect of the loss scale: GradScaler skips that step."""
+        """Check the losses if one is NaN. If the loss scale causes an infinite loss, GradScaler itself skips the step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 

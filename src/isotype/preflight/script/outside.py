@@ -26,7 +26,7 @@ class Outside:
 
     Attributes:
         source: `file:line` of the code that raised the error, in the script or a library.
-        tensors: (variable, dtype, shape, name in the model or "") of each float tensor in a variable of this code.
+        tensors: variable, dtype, shape, and name in the model (or "") of each float tensor in a variable of this code.
         help: advice, or "".
     """
 
@@ -87,7 +87,7 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
-    """Return the optimizer in the innermost traceback frame with such a variable, in a list; [] if there is none."""
+    """Return a list with the optimizer from the innermost traceback frame that has one in a variable; [] if none has."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]

@@ -1,7 +1,7 @@
 """Watches the processes that a watched script starts.
 
-Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`: `isotype run` replaces this command.
-Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a shell, another
+Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`, and `isotype run` replaces this
+command. Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a shell, another
 environment's Python) are not watched: the run reports their names.
 """
 
@@ -177,7 +177,7 @@ def _is_this_python(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Split a command at its script or `-m module`; return None if it has neither, or has an option of `_NOT_OURS`."""
+    """Split a command at its script or `-m module`. Return None if it has neither, or if it has an option of `_NOT_OURS`."""
     position = 1
     while position < len(words):
         word = words[position]

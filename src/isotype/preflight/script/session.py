@@ -83,7 +83,7 @@ class Session:
         self.safely(explain)
 
     def left(self, code: Any, leaving: SystemExit | None = None) -> None:
-        """Report at the end of a script that has exited with `code`, which is an argument of `sys.exit`."""
+        """Report at the end of a script that has exited. `code` is the argument of `sys.exit`."""
         reason = None if leaving is None or code in (None, 0) else leaving.__context__
 
         def end() -> None:
@@ -206,12 +206,12 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return whether a frame belongs to the wrapper that torch's compiler puts around the handler of a dispatch mode."""
+    """Return whether a frame is part of the wrapper that torch's compiler puts around a dispatch mode's handler."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks; if so, torch called `inner` only because of the watch's hooks."""
+    """Return whether the frame's module has no hooks, so that torch called `inner` only because of the watch's hooks."""
     # Imported here, because a script without torch must not import it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 

@@ -11,12 +11,12 @@ from isotype.report.text import format_duration, format_flops, format_kinds, for
 
 
 def device_words(setup: Setup) -> str:
-    """Name the devices of the step: `"NVIDIA T4"`, `"8 × NVIDIA T4"`."""
+    """Return the device of the step, with the number of devices if there are several: `"8 × NVIDIA T4"`."""
     return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
 
 
 def sharding_words(setup: Setup) -> str:
-    """Describe how several devices train together, as in `"FSDP2 over 8 devices"`. Return "" if one device trains without FSDP."""
+    """Describe how several devices train together (`"FSDP2 over 8 devices"`); "" if one device trains without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
@@ -65,7 +65,7 @@ def step_words(report: Record) -> str:
 
 
 def parts_words(report: Record) -> str:
-    """Name the phase in which memory peaks, and give the bytes of each kind of memory at the peak."""
+    """Describe the memory peak: its phase, and the bytes of each kind of memory at the peak."""
     memory = report.memory
     if memory.peak_phase is None:
         return "not measured"
@@ -83,7 +83,7 @@ def memory_words(report: Record) -> str:
 
 
 def flops_words(report: Record) -> str:
-    """Give a step's FLOPs and the share of each dtype, with the largest share first."""
+    """Describe a step's FLOPs, and the share of each dtype in them, the largest share first."""
     total = sum(report.flops.values())
     if not total:
         return "no matmul was traced"
@@ -97,7 +97,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Give the least time that the device's data sheet allows for the step. Return "" if the device has no published rates."""
+    """Describe the least time that the device's data sheet allows for the step; "" if the device has no published rates."""
     time, setup = report.time, report.trace.setup
     if time is None:
         return ""
@@ -112,7 +112,7 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Give the parts of the step's least time: products, memory traffic, launches. Return "" if no rates are published."""
+    """Describe the parts of the step's least time: products, memory traffic, launches; "" if no rates are published."""
     time = report.time
     if time is None:
         return ""

@@ -120,7 +120,7 @@ def _part(row: Row, findings: Sequence[Finding]) -> Content:
 
 
 def _unit(most: float) -> tuple[int, str]:
-    """Return the bytes and the name of the unit for an axis up to `most` bytes."""
+    """Return the unit for an axis that ends at `most` bytes: its size in bytes, and its name."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next((unit for unit in units if most >= unit[0]), (1, "B"))
 
@@ -292,7 +292,7 @@ SIDE = 14
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data for a picture of the tokens that change each prediction; None if `reach` has no matrix."""
+    """Return the template's data for a picture of the tokens on which each prediction depends; None without a matrix."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

@@ -24,7 +24,7 @@ from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes
 from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
-"""Version of the JSON form. The version increases when a program that reads the old form would misread the new form."""
+"""Version of the JSON format. It increases when a program for the old format would misread the new format."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Describe a rule for SARIF with the text of its page, or with only its code if the rule belongs to another package."""
+    """Describe a rule for SARIF: by the text of its page, or only by its code if it belongs to another package."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()

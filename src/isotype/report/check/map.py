@@ -1,7 +1,7 @@
 """The dtype map of a model: a table of the model's parts, with the dtypes in which each part stores and computes.
 
 Modules whose names are equal up to the first number form a stack of layers. Later numbers in a name, such as the number
-of an expert, become `*`. For consecutive equal layers, the map has one row for each part of a layer.
+of an expert, become `*`. Consecutive equal layers share rows: one row for each part of a layer.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Row:
         part: name of the part within its layer, or within the model outside of layers; numbers are written as `*`.
         stack: name that the layers have in common, such as `model.layers`; "" for a part outside of layers.
         first, last: numbers of the first and the last layer in this row; None for a part outside of layers.
-        layers: number of layers of the real model that this row describes.
+        layers: number of layers, in the real model, that this row describes.
         module_class: class of the module; "" for a part without weights.
         count: number of modules in one layer that this row describes, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
         buffers: dtypes of the buffers, the most frequent first.
-        runs: dtypes of the matmuls, the dtype with the most FLOPs first; if there are no matmuls, dtypes of the outputs.
+        runs: dtypes of the matmuls, the one with the most FLOPs first; dtypes of the outputs if there are no matmuls.
         adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
         trainable: True if base weights are trained.
         pinned: True if the model's author keeps a weight in float32.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
-        findings: for each finding about this part, its index in `Report.findings`.
+        findings: indices in `Report.findings` of the findings about this part.
     """
 
     part: str
@@ -74,7 +74,7 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Count the real model's layers that each traced layer represents; the keys are (stack, number)."""
+    """Return how many layers of the real model each traced layer represents: (stack, number) -> count."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))

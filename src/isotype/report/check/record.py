@@ -57,7 +57,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """True if no finding is an error. A trace that ended early can also be `ok`; see `complete`."""
+        """True if no finding is an error. This can be True even if the trace ended early, see `complete`."""
         return not self.errors
 
     @property
@@ -67,7 +67,7 @@ class Record:
 
     @property
     def memory(self) -> Memory:
-        """For each phase: the bytes of each kind of tensor that are allocated when the phase's memory peaks."""
+        """Allocated bytes of each kind of tensor at the memory peak of each phase."""
         return self.trace.memory
 
     @property
@@ -118,7 +118,7 @@ class Record:
 
     @property
     def ranges(self) -> Known | None:
-        """Source of the ranges of float16 values: measured, known of the model's family, or unknown. None without float16."""
+        """Source of the float16 values' ranges: measured, known for the model's family, or unknown; None without float16."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:

@@ -63,7 +63,7 @@ def counts(report: Record) -> str:
 
 
 def verdict(report: Record) -> str:
-    """State in one sentence if the step runs on the device, and count the findings."""
+    """Return one sentence that says whether the step runs on the device, with the number of findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -129,7 +129,7 @@ _SCOPES: Mapping[Scope, str] = {
 
 
 def fix_scope(fix: Fix) -> str:
-    """Name the thing that the user has to change, such as `"a setting"`. Return "" if `isotype.repair` applies the fix."""
+    """Return the thing that the user has to change, such as `"a setting"`; "" if `isotype.repair` applies the fix."""
     return _SCOPES[fix.scope]
 
 
@@ -179,7 +179,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Give the largest measured float16 value, and the measurement's date and data; return "" if nothing was measured."""
+    """Describe the largest measured float16 value, with the measurement's date and data; "" if nothing was measured."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""

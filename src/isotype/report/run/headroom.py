@@ -1,4 +1,4 @@
-"""Compares the largest outputs of a model's blocks during a run with float16's largest number.
+"""Compares the largest output values of a model's blocks during a run with float16's largest number.
 
 The results are quantiles and medians over sampled micro-batches, so one unusual batch hardly changes them.
 """
@@ -13,9 +13,9 @@ from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.report.html import format_number
 
 _LEAST = 6
-"""With fewer samples, no change over the run is computed."""
+"""Minimum number of samples to compute the change over the run."""
 _LITTLE = 2.0
-"""A headroom below this factor gives a warning, because another batch may have values that are larger by this factor."""
+"""A headroom below this factor causes a warning, because values of another batch may be larger by this factor."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BlockHeadroom:
 
     @property
     def used(self) -> float:
-        """Share of float16's range up to `high`, in powers of 2."""
+        """Fraction of float16's range that lies below `high`, on a logarithmic scale."""
         return min(1.0, max(0.0, math.log2(max(self.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
 
 

@@ -169,7 +169,7 @@ class Chart:
 
     Attributes:
         id: identifier of the chart's element in the page.
-        columns: for each curve, the name of its values: a field of `StepRecord`, a metric that the trainer logged, or
+        columns: names of the curves' values: a field of `StepRecord`, a metric that the trainer logged, or
             `tokens_per_second`, `memory_gib` or `loss_scale_exponent`, which `run.js` computes.
         labels: names of the curves in the chart's legend.
         remark: text that is shown while the mouse pointer is not over the chart.
@@ -210,7 +210,7 @@ _METRICS = (
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:
-    """Return each chart whose values were measured in the run."""
+    """Return the charts whose values were measured in the run."""
     steps, summary = record.steps, summarize(record)
     if not steps and not record.evals:
         return ()
@@ -237,7 +237,7 @@ def charts_of(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def _line(name: str, title: str, unit: str, column: str, remark: str, label: str = "") -> Chart:
-    """Return a chart with one curve and a value axis that starts at 0. The curve's label is `label`, or `unit` if empty."""
+    """Return a chart with one curve and a value axis that starts at 0. The curve's label is `label`, or else `unit`."""
     return Chart(name, title, unit, (column,), (label or unit,), remark, zero=True)
 
 

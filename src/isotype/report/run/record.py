@@ -1,4 +1,4 @@
-"""The data of a training run, the run's JSON form, and sentences about the run's losses and rewards."""
+"""The data of a training run, its JSON format, and sentences about its losses and rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON form. The version increases when a program that reads the old form would misread the new form."""
+"""Version of the JSON format. It increases when a program for the old format would misread the new format."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -92,7 +92,7 @@ class DataSummary:
 
     Attributes:
         rows: number of training rows.
-        held_back: number of rows that are not trained on but give the held-back loss.
+        held_back: number of rows that are used only to compute the held-back loss.
         effective_batch: number of rows (or packs) in one optimizer step, over all micro-batches and processes.
         epochs: number of times that the run passes over the rows.
         lengths: the 50, 90 and 99 % quantiles of the number of tokens per row, before rows are cut; None if unknown.
@@ -149,11 +149,11 @@ class RunRecord:
         versions: libraries and their versions.
         parameters_total: number of parameters of the model, including adapters.
         parameters_trainable: number of trained parameters.
-        weight_bytes: for each storage dtype of the weights, its name and its bytes, such as `("nf4", n)`.
+        weight_bytes: (storage dtype, bytes of the weights in it), such as `("nf4", n)`.
         settings: names and values of the hyperparameters.
         resumed_from: step of the checkpoint from which the run was resumed; None if the run was not resumed.
         data: the training data; None if unknown.
-        headroom: the part of float16's range that the run used; None if the run used another dtype.
+        headroom: distance of the run's values from float16's largest number; None if the run used another dtype.
         earlier_seconds: for a resumed run, the total duration in seconds of the commands before this one.
 
     Raises:
@@ -216,7 +216,7 @@ class RunSummary:
             of the run is unknown.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if the loss of one of these steps is NaN.
-        window: number of steps that `first_loss` and `final_loss` average: a tenth of the run, at least 1, at most 10.
+        window: number of steps over which `first_loss` and `final_loss` are means: a tenth of the run, from 1 to 10.
         tokens_per_second: median throughput of the steps.
         peak_memory_bytes: largest `memory_bytes` of a step; does not include loading, evaluation and saving.
     """
@@ -263,7 +263,7 @@ def tokens_per_second(step: StepRecord) -> float | None:
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
     """Return sentences about the training loss, the held-back loss and, if there are any, the rewards.
 
-    A sentence is a tuple of strings that starts with text; after that, numbers and texts alternate.
+    A sentence is a tuple of strings: text, number, text, number, and so on.
     """
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
@@ -318,8 +318,8 @@ class Rewards:
     Attributes:
         step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation of the rewards.
-        equal: share of groups in which all rewards are equal, 0 to 1. A group is the completions of one prompt; if its
-            rewards are all equal, it has no gradient.
+        equal: fraction of groups in which all rewards are equal. A group contains the completions of one prompt;
+            without different rewards, it has no gradient.
     """
 
     step: int
@@ -341,7 +341,7 @@ def reward_words(rewards: Rewards) -> str:
 
 
 def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
-    """Return the share of groups in which all rewards are equal, 0 to 1. Return None if no rewards were logged."""
+    """Return the fraction (0 to 1) of groups in which all rewards are equal; None if no rewards were logged."""
     logged = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
     numbers = [0, *(rewards.step for rewards in logged)]
     weights = [after - before for before, after in pairwise(numbers)]
@@ -373,16 +373,16 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""With fewer training losses, a trend cannot be told from noise, because every step trains on other rows."""
+"""Minimum number of training losses to detect a trend. Losses are noisy, because each step trains on other rows."""
 _SAME = 1e-3
-"""Two losses whose relative difference is below this count as equal."""
+"""Losses count as equal if their relative difference is below this limit."""
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
     """Return two standard errors of the difference between the mean of the first and of the last `window` losses.
 
-    The noise is estimated from the differences of neighbouring losses, because a trend hardly changes these. For normal
-    noise, the median magnitude of the differences is 0.954 times the standard deviation of the noise.
+    The noise is estimated from the differences between successive losses, which a trend hardly changes. For normal
+    noise, the median magnitude of these differences is 0.954 times the standard deviation of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0

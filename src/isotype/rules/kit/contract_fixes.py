@@ -16,7 +16,7 @@ from isotype.rules.kit.words import fix
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the possible fixes of a group; a second trace decides which of them are kept."""
+    """Yield the possible fixes of a group of broken contracts. A second trace decides which fixes are offered."""
     expected = dtype_name(_wanted(group))
     names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = group.weights(trace)
@@ -54,11 +54,11 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 _OTHER_RESULTS = ("fft", "numpy")
-"""Parts of the names of functions that return complex numbers or arrays: a cast to 16 bits would lose their kind."""
+"""Parts of the names of functions whose results are complex numbers or arrays, which a cast to 16 bits would destroy."""
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors in a mismatched tensor's module that have its dtype (a zero point beside a scale)."""
+    """Yield buffers and plain tensors that share module and dtype with a mismatched tensor, as zero points and scales do."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -72,7 +72,8 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 def _written_into(group: Group) -> str | None:
     """Return the dtype of the tensors that the group's calls write into.
 
-    Return None if they write into none, or into several dtypes. A cast at a call's line does not change that dtype.
+    Return None if they write into no tensor, or into tensors of several dtypes. A cast in the calling line does not
+    change their dtype.
     """
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
@@ -92,7 +93,7 @@ def _wanted(group: Group) -> torch.dtype:
 
 
 def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the fix that casts the trained adapters whose dtype is not the dtype of most adapters."""
+    """Yield a fix that casts the trained adapters of other dtypes to the dtype that most adapters have."""
     adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
     most = main_dtype(adapters, lambda weight: weight.repeats)
     if most is None or 2 * count(w for w in adapters if w.dtype == most) <= count(adapters):
@@ -197,9 +198,9 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights, and of the same weights in other layers if they have the same dtype.
+    """Return the names of weights, and of their counterparts in other layers that have the same dtype.
 
-    `*` replaces the layer number if all layers have this dtype, or if one traced layer represents several.
+    `*` replaces the layer number if the weight has this dtype in all layers, or if one traced layer represents several.
     """
 
     def written(name: str) -> Iterator[str]:

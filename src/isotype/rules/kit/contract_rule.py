@@ -22,8 +22,8 @@ def contract_rule(
 ) -> Callable[[Trace], Iterator[Finding]]:
     """Return the `find` function of the rule in `module`, which yields a finding for each group of broken contracts.
 
-    `headline` is the findings' message, in which {given} and {expected} stand for dtypes and {op} for the operator.
-    `advise`, if given, adds a last fix to each finding.
+    `headline` is the message of all findings, with {given} and {expected} in place of dtypes and {op} in place of the
+    operator. `advise` is a function that returns a last fix for each finding; None for no such fix.
     """
     code = code_of(module)
 
@@ -37,7 +37,7 @@ def contract_rule(
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return the (code, cause) of each error of a partial trace that will also be an error of the full trace."""
+    """Return (code, cause) of each error in a partial trace that the full trace is certain to contain, too."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -70,7 +70,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause`. If it is a weight, also yield all weights with its module class, name and dtype, which would fail next."""
+    """Yield `cause`. If it is a weight, also yield the weights that would fail next: same module class, name and dtype."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

@@ -3,7 +3,7 @@
 The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes as
 long as its FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth, whichever is longer. A step's
 time is the sum over its operators. Rates are the data-sheet peaks of the device profile. Operators are not fused, as in
-eager PyTorch, and launch costs are left out. So for tiny models only the ratios between large operators are meaningful.
+eager PyTorch, and launch costs are left out. So for tiny models only ratios between large operators are meaningful.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast of a float tensor to another float dtype; `elements` is the total of all calls that it represents."""
+    """A cast of a float tensor to another float dtype. `elements` counts the elements of all calls that `call` represents."""
 
     call: Call
     operand: Operand
@@ -73,8 +73,8 @@ def by_autocast(origin: Origin) -> bool:
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    Usually `Origin.cause` is to blame. But a quantized layer or an adapter may cast a wide input to a narrow dtype, and
-    cast its output back to the wide dtype. The origin to blame is then the origin of the input.
+    Usually this is `Origin.cause`. But a quantized layer or an adapter may cast a wide input to a narrow dtype, and its
+    output back to the wide dtype. Then the origin to blame is that of the input.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -120,7 +120,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of new results too large for the C library's cache, over all calls that `call` represents."""
+    """Return the bytes of results too large for the C library's cache, summed over the calls that `call` represents."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -163,7 +163,7 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Estimate how many times faster the step is without the calls `gone`, and with the `costly` calls in `wanted`.
+    """Estimate how many times faster the step would be if calls in `gone` were removed and `costly` calls ran in `wanted`.
 
     A call in a narrower dtype moves fewer bytes. A dtype without a published rate is estimated at the rate of the dtype
     `stand_in`. Return None if a rate is missing.
@@ -215,7 +215,7 @@ _ATTENTION = (
 
 @per_trace
 def step_time(trace: Trace) -> StepTime | None:
-    """Return the minimum time of a step; None without rates, or if the step was not traced to its end."""
+    """Return the minimum time of a step; None if the profile has no rates, or if the step was not traced to its end."""
     profile = trace.setup.profile
     known = torch.float32 in profile.peak_flops
     emulated = {d: torch.float32 for d in HALVES if known and profile.supports(d) == "emulated"}
@@ -255,20 +255,20 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return the bytes that a call moves. The bytes of an optimizer's call are scaled from the traced layers to all."""
+    """Return the bytes that a call moves. For an optimizer's call, layers that are not traced are included."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return how many times more trained elements the model has than its traced layers."""
+    """Return the number of trained elements in the model divided by the number in its traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
 
 def fuses(call: Call) -> bool:
-    """Return whether kernels fuse a call with its neighbours.
+    """Return whether fused kernels can compute an operator call together with neighbouring calls.
 
     Matmuls, dequantizations, and operators of the optimizer or of another library than torch are not fused.
     """

@@ -28,7 +28,7 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Claims are checked in the order of these stages and, within a stage, of the rules' codes."""
+"""The criterion of a claim. Claims are checked in the order of these stages, and within a stage by rule code."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
 """Kind of refusal: operands mix dtypes, the device refuses a dtype, or a check of the model's code refuses a dtype."""
@@ -36,9 +36,7 @@ Refused = Literal["mixture", "dtype", "by the model"]
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract: the call, the operand to blame, and the trace. The rules' claims decide which rule reports the
-    contract.
-    """
+    """A broken contract: the call, the operand to blame, and the trace. Claims decide which rule reports it."""
 
     call: Call
     mismatched: Operand
@@ -58,13 +56,13 @@ class Broken:
     def agrees(self) -> bool:
         """True if the float operands have one dtype and autocast did not raise the error.
 
-        When autocast promotes operands (`at::autocast::prioritize`), it accepts no 16-bit dtype other than its own.
+        Where autocast promotes operands (`at::autocast::prioritize`), it rejects every 16-bit dtype except its own.
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
     @property
     def packed(self) -> bool:
-        """True if the call has both float operands and 8-bit integers, which are packed codes."""
+        """True if the call has float operands and also 8-bit integers, which are packed codes of quantized weights."""
         codes = any(operand.dtype in (torch.uint8, torch.int8) for operand in self.call.operands)
         return codes and bool(self.floats)
 
@@ -82,7 +80,7 @@ class Claim:
         takes: returns whether a broken contract belongs to the rule.
         refused: the kind of refusal, which decides the possible fixes.
         grouped: True if `contract_rule` creates a finding for each cause, False if the rule's own `find` does so.
-        settled: True if the first call of a group determines the finding: later calls cannot change it.
+        settled: True if the first call of a group determines the finding, so that later calls cannot change it.
     """
 
     stage: Stage
@@ -142,9 +140,9 @@ class Group:
         mismatched: the operand to blame in the first call.
         causes: where the mismatched operands got their dtypes, by name and source line, in order of the calls.
         expected: the dtype that `mismatched` should have had.
-        side: the dtype of the part of the model that the first call belongs to.
+        side: the dtype of the part of the model that contains the first call.
         refused: the kind of refusal of the first call.
-        code: code of the rule that claims the first call; "" for a group that a rule makes for itself.
+        code: code of the rule that claims the first call; "" if a rule built the group itself.
     """
 
     calls: tuple[Call, ...]
@@ -161,13 +159,13 @@ class Group:
         return self.causes[0]
 
     def weights(self, trace: Trace) -> list[Weight]:
-        """Return those causes of the group that are weights of the model."""
+        """Return the weights among the causes of the group."""
         return [trace.owners[cause.name] for cause in self.causes if cause.name in trace.owners]
 
 
 @per_trace
 def groups(trace: Trace) -> tuple[Group, ...]:
-    """Return the broken contracts of a trace by cause, in order of appearance."""
+    """Return the broken contracts of a trace, grouped by cause, in order of appearance."""
     owners, sides = trace.owners, sides_in(trace)
     by_cause: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
     forward: set[tuple[str, str, str]] = set()
@@ -202,19 +200,19 @@ def groups(trace: Trace) -> tuple[Group, ...]:
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the `Sides` of a trace, which decide which dtype is wrong if an operator gets two."""
+    """Return the `Sides` of a trace. They decide which dtype is wrong if an operator gets two dtypes."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes.values())
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:
-    """Return the dtype of the part of the model to which a call belongs."""
+    """Return the dtype of the part of the model that contains a call."""
     # A tensor without dimensions does not change the dtype of other operands.
     deciding = [operand for operand in call.floats if operand.shape] or call.floats
     return sides.at(call.module, [operand.origin.cause for operand in deciding])
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return the first cause for each pair of name (without layer numbers) and source line."""
+    """Return the first of all causes that have the same name (without layer numbers) and the same source line."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 
@@ -270,7 +268,7 @@ def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is float32, and a trained weight or a cast gave it this dtype."""
+    """Return whether an operand is float32 and got its values from a trained weight, or its dtype from a cast."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()

@@ -37,5 +37,5 @@ def measured_on(reach: Reach) -> str:
 
 
 def where(leak: Leak) -> str:
-    """Return the class of the module that causes a leak."""
+    """Return the class name of the module that causes a leak."""
     return leak.kind or "the model"

@@ -1,4 +1,4 @@
-"""The products of routers, by whose scores a mixture chooses experts."""
+"""The matrix products of routers. A mixture of experts chooses experts by the scores that they compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 
 def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]:
-    """Yield (product, its weight, dtype of the scores at the choice) for each choice of experts in the forward."""
+    """For each choice of experts in the forward, yield the router's product, its weight and the dtype of the scores."""
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
         if call.phase != "forward" or call.recomputed or not call.operands or not call.results:
@@ -32,7 +32,7 @@ def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]
 
 
 def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
-    """Return an operand that is a weight, or its cast, as this weight; None for others, such as a buffer of codes."""
+    """Return an operand with the origin of its weight, if it is a matrix weight or a cast of one; else None."""
     origin = next((step for step in operand.origin.path() if step.kind == "parameter"), operand.origin)
     owner = owners.get(origin.name)
     whole = owner is not None and not owner.buffer and math.prod(owner.shape) == math.prod(operand.shape)
@@ -40,7 +40,7 @@ def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """Return (product, its weight) for the last product near `choice` that has one number per token and expert."""
+    """Return the last product (and its weight) in or near the module of `choice` that has a number per token and expert."""
     wanted = choice.operands[0].shape
     inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")
     for product, weight in reversed(products):

@@ -19,7 +19,7 @@ _LEAST_SLOWER = 1.5
 
 
 def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
-    """Yield matmuls in `dtype` that the device runs slowly or not at all; `other` is the 16-bit alternative."""
+    """Yield findings for matmuls in `dtype` that the device runs slowly or not at all; `other` is the other 16-bit dtype."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
@@ -56,7 +56,7 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the part of the matmuls' time that matmuls in `dtype` take; without measured rates, their part of the FLOPs."""
+    """Return the share of matmuls in `dtype` in the time of all matmuls or, without measured rates, in their FLOPs."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
@@ -73,7 +73,7 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
 
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
-    """Return fixes that run the whole step in `other` or in float32, if that dtype is native and faster."""
+    """Return fixes that run the whole step in `other` or in float32. Each dtype must be native and faster."""
     return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
 
 

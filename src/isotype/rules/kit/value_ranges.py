@@ -28,10 +28,10 @@ class Held:
     """A measured value that the step computes in float16.
 
     Attributes:
-        call: the operator in the trace, which may represent the same operator of several layers.
+        call: the traced call, which may represent the same operator of several layers.
         operator: the measured ranges of this operator, in one of the layers that `call` represents.
-        at: position of the measured operator in program order. For a cast of the operator's result, 0.5 is added.
-        value: the largest magnitude of its float16 operands or results.
+        at: position of the measured operator in program order; 0.5 more for a cast of the operator's result.
+        value: the largest magnitude of the call's float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.
     """
 
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the measured module, in the spelling of `call` if `call` runs in this module."""
+        """Fully qualified name of the measured module, as spelled in `call` if `call` runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -123,7 +123,7 @@ def flushed(trace: Trace) -> Flushed | None:
 
 
 def _key(call: Call | OperatorRange) -> _Key:
-    """Return (module, operator without overload, phase) of a call or of a measured operator.
+    """Return the key by which calls and measured operators are matched: (module, operator without overload, phase).
 
     All attention kernels get the same operator name.
     """
@@ -137,7 +137,7 @@ def _calls(trace: Trace) -> dict[_Key, list[Call]]:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """For each call whose module casts its result to float16: return the cast, by the call's id."""
+    """For calls whose result their module casts to float16: map the id of the call to the cast."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -153,14 +153,14 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return the measured modules that are not traced. The keys are their names with `*` for the layer numbers."""
+    """Return the measured modules that were not traced, by their names with `*` for layer numbers."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return a quantized layer's measured input and output as those of its kernel, which was not measured."""
+    """Return the measured range of a quantized layer as the range of the layer's kernel, which was not measured itself."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":
@@ -175,8 +175,8 @@ def _matched(
     """Yield every call with its measured operator.
 
     The numbers of calls and operators differ if, for example, a frozen input needs no gradient. Calls are then matched
-    with the operators of the same source line. If the numbers of a line differ too, each call gets the largest values
-    that the line's operators have. Calls of a line without operators get the largest values of all operators.
+    with the operators of the same source line. If these numbers differ too, each call gets the largest values of the
+    line's operators. A call without an operator in its line gets the largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
@@ -200,7 +200,7 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """Return the call's largest float16 magnitude, and True if an operand has it; None without a float16 tensor.
+    """Return a call's largest float16 magnitude, and whether an operand has it; None if the call has no float16 tensor.
 
     In a scaled layer, a value is the measured value times 2^-exponent, and a gradient is the measured gradient times
     2^exponent. The layer's weights, whose largest magnitude is `weight`, are not scaled.

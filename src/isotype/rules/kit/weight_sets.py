@@ -26,7 +26,7 @@ def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
 
 
 def count(weights: Iterable[Weight]) -> int:
-    """Return the number of parameters, including those of layers that a traced layer represents."""
+    """Return the number of weight tensors, including those of equal layers that were not traced."""
     return sum(weight.repeats for weight in weights)
 
 
@@ -59,7 +59,7 @@ def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) ->
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
-    """Return one action per module: the module computes in float32, but its inputs and outputs are in `compute`."""
+    """Return one action per module. It makes the module compute in float32, with inputs and outputs in `compute`."""
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 
@@ -77,14 +77,14 @@ def is_frozen_base(weight: Weight) -> bool:
 
 
 def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
-    """Return how many bytes `weights`, in all layers that they represent, would save in the dtype `wanted`."""
+    """Return how many bytes a cast to `wanted` would save, over all layers that `weights` represent."""
     return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
 
 
 def main_dtype(
     weights: Iterable[Weight], size: Callable[[Weight], int] = lambda weight: weight.bytes * weight.repeats
 ) -> torch.dtype | None:
-    """Return the dtype in which most of `weights` are, counted in bytes unless `size` is given; None without weights."""
+    """Return the dtype with the largest total `size` (by default: bytes) of weights; None if there are no weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += size(weight)
@@ -94,7 +94,7 @@ def main_dtype(
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     """Return fixes that cast trainable `weights` to float32.
 
-    If the step runs without autocast, a second fix switches autocast on too.
+    If the step runs without autocast, one of two fixes also turns on autocast.
     """
     float32 = casts(weights, torch.float32)
     if not float32:
@@ -134,7 +134,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`. The module is that of the first weight, and so is the cause if `cause` is not given."""
+    """Return a finding about `weights`. The first weight gives the module and, unless `cause` is given, the cause."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

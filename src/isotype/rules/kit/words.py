@@ -41,7 +41,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """Return the steps of a dtype's path from its origin to the operand, in this order."""
+    """Return a line for each step of a dtype's path, from its origin to the operand."""
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
@@ -55,7 +55,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's error: `what` or, for a call, the message of its breach; () without an error."""
+    """Return a note with the device's error message, from `what` or from its breach if it is a call; () without an error."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device raises: {message}",) if message else ()
 
@@ -73,7 +73,7 @@ def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Actio
 
 
 def advice(target: str, how: str, value: str | None = None) -> Fix:
-    """Return a fix that only the user can make: `how` describes it, `value` is a shorter form of `how`."""
+    """Return a fix that only the user can make. `how` describes the fix; `value` is a shorter description."""
     return fix(how, "advice", (target,), how if value is None else value)
 
 
