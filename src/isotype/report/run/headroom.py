@@ -66,7 +66,7 @@ class BlockHeadroom:
 
     @property
     def used(self) -> float:
-        """Fraction of float16's range that lies below `high`, on a logarithmic scale."""
+        """Fraction of float16's range that `high` reaches, on a logarithmic scale."""
         return min(1.0, max(0.0, math.log2(max(self.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
 
 
