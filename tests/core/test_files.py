@@ -100,52 +100,47 @@ def killed(operation, root, last, after):
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
-operation, base = getattr(cases, sys.argv[1]), Path(sys.argv[2])
-results, k = [], 0
-while True:
-    more = False
-    for after in (False, True):
-        for again in (None, 0, 1, 3):  # the process that recovers may be killed as well
-            root = base / f"{{k}}-{{after}}-{{again}}"
-            cases.prepare(root)
-            more |= killed(operation, root, k, after)
-            if again is not None:
-                killed(cases.recover, root, again, after)
-            cases.recover(root)
-            results.append([cases.read(root / "checkpoint-1"), cases.top_files(root), cases.hidden(root)])
-    k += 1
-    if not more:
-        break
+def results_of(operation, base):
+    results, k = [], 0
+    while True:
+        more = False
+        for after in (False, True):
+            for again in (None, 0, 1, 3):  # the process that recovers may be killed as well
+                root = base / f"{{k}}-{{after}}-{{again}}"
+                cases.prepare(root)
+                more |= killed(operation, root, k, after)
+                if again is not None:
+                    killed(cases.recover, root, again, after)
+                cases.recover(root)
+                results.append([cases.read(root / "checkpoint-1"), cases.top_files(root), cases.hidden(root)])
+        k += 1
+        if not more:
+            return results
 import json
-print(json.dumps(results))
+print(json.dumps([results_of(getattr(cases, name), Path(sys.argv[1]) / name) for name in sys.argv[2:]]))
 """
+OPERATIONS: dict[str, tuple[tuple[dict[str, str], ...], tuple[dict[str, str], ...]]] = {
+    "replace_checkpoint": ((OLD, NEW), (OLD,)),
+    "replace_files": ((OLD,), (OLD, NEW)),
+    "delete_checkpoint": ((OLD, {}), (OLD,)),
+}
+"""What a checkpoint and the files beside it are after each."""
 
 
-@pytest.mark.parametrize(
-    ("operation", "checkpoint", "files"),
-    [
-        ("replace_checkpoint", (OLD, NEW), (OLD,)),
-        ("replace_files", (OLD,), (OLD, NEW)),
-        ("delete_checkpoint", (OLD, {}), (OLD,)),
-    ],
-)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_process_killed_at_any_instant_leaves_the_old_or_the_new(
-    operation: str, checkpoint: tuple[dict[str, str], ...], files: tuple[dict[str, str], ...], tmp_path: Path
-):
+def test_a_process_killed_at_any_instant_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parents[2]))
-    done = subprocess.run(
-        [sys.executable, "-c", code, operation, str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code, str(tmp_path), *OPERATIONS]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    assert len(results) > 8 * 3
-    for found, top, rest in results:
-        assert found in checkpoint
-        assert top in files
-        assert rest == []
-    for variants, column in ((checkpoint, 0), (files, 1)):
-        assert all(any(result[column] == variant for result in results) for variant in variants)
+    for (checkpoint, beside), results in zip(OPERATIONS.values(), json.loads(done.stdout), strict=True):
+        assert len(results) > 8 * 3
+        for found, top, rest in results:
+            assert found in checkpoint
+            assert top in beside
+            assert rest == []
+        for variants, column in ((checkpoint, 0), (beside, 1)):
+            assert all(any(result[column] == variant for result in results) for variant in variants)
 
 
 @pytest.fixture
