@@ -22,11 +22,11 @@ def is_prepared(model: Any) -> bool:
 
 
 def mixed_precision() -> str:
-    """Return accelerate's mixed precision: `fp16`, `bf16`, `no`, "None" if unset, "" if accelerate is not imported."""
+    """Return accelerate's mixed precision: `fp16`, `bf16`, `no` or (if unset) "None"; "" if accelerate is not imported."""
     state = sys.modules.get("accelerate.state")
     return "" if state is None else str(state.AcceleratorState._shared_state.get("_mixed_precision"))
 
 
 def only_places(hook: Any) -> bool:
-    """Return whether a hook, such as that of a device map, only moves inputs to the device of the weights."""
+    """Return whether a hook only moves inputs to the device of the weights, as the hook of a device map does."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

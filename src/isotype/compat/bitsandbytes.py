@@ -32,7 +32,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Return a context, for traces of other devices, in which bitsandbytes repacks no 4-bit weights for this CPU."""
+    """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU, for traces of other devices."""
     modules = sys.modules.get("bitsandbytes.nn.modules")
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
@@ -58,7 +58,7 @@ def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None =
 
 
 def with_float32_constants(state: Any) -> Any:
-    """Return a copy of a double-quantized state whose block constants are float32: the same values in four bytes each."""
+    """Return a copy of a double-quantized state with float32 block constants, which have the same values."""
     from bitsandbytes import functional
 
     single = copy.copy(state)
@@ -106,7 +106,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """bitsandbytes' native library, but its 4-bit CPU kernels get each block as a row."""
+    """Wraps bitsandbytes' native library, so that its 4-bit CPU kernels get each block as a row."""
 
     def __init__(self, library: Any) -> None:
         self.library = library

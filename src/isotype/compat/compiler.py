@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the real package's code; then mark all functions for which this was requested before."""
+        """Execute the real package's code. Then mark the functions for which `_disable` was called before."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
@@ -138,7 +138,7 @@ def _as_written(function: Any = None, **_: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Replace `torch._dynamo.disable(function)`: until the compiler is loaded, the result calls `function` itself."""
+    """Replace `torch._dynamo.disable`: return a function that calls `function` itself until the compiler is loaded."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 

@@ -39,6 +39,6 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Make glibc return free memory to the system: freed tensors of some megabytes leave unused holes in its heap."""
+    """Make glibc return free memory to the system. Freed tensors of some megabytes leave unused holes in its heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))

@@ -14,7 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` once the module `name` is imported, or now if it is imported already; return a function that cancels the call."""
+    """Call `act` once the module `name` is imported (now if it is already). Return a function that cancels the call."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()
@@ -25,7 +25,7 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Make transformers refuse to run a checkpoint's code; otherwise, it asks "run the custom code? [y/N]"."""
+    """Make transformers refuse to run a checkpoint's code, instead of asking "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
     before: list[int] = []
 

@@ -33,7 +33,7 @@ _ACTIVATING = ("alora_invocation_tokens", "token_indices")
 
 
 def activating(config: Any) -> dict[str, list[int]]:
-    """Return the fields of a config with token ids without which the adapter has no effect (aLoRA, trainable tokens)."""
+    """Return a config's fields with token ids. An adapter acts only on texts with these tokens (aLoRA, trainable tokens)."""
     return {name: list(ids) for name in _ACTIVATING if (ids := getattr(config, name, None))}
 
 

@@ -58,6 +58,6 @@ def around_programs(replaced: Replacements, popen: Callable[..., Any], system: C
 def around_processes(
     replaced: Replacements, start: Callable[..., Any], bootstrap: Callable[..., Any]
 ) -> None:
-    """Wrap two methods of a multiprocessing process: this process calls `start`, and the new process calls `_bootstrap`."""
+    """Wrap multiprocessing's `Process.start`, which this process calls, and `_bootstrap`, which the new process calls."""
     replaced.wrap(BaseProcess, "start", start)
     replaced.wrap(BaseProcess, "_bootstrap", bootstrap)

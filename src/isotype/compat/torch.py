@@ -1,4 +1,4 @@
-"""torch (2.10 to 2.15): gives torch's private names public names, which the rest of isotype uses.
+"""torch (2.10 to 2.15): gives public names to torch's private functions, so that the rest of isotype can use them.
 
 Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or has
 changed its meaning. docs/compat.md lists each name, and tells whether this file reads or replaces it.
@@ -54,7 +54,7 @@ VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode for uncompiled code only; torch does not wrap the mode in `torch._dynamo.disable`."""
+    """A dispatch mode for uncompiled code only, which torch does not wrap in `torch._dynamo.disable`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,7 +117,7 @@ def operator_packet(operator: Any) -> Any:
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return an operator's `torch._C.FunctionSchema`, or None if it is a higher-order operator."""
+    """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator, which has none."""
     return getattr(operator, "_schema", None)
 
 
@@ -247,7 +247,7 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the method `to` of bitsandbytes' classes: it fails for a fake tensor that keeps its dtype."""
+    """Replace the method `to` of bitsandbytes' classes, which fails for a fake tensor that keeps its dtype."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
@@ -275,17 +275,17 @@ def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_sca
 
 
 def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Return each tensor times the number at its index, in the tensor's dtype; a GPU runs one kernel for equal dtypes."""
+    """Multiply each tensor by the number at its index, in its own dtype. A GPU runs one kernel for equal dtypes."""
     return list(torch._foreach_mul(tuple(tensors), list(numbers)))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to the target at its index, with a cast; a GPU runs one kernel for equal dtypes and layouts."""
+    """Copy and cast each source into the target at its index. A GPU runs one kernel for equal dtypes and layouts."""
     torch._foreach_copy_(tuple(targets), tuple(sources))
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:
-    """Return at which byte of a file `torch.load` found the data of a meta storage; None for any other storage."""
+    """Return the file offset at which `torch.load` found the data of a meta storage; None for any other storage."""
     begin = getattr(storage, "_checkpoint_offset", None)
     return None if begin is None else int(begin)
 

@@ -1,4 +1,4 @@
-"""torch: simulates a device that a script names, on a machine that may not have this device.
+"""torch: simulates the device that a script names, on a machine that may lack this device.
 
 A trace computes on CPU tensors, whatever device it simulates. If the code of the model or of the loss names the
 simulated device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
@@ -70,7 +70,7 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Return how the device computes in `dtype`: `"native"`, `"emulated"`, or another word if it does not."""
+        """Return `"native"` or `"emulated"` if the device computes in `dtype`, or another word if it does not."""
 
 
 def device_type(kind: str) -> str:
@@ -80,7 +80,7 @@ def device_type(kind: str) -> str:
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Let autocast for the simulated device cast CPU tensors. The default dtype is that of autocast for this device.
+    """Let autocast for the simulated device cast CPU tensors, by default to autocast's default dtype for this device.
 
     If `profile` is given, torch's functions that describe the device return the properties of the profile.
     """
@@ -220,7 +220,7 @@ class _Idle:
 
 
 class _Generators(type):
-    """Metaclass of the class that replaces `torch.Generator`. Its call returns a CPU generator, whatever device is named."""
+    """Metaclass of the replacement of `torch.Generator`, which creates CPU generators for any device."""
 
     _real = torch.Generator
 
@@ -234,7 +234,7 @@ class _Generators(type):
 def _flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, _: Any, scale: float, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace FlexAttention's kernel, which a CPU has only in forwards, by a kernel with the same operands and memory.
+    """Replace FlexAttention's kernel, which has no backward on a CPU, by a kernel with the same operands and memory.
 
     The kernel casts its operands to autocast's dtype. `score` runs once, for the tensors that it contains.
     """

@@ -1,4 +1,4 @@
-"""torch's GPU operators for RMSNorm, which have private names. The weight must have the input's dtype, and no offset."""
+"""torch's private GPU operators for RMSNorm. The weight must have the input's dtype, and there is no offset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `isotype.lora.gpu.elementwise.rms_norm` returns.
+    """Return the same results as `isotype.lora.gpu.elementwise.rms_norm`.
 
     The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
     later).
@@ -20,7 +20,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x for the gradient of the norm's result."""
+    """Return the gradient of x. `grad` is the gradient of the norm's result."""
     d_x: torch.Tensor
     d_x, _ = torch.ops.aten._fused_rms_norm_backward(
         grad, x, list(weight.shape), inverse, weight, [True, False]

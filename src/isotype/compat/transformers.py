@@ -1,4 +1,4 @@
-"""transformers (5.20 to 5.24): gives private names of models, configs and the Trainer public names for isotype.
+"""transformers (5.20 to 5.24): gives isotype public names for private parts of models, configs and the Trainer.
 
 Only the functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or has changed
 its meaning.
@@ -72,7 +72,7 @@ def unsplit_classes(model: Any) -> frozenset[str]:
 
 
 def has_states(model: Any) -> bool:
-    """Return whether a model has a recurrent state. In a recurrent state, attention masks cannot separate documents."""
+    """Return whether a model has a recurrent state, in which attention masks cannot separate documents."""
     return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
@@ -90,7 +90,7 @@ def never_saved(model: Any) -> set[str]:
 
 
 def draw(model: Any, module: Any) -> None:
-    """Initialize the parameters of `module`, a part of `model`, as the class of `model` does."""
+    """Initialize a module's parameters by the rules of its model's class."""
     model._init_weights(module)
 
 
@@ -239,7 +239,7 @@ def train_on_first_gpu(training: Any) -> None:
 
 
 def gpus_left(training: Any) -> int:
-    """Return the number of visible GPUs that stay unused because of `train_on_first_gpu`."""
+    """Return how many visible GPUs `train_on_first_gpu` leaves unused."""
     from transformers.training_args import ParallelMode
 
     alone = training.n_gpu == 1 and training.parallel_mode == ParallelMode.NOT_PARALLEL
@@ -285,7 +285,7 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def fp8_kernels_replaced(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Multiply with plain operands of the same shapes inside the `with` block if a GPU of this capability has FP8 matmuls.
+    """Replace FP8 kernels by plain products of equal shapes in the `with` block, if a GPU of this capability has FP8.
 
     The kernels of FP8 layers (transformers 5.23) read memory, which fake tensors do not have. For older GPUs, transformers
     dequantizes the weights when it loads them.
@@ -301,7 +301,7 @@ def fp8_kernels_replaced(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return a product in the dtype of x that reads both tensors; it takes no memory for a dequantized weight."""
+    """Return a product of both tensors in the dtype of x, without memory for a dequantized weight."""
     with torch.autocast("cpu", enabled=False):
         entry = weight.flatten()[:1].to(x.dtype) * scale.flatten()[:1].to(x.dtype)
         return x @ entry.expand(x.shape[-1], weight.shape[-2])
@@ -359,7 +359,7 @@ def steps_seen(
 
 @contextmanager
 def batches_as_they_are(trainer: Any) -> Iterator[None]:
-    """Let `training_step` take prepared batches and generate no completions. After the `with` block, restore the trainer."""
+    """In the `with` block, `training_step` takes prepared batches and generates no completions."""
     before = dict(vars(trainer))
     setattr(trainer, PREPARE_INPUTS, lambda inputs: inputs)
     try:

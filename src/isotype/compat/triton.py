@@ -1,4 +1,4 @@
-"""triton: handles the list of objects that its bindings may print when a process ends."""
+"""triton: prevents the list of leaked objects that its bindings may print when a process ends."""
 
 from __future__ import annotations
 

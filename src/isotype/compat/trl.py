@@ -69,7 +69,7 @@ def completions_of(trainer: Any) -> dict[str, Any] | None:
 
 
 def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
-    """Give a trainer the result of `completions_of`: its completions, moved to the trainer's device, and its batch count."""
+    """Give a trainer the completions and batch count from `completions_of`, with the completions moved to its device."""
     if held is not None:
         from accelerate.utils import send_to_device
 
@@ -78,7 +78,7 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
 
 def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the inputs for which a GRPO or RLOO trainer generates completions: padded prompts, and images.
+    """Return the inputs from which a GRPO or RLOO trainer generates completions: padded prompts, and images.
 
     Return None if a function of the user's makes the prompts or the completions. The code follows `_generate_single_turn`
     in trl/trainer/grpo_trainer.py.
@@ -110,7 +110,7 @@ def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:
-    """Return a clause for each of `NAMES["trl"]` and `names` that the package `trl` lacks. The names are not imported."""
+    """Return a clause for each name in `NAMES["trl"]` or `names` that `trl` lacks. Does not import the names."""
     present = frozenset(dir(import_module("trl")))
     return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in present]
 

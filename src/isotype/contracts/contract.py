@@ -56,11 +56,11 @@ def are_powers_of_two(sizes: Iterable[int]) -> bool:
 
 
 def is_exempt(op: str, args: Sequence[Any]) -> bool:
-    """Return whether a call need not keep its operator's contract, because of the shapes of the operands.
+    """Return whether a call may break its operator's contract, because its operands have special shapes.
 
-    cuFFT transforms float16 in sizes of a power of two. In two cases, one operand may have any dtype (measured on a CPU,
-    torch 2.13): `index_put` with bool masks and one value, which torch runs as `masked_fill`, and `lerp` with a 0-dim
-    weight.
+    cuFFT transforms float16 in sizes of a power of two. Two operators accept one operand of any dtype (measured on a
+    CPU, torch 2.13): `index_put` with bool masks and one value, which torch runs as `masked_fill`, and `lerp` with a
+    0-dim weight.
     """
     if op == "aten._fft_r2c.default":
         signal, dims, *_ = args
@@ -159,7 +159,7 @@ class Contracts:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
         `dtypes` are the dtypes of all tensor arguments in order, including the tensors in lists. The result is None if no
-        operand is a float, or if no table and no family covers the call: then the fake kernel decides.
+        operand is a float, or if no table and no family covers the call. The fake kernel then decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -249,7 +249,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return a sentence for each reason why the contract table that is used for a device may be wrong."""
+    """Return the reasons why a device may behave differently from its contract table, one sentence each."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
@@ -262,7 +262,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """Return the source of a device's contracts in words, for a report."""
+    """Return text for a report that says where a device's contracts were measured."""
     table = contracts_of(profile).table
     return "rules for families of operators, from PyTorch's source" if table is None else table.words
 
@@ -271,7 +271,7 @@ def judged_by(profile: DeviceProfile) -> str:
 def _contracts(
     kind: str, variant: str, unlike: bool, capability: tuple[int, int] | None, folder: Path
 ) -> Contracts:
-    """Return the contracts of a device kind; the tables in `folder` are read once."""
+    """Return the contracts of a device kind. Each table in `folder` is read only once per process."""
     table = nearest(tables_in(folder), kind, variant, torch.__version__)
     measured = None if table is None else read_table(folder / f"{table.name}.json")
     others = tuple(_table(name) for name in CPU_TABLES if name != f"cpu-{variant}") if unlike else ()
@@ -291,7 +291,7 @@ _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    """Return the verdict that the CPU refuses float32 mixed with float64; None if this is not known.
+    """Return a verdict of refusal if the CPU is known to refuse float32 mixed with float64; else None.
 
     Few operators were measured with float64. An operator is assumed to refuse float32 with float64 if it refuses bfloat16
     with float32 and float32 with bfloat16. A missing bfloat16 kernel does not count as such a refusal.
@@ -308,7 +308,7 @@ def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtyp
 
 
 def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-    """Return the verdict that an operator refuses float8 operands; None if it is not known to refuse them.
+    """Return a verdict of refusal if an operator is known to refuse float8 operands; else None.
 
     No operator promotes float8, see `promoteTypes` in c10/core/ScalarType.cpp. CPUs multiply float8 (measured with torch
     2.13); other devices only copy it.
@@ -407,7 +407,7 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 
 
 def _variant_distance(measured: str, variant: str) -> float:
-    """Return the distance between two variants.
+    """Return how different two variants of a device kind are; 0 if they are equal.
 
     For compute capabilities, the difference of the major numbers counts most. If an older and a newer capability are
     equally far, the older one counts as nearer.

@@ -163,11 +163,11 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Return whether `results`, from operands with the dtypes `letters`, are far from the results of every trusted run.
+    """Return whether the results of a call are wrong: far from the results of every trusted run.
 
-    The trusted runs use the same values: one run is in float64 on the CPU, the others are in the recorded dtypes on the
-    device and on the CPU. The result is False for operators without a trusted run, and for results that cannot be
-    compared: random numbers, uninitialized memory and reinterpreted bytes.
+    The operands have the dtypes `letters`. The trusted runs use the same values: one in float64 on the CPU, the others
+    in the recorded dtypes on the device and on the CPU. The result is False for operators without a trusted run, and
+    for results that cannot be compared: random numbers, uninitialized memory and reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
     if torch.Tag.nondeterministic_seeded in function.tags or "empty" in name or name == "set_":

@@ -1,4 +1,4 @@
-"""Rules for families of operators. The rules decide, with verdicts marked `assumed`, if nothing was measured for a call."""
+"""Rules for families of operators. They decide calls for which nothing was measured; their verdicts are `assumed`."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ _BOOL_MINUS = (
 
 
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
-    """Return torch's error for an integer or bool operand, "" if none. Tables do not tell integer and bool dtypes apart."""
+    """Return torch's error for an integer or bool operand, or "". Tables do not tell integer from bool dtypes."""
     name = op.partition(".")[2].partition(".")[0]
     if len(dtypes) < 2 and name != "rsub":
         return ""

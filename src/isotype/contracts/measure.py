@@ -17,10 +17,10 @@ get combinations of float32, bfloat16 and float16 (also float64 if an example ha
 
 A call that raises is rejected, and the table records the message. If a call does not raise, its results are compared
 with those of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results are far from
-those of all these calls, they are wrong, and the call is rejected, too. All other calls are accepted, and the table records the dtypes of the
-results. If two examples of one pattern return different dtypes, for example because of a scalar or a `dtype=` argument,
-the result is unspecified (`?`). If one example of a pattern is accepted and another is rejected, the table has no entry
-for the pattern, because an entry must hold for every call.
+those of all these calls, they are wrong, and the call is rejected. All other calls are accepted, and the
+table records the dtypes of the results. If two examples of one pattern return different dtypes, for example because of a
+scalar or a `dtype=` argument, the result is unspecified (`?`). If one example of a pattern is accepted and another is
+rejected, the table has no entry for the pattern, because an entry must hold for every call.
 
 Calls run in a child process. If a call ends the process (or the device fails), the operator is listed under `died`, and
 the measurement continues.
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the combinations of dtype letters to measure for a call whose float operands are `recorded` (`"fbb"`)."""
+    """Return the dtype letters to measure for a call, whose float operands were recorded with the letters `recorded`."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -150,7 +150,7 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
 
 
 def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
-    """Return the outcome that all examples of a pattern have in common; None if only some of the examples raise."""
+    """Return one outcome for all examples of a pattern; None if only some of the examples raise."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         return errors[:1] if len(errors) == len(outcomes) else None

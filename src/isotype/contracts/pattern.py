@@ -76,7 +76,7 @@ LETTERS: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Spelled:
-    """A dtype for `str.format`: `{0}` becomes its C++ type, `{0:name}` its scalar type, and `{0:torch}` its torch name."""
+    """A dtype that `str.format` spells: `{0}` as the C++ type, `{0:name}` as the scalar type, `{0:torch}` as in torch."""
 
     dtype: torch.dtype
 
@@ -94,7 +94,7 @@ def letters_in(pattern: str) -> str:
 
 
 def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int64) -> str:
-    """Return a message template filled with the operands' dtypes; `integer` is the dtype for the letter `i`."""
+    """Fill a message template with the operands' dtypes. The letter `i` stands for the dtype `integer`."""
     return template.format(*(Spelled(FLOAT_DTYPES.get(letter, integer)) for letter in letters))
 
 

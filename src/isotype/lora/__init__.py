@@ -1,1 +1,1 @@
-"""Fast LoRA products, loss and attention."""
+"""Computes LoRA layers, the loss and attention fast."""

@@ -1,4 +1,4 @@
-"""Describes PEFT's LoRA layers as data: what a layer computes with its active adapters, and why it cannot be fused."""
+"""Describes PEFT's LoRA layers as data: what a layer computes with its active adapters, or why it cannot be fused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether PEFT caches a DoRA layer's norms between calls, or has an old cache that its forward must clear."""
+    """Return whether PEFT caches a DoRA layer's norms between calls, or has an old cache left to clear."""
     if not layer.lora_magnitude_vector:  # this check runs in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")
@@ -168,7 +168,7 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer and of its active adapters.
 
     Attributes:
-        all: the `__dict__` of the layer, then the `__dict__` of every other module whose children are compared.
+        all: the `__dict__` of the layer, then of every other module whose children are compared.
         called: the `__dict__` of every module that PEFT's forward calls: the base layer and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """
@@ -190,7 +190,7 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a module inside the layer has other hooks than a recorder's. The layer's own hooks always run."""
+        """Return whether a module inside of the layer has hooks that do more than record. The layer's own hooks always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

@@ -167,7 +167,7 @@ class FusionReport:
 
     @property
     def fallbacks(self) -> list[str]:
-        """Lines about operations without a fast kernel on this GPU, kept padding, and a model that could not be run."""
+        """Lines about operations without a GPU kernel, slow attention, padding that stays, and a model that could not be run."""
         lines = []
         for name, kernel in self.kernels.items():
             if kernel.functions is None:
@@ -303,7 +303,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Try the GPU kernels of the operations between matrix products. Return the chosen kernel of each operation."""
+    """Test the GPU kernels of the operations between matrix products. Return the chosen kernel for each operation."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -322,7 +322,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Fuse experts with adapters. Return the fused modules' names, and `id` of each other PEFT wrapper -> reason."""
+    """Fuse experts with adapters. Return (names of the fused modules, `id` -> reason for PEFT wrappers that are not fused)."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):

@@ -28,8 +28,8 @@ class Gate:
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu`, `relu2` or `sigmoid`.
-        through: function of (gradient of the result, input) that returns the input's gradient. The function may
-            overwrite the gradient of the result.
+        through: backward of the activation: a function of (gradient of the result, input) that returns the input's
+            gradient. The function may overwrite the gradient of the result.
     """
 
     name: str
@@ -74,7 +74,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward that overwrites the incoming gradient, to save memory as large as an MLP's hidden state."""
+    """Return a backward that overwrites the incoming gradient, which saves a tensor as large as an MLP's hidden state."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -101,7 +101,7 @@ GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACK
 
 @dataclass(frozen=True)
 class GatedParts:
-    """Layers of a gated MLP `down(gate.product(first(x), second(x)))`. `order` has the layer that is called first."""
+    """The layers of a gated MLP `down(gate.product(first(x), second(x)))`; the MLP calls `order[0]` first."""
 
     first: str
     second: str

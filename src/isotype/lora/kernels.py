@@ -233,7 +233,7 @@ _SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_preci
 
 @contextmanager
 def float32_reductions() -> Iterator[None]:
-    """Keep cuBLAS from summing in lower precision, in the whole process, as long as the `with` block runs."""
+    """In the `with` block, keep cuBLAS from summing in lower precision, in every thread of this process."""
     matmul: Any = torch.backends.cuda.matmul
     before = {name: _allowed(matmul, name) for name in _SWITCHES}
     for name, allowed in before.items():

@@ -91,7 +91,7 @@ def lora_linear(
 
 
 class _Product(NamedTuple):
-    """A layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ, still without values, and the operands to compute it."""
+    """A layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ that is not computed yet, and the operands to compute it."""
 
     layer: _LayerTensors
     x: torch.Tensor
@@ -226,7 +226,7 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _adapters(
     layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Adapter, torch.Tensor]]:
-    """Return (adapter, its A in `dtype`) in the order of X Aᵀ's columns. `down`, if not None, is all A stacked."""
+    """Return (adapter, its A in `dtype`) in the order of X Aᵀ's columns. `down` is the stack of all A, or None."""
     adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
     if down is None:
         downs: Sequence[torch.Tensor] = [part.to(dtype) for layer in layers for part in layer.down]
@@ -242,7 +242,7 @@ def _hidden(
     layers: Sequence[_LayerTensors],
     down: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return (X Aᵀ of all adapters `[rows, rank]`, their dropout masks). `down`, if not None, is all A stacked."""
+    """Return (X Aᵀ of all adapters `[rows, rank]`, their dropout masks). `down` is the stack of all A, or None."""
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
@@ -413,7 +413,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradient of each A into `gradients`: rows of `d_down`, or, if that is None, a product with the dropped X."""
+    """Put the gradient of each A into `gradients`: rows of `d_down` if it is not None, else a product with the dropped X."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return

@@ -25,7 +25,7 @@ from isotype.precision.devices.cpu import this_cpu
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one call by another library's kernel, which comes first, and by isotype's kernels.
+    """Times of one call, first by another library's kernel, then by isotype's kernels.
 
     Attributes:
         milliseconds: each kernel's median.
@@ -37,7 +37,7 @@ class Times:
 
     @classmethod
     def of(cls, turns: Mapping[str, Sequence[float]], share: float = 0.5) -> Times:
-        """Return the times from each kernel's milliseconds in each turn. A `share` of the turns has a lower speed-up."""
+        """Return the times from each kernel's milliseconds per turn. The speed-up is the quantile `share` over all turns."""
         medians = {name: round(statistics.median(times), 4) for name, times in turns.items()}
         ratios = sorted(map(truediv, next(iter(turns.values())), turns[cls(medians, 1).fastest]))
         return cls(medians, round(ratios[int(share * len(ratios))], 3))

@@ -168,7 +168,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer, with the dense weights of the model, and the layers that are computed together with this one."""
+    """A fused LoRA layer. It stores the model's dense weights, and the layers that one function computes together with it."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights

@@ -30,7 +30,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: its frozen base layer, a factor for each bias (1 or an adapter's scale), and its active adapters."""
+    """A linear layer: the frozen base layer, the factor of each bias (1 or an adapter's scale) and the active adapters."""
 
     base: nn.Module
     biases: tuple[float, ...] = ()

@@ -76,7 +76,7 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def with_sequences(sequences: Sequences | None) -> AbstractContextManager[None]:
-    """In the `with` block, tell the model's attention how its row splits into sequences. None: it is unknown."""
+    """In the `with` block, tell the model's attention how its row splits into sequences; None if this is unknown."""
     return _holding(_sequences, sequences)
 
 
@@ -224,7 +224,7 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (each row's tokens, number of needed positions, True if padding is needed or between tokens, padded sides)."""
+    """Return (tokens in each row, number of needed positions, True if padding is needed or between tokens, padded sides)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -268,7 +268,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why a document's results would change with an earlier document in its row; "" if they would not."""
+    """Return why an earlier document in the row would change a document's results; "" if it would not."""
     if why := why_whole_rows(model):
         return why
     mixes = _of_trial(model, _mixes, "of documents in one row")

@@ -135,7 +135,7 @@ def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class DenseWeights:
-    """The dense matrices of a model's base weights, with copies of as many weights as the budget in bytes allows. If a
+    """The dense matrices of a model's base weights. The class copies as many weights as the budget in bytes allows. If a
     weight is quantized or has another dtype than a product, the product reads a copy, or writes the dense matrix into
     scratch memory. A copy is valid as long as the weight has the same memory and version. Code that changes weights
     through `.data`, such as PEFT's merge, must call `forget`.
@@ -168,7 +168,7 @@ class DenseWeights:
         return out
 
     def _state(self, layer: Any) -> Any:
-        """Return a 4-bit layer's quantization state. With enough GPU memory, the state's constants are in float32."""
+        """Return a 4-bit layer's quantization state, with float32 constants if the GPU has enough memory."""
         state, memory = quantization_state(layer), total_memory(layer.weight.device)
         if memory is None or not state.nested:
             return state
@@ -317,7 +317,7 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return A (None unless `stacked`) and s B in `dtype`. s B is computed in B's dtype and rounded once."""
+    """Return (all A stacked if `stacked` is True, else None; all s B), in `dtype`. s B is rounded once."""
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):
         return _one_by_one(layers, dtype, stacked)

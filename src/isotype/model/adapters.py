@@ -140,7 +140,7 @@ def remember_base(model: Any, config: Any) -> None:
 def _magnitudes_again(model: Any, adapter_name: str) -> None:
     """Recompute the initial magnitudes of DoRA's linear layers in float32.
 
-    PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`). That may overflow.
+    PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`), in which they may overflow.
     """
     for place in places(model):
         layer: Any = place.module
@@ -170,7 +170,7 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
 
 
 def unmatched(model: Any) -> tuple[str, ...]:
-    """Return the names in `target_modules` and `modules_to_save` of PEFT's configs that no module of `model` has."""
+    """Return the names in PEFT's `target_modules` and `modules_to_save` that match no module of `model`."""
     held = (vars(module).get("peft_config") for module in model.modules())
     configs = [config for by_name in held if isinstance(by_name, dict) for config in by_name.values()]
     asked = [getattr(c, key, None) or () for c in configs for key in ("target_modules", "modules_to_save")]
@@ -182,7 +182,7 @@ def unmatched(model: Any) -> tuple[str, ...]:
 
 
 def adapter_words(model: Any) -> tuple[str, ...]:
-    """Return a phrase for each adapter of a model: its kind, rank, alpha and targets. Without PEFT there are none."""
+    """Return a phrase for each PEFT adapter of a model, with its kind, rank, alpha and targets."""
     configs = getattr(model, "peft_config", None) or {}
     words = []
     for config in configs.values():

@@ -39,8 +39,8 @@ class BoundarySettings:
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
     - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast
       to `compute`, also in evaluation and generation, because every matmul in a float32 residual stream needs autocast.
-    - `"inputs"`: for towers that encode images or audio. Float inputs, which come in the dtype that the processor
-      chose, are cast to `result`.
+    - `"inputs"`: for towers that encode images or audio. Float inputs, which have the processor's dtype, are cast to
+      `result`.
 
     With a boundary of any kind, a copied 8-bit layer keeps its row scales (see `_init_8bit_state`).
 
@@ -92,7 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a `"scale"` boundary, 0 if value ranges require float32, and None in all other cases."""
+    """Return the exponent of a module's `"scale"` boundary, 0 if value ranges require float32, or else None."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent
@@ -150,7 +150,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return the 8-bit layer with an `Int8Params` as its weight again: FSDP2 gathers codes into a plain parameter."""
+    """Return an 8-bit layer whose weight is an `Int8Params` again. FSDP2 gathers codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

@@ -1,4 +1,4 @@
-"""Chooses the boundaries that a policy requires: the dtypes to which modules' inputs and outputs are cast.
+"""Chooses the boundaries that a policy requires, which cast the inputs and outputs of modules.
 
 A module needs a boundary in three cases: value ranges require one (a float32 residual stream, an exception), its own
 weights are float32, or it returns float32.

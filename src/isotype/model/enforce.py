@@ -37,7 +37,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """A change by `enforce`. `name` is the changed parameter, buffer or module, and `what` is mostly `before -> after`."""
+    """A change by `enforce`: the name of the parameter, buffer or module, and the change in words, mostly `before -> after`."""
 
     name: str
     what: str
@@ -55,7 +55,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
       become float32 again. Their values stay rounded; only rotary frequencies are recomputed.
     - Modules with float32 weights, and norms that always return float32, get a boundary that casts outputs to the
       compute dtype.
-    - Quantized experts run isotype's function. Methods that Liger-Kernel has bound to the experts are removed.
+    - Quantized experts run isotype's function. Methods that Liger-Kernel has set on the experts are removed.
 
     Raises:
         PrecisionError: the model's storage format is not the policy's, or a quantized layer has lost its quantization
@@ -192,7 +192,7 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
 
 
 def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Set a parameter's `data` or `grad_dtype` (`name`) and cast its gradient. Return a function that undoes both."""
+    """Set a parameter's attribute `data` or `grad_dtype`, and cast its gradient. Return a function that undoes both."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:

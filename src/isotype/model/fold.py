@@ -54,7 +54,7 @@ def representing(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fold:
-    """The folding of one list: the layers that stay, and the layers that each of these represents.
+    """How a list of layers is folded: which layers stay, and which layers each of these represents.
 
     Attributes:
         kept: the original numbers of the layers that stay.
@@ -101,7 +101,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
-    """Return whether a forward takes a part of the list, for example to run its middle layers several times.
+    """Return whether a forward uses a slice of the list, for example to run its middle layers several times.
 
     `around` has the owner of the list and the modules around it.
     """
@@ -113,7 +113,7 @@ def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
 
 @functools.cache
 def _source(forward: Callable[..., Any]) -> str:
-    """Return the source of a forward, or "" if this machine has none."""
+    """Return the source code of a forward, or "" if it is not on this machine."""
     try:
         return inspect.getsource(forward)
     except (OSError, TypeError):
@@ -156,7 +156,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return names and values of a module's plain attributes, and for a float only whether it is nonzero."""
+    """Return (name, value) of a module's plain attributes. A float's value is True if it is nonzero, else False."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
@@ -165,7 +165,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Return (names of a module's attributes, names of the functions or classes of its forward hooks)."""
+    """Return (names of a module's own attributes, names of its forward hooks' functions or classes)."""
     run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run)
     return frozenset(vars(module)), tuple(names)

@@ -23,7 +23,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def is_partial(output: Any) -> bool:
-    """Return whether `loss_of` chooses one of several trained tensors, so that the real loss may depend on more parameters."""
+    """Return whether `loss_of` picks one of several differentiable tensors; the real loss may then depend on more parameters."""
     return sum(leaf.requires_grad for leaf in _floats(output)) > 1 and find_loss(output) is None
 
 
@@ -54,9 +54,9 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
-    """Yield the autograd nodes in which the graph of `tensor` ends: those that accumulate parameters' gradients.
+    """Yield the nodes that accumulate parameters' gradients, at the ends of the autograd graph of `tensor`.
 
-    `visited` has the numbers of nodes to leave out; the numbers of inner nodes are added to it.
+    Nodes whose numbers are in `visited` are left out. The numbers of inner nodes are added to `visited`.
     """
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:

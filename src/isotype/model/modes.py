@@ -45,7 +45,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to` moves no values to the meta device, as PEFT otherwise does to adapters of a meta model."""
+    """Mode in which `Tensor.to("meta")` does not move tensors with values. PEFT would move the adapters of a meta model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +93,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that saves parameters and buffers before an operator overwrites them. Numbers read from meta tensors are 1."""
+    """Mode that saves parameters and buffers before operators overwrite them. A number read from a meta tensor is 1."""
 
     supports_higher_order_operators = True
 

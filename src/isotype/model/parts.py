@@ -50,7 +50,7 @@ class Parts:
 
 
 def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts that a list or a text names (`language,projector`, `all`). Raise ValueError for an unknown word."""
+    """Return the parts in a list or a text such as `language,projector` or `all`. Raise ValueError for an unknown part."""
     words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])

@@ -25,7 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the quantization states of a 4-bit layer: its weight's, and the layer's own, which FSDP2 keeps."""
+    """Return a 4-bit layer's quantization states: the weight's, and the layer's, which remains under FSDP2."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -39,7 +39,7 @@ def row_scales(layer: Any) -> torch.Tensor | None:
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Return the bytes of constants for the codes `weight`, a parameter of `layer`: absmax (4 bits) or scales (int8)."""
+    """Return the bytes of the constants of a layer's quantized weight: absmax for 4 bits, scales for int8."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         nested = int(state.state2.absmax.nbytes) if state.nested else 0
@@ -52,7 +52,7 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter's class is named like bitsandbytes' class of int8 weights; this avoids an import."""
+    """Return whether a parameter's class has the name of bitsandbytes' int8 class, without importing bitsandbytes."""
     return type(weight).__name__ == "Int8Params"
 
 
@@ -65,7 +65,7 @@ def holds_turned(layer: Any) -> bool:
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Set the dtypes of a `Linear4bit`, its quantization state and its constants. Return the changes in words.
 
-    A load sets the dtype of dequantized weights to the saved one, even if the policy has another
+    A load sets the dtype of dequantized weights to the saved dtype, even if the policy has another
     (https://github.com/unslothai/unsloth/issues/4005). Raises PrecisionError if the state was lost or the packed codes
     were cast.
     """

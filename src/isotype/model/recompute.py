@@ -25,7 +25,7 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None, model: Any) -> bool:
-    """Return whether checkpointing needs gradients of the embeddings' output: if reentrant, or for PEFT's hooks of aLoRA."""
+    """Return whether the embeddings' output must require gradients: for reentrant checkpointing, or for PEFT's aLoRA hooks."""
     return bool((arguments or {}).get("use_reentrant") or why_whole_rows(model))
 
 

@@ -1,4 +1,4 @@
-"""The generation of completions by grpo and rloo: the prompts, then the last token of each row."""
+"""Generates as grpo and rloo do: a forward of the prompts, then one of each row's last token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
 
 @contextmanager
 def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
-    """In this context, a token takes the place of `tokens` tokens in the cache, within the sliding window of each layer."""
+    """In this context, one token takes as much cache as `tokens` tokens, but no more than a layer's sliding window."""
     update, mask_sizes = cache.update, cache.get_mask_sizes
 
     def count(index: int) -> int:

@@ -64,7 +64,7 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Set `model.drawn_parameters`, the names of parameters that are in no checkpoint file, for adapters to save."""
+    """Store the names of parameters that are in no checkpoint file in `model.drawn_parameters`, so that adapters save them."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
@@ -99,7 +99,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Of the modules around a parameter, return the name of the outermost with all parameters in `drawn`, or ""."""
+    """Return the name of the largest module that contains the parameter `name`, and only parameters in `drawn`; else ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -205,7 +205,7 @@ def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
 
 
 def _without_gradients(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of each module with layers whose forward turns gradients off, such as an indexer of attention."""
+    """Yield (name, reason) of each module whose forward turns gradients off for its layers, such as an attention indexer."""
     for name, module in base.named_modules():
         if module._modules and runs_without_gradients(type(module).forward):
             yield name, f"{type(module).__name__} runs without gradients, so an adapter would not be trained"
@@ -381,7 +381,7 @@ _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Return the class of the parent by layer name, for linear layers whose weight is read by a method of a parent module."""
+    """Return layer name -> parent's class, for linear layers whose weight a method of a parent module reads."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)

@@ -1,4 +1,4 @@
-"""Iterates over a model's modules with the kind of each module, and copies modules."""
+"""Finds a model's modules and the kind of each, and copies modules."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _is_block(layer: nn.Module) -> bool:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Yield the place of every module, the model itself first and parents before children. A shared module comes once."""
+    """Yield the place of each module once. The model itself comes first, and parents come before children."""
     # Names of the tuner layers around the current module, innermost last: modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():

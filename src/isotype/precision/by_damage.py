@@ -1,4 +1,4 @@
-"""Mixed storage: chooses a format for each linear layer, so that all fit a memory limit and damage the output least."""
+"""Mixed storage: chooses each linear layer's format, so that all fit a memory limit with the least damage to the output."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Option:
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
-    """Choose an option for each layer, so that all fit `room` bytes at the least total damage; return the options' indices.
+    """Choose an option for each layer, so that all layers fit into `room` bytes with the least total damage.
 
-    `sums` is at least 1. If more than `sums` different totals of bytes are possible, sizes are rounded up.
+    If more than `sums` (at least 1) different totals of bytes are possible, sizes are rounded up.
 
     Returns:
-        None if even the smallest options do not fit.
+        The index of each layer's option; None if even the smallest options do not fit.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -51,7 +51,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the index of each layer's best option, by dynamic programming. The unit of `room` and `steps` is the same."""
+    """Return the index of each layer's best option, by dynamic programming. `room` and `steps` have the same unit."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -74,9 +74,9 @@ _TENTH = 10
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4: the policy for it decides all but the layers' formats.
+    """Return the request with all layers in nf4. The policy for this request decides everything but the layers' formats.
 
-    If the request leaves `double_quant` open, the quantization constants are quantized, too, which costs little accuracy.
+    If the request does not set `double_quant`, it is enabled, which costs little accuracy.
     """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
@@ -96,9 +96,9 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy`, with the input channels' moments from `saved` if both policies have the same layer formats.
+    """Return `policy` with the moments of input channels from `saved`, if both policies have the same layer formats.
 
-    So a resumed run keeps the 4-bit constants of its first start, even if the moments have been measured again.
+    A resumed run thus keeps the 4-bit constants of its first start, even if the moments have been measured again.
     """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy

@@ -1,4 +1,4 @@
-"""Decides from measured ranges, for float16: the residual stream's dtype, the exceptions and the initial loss scale."""
+"""Decides three things for float16 from measured ranges: residual stream's dtype, exceptions, initial loss scale."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def number(value: float) -> str:
 
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
-    """Return model_type -> a dict: `reaches` has the published ranges in words, `source` names the publication."""
+    """Return model_type -> a dict with two entries: the published ranges in words (`reaches`), the publication (`source`)."""
     table: Mapping[str, Mapping[str, str]] = loads(
         (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
     )
@@ -146,7 +146,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float]:
-    """Return (module, value) of the largest magnitude that a forward in float16 would store as a float16 number."""
+    """Return (module, value) of the largest magnitude that a float16 forward would store in float16."""
     values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
@@ -157,7 +157,7 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude) for a forward's operators outside norms; a mask's fill values do not count."""
+    """Yield (operator, largest magnitude) for a forward's operators outside of norms, without the fill values of masks."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
@@ -217,8 +217,8 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each linear layer whose adapters' scaled gradients can exceed float16's range.
 
-    A token adds to lora_A's gradient the layer's input times the gradient of lora_A's output. To lora_B's gradient, it
-    adds lora_A's output times the gradient of the layer's output (https://arxiv.org/abs/2106.09685, equation 3).
+    A token contributes to lora_A's gradient: the layer's input times the gradient of lora_A's output. It contributes to
+    lora_B's gradient: lora_A's output times the gradient of the layer's output (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:

@@ -1,4 +1,4 @@
-"""Measured damage to a model's output if a linear layer is stored in fewer bits: the basis of mixed storage."""
+"""Measured damage to a model's output if a linear layer is stored in fewer bits. Mixed storage is based on this damage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
-    """For each format, the damage to the model's output if one linear layer is stored in it.
+    """The damage to a model's output if one linear layer is stored in a format, for each format.
 
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.

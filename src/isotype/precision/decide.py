@@ -1,4 +1,4 @@
-"""Decides the precision policy from the model's facts, a device profile and the user's request, and nothing else."""
+"""Decides the precision policy from the model's facts, a device profile and the user's request only."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def decide(
 
 @dataclass(frozen=True)
 class _Draft:
-    """A decision in progress: the problems, the warnings and the reason for each role."""
+    """An unfinished policy decision: the problems and warnings so far, and the reason for each role."""
 
     facts: ModelFacts
     profile: DeviceProfile
@@ -130,7 +130,7 @@ class _Draft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
-        """Return (compute dtype, master dtype, storage); the values are meaningless if `problems` is not empty."""
+        """Return (compute dtype, master dtype, storage). The values are only valid if `problems` is empty."""
         storage_format = self._storage_format()
         compute = self._compute(storage_format)
         master = self._master(compute)
@@ -333,7 +333,7 @@ _DENSE = (
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return a line that describes the nearest policy that works, after parts of the request are dropped; None without one."""
+    """Return a line about the nearest policy that works if parts of the request are dropped; None if there is none."""
     if obstacles:
         return None
     changes: tuple[Mapping[str, Any], ...] = (
@@ -362,7 +362,7 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Return role -> reason for the roles that `compute`, the float weights' dtype `plain` and pinned parameters decide."""
+    """Return role -> reason, for roles that depend only on the compute dtype, the float weights' dtype or pinned parameters."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
@@ -391,7 +391,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason if autocast casts the float weights; `compute` is the reason for the compute dtype."""
+    """Return role -> reason if autocast casts the float weights. The argument is the reason for the compute dtype."""
     name = dtype_name(plain)
     return {
         "compute": (

@@ -13,7 +13,7 @@ from isotype.core.names import alternatives
 
 @dataclass(frozen=True)
 class QuantizationFacts:
-    """The format in which the weights are quantized already.
+    """The format of weights that are already quantized.
 
     Attributes:
         method: the library or method: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …

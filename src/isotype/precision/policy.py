@@ -135,12 +135,12 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """The `quantization` that a request names to get this storage, apart from `layers`; None for float storage."""
+        """The value of `quantization` that requests this storage, apart from `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
     def form(self) -> str:
-        """The storage in one word: `mixed` if there are `layers`, else the name of the quantization or of the float dtype."""
+        """The storage in one word: `mixed` if some layers have another format, else the quantization or the float dtype."""
         return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property
@@ -148,7 +148,7 @@ class PrecisionPolicy:
         return {layer.module: layer for layer in self.layers}
 
     def storage_of(self, module: str) -> str:
-        """Return the storage of a quantized linear layer, by its name in the base model."""
+        """Return the storage of the quantized linear layer that has this name in the base model."""
         layer = self._layers_by_name.get(module)
         return self.storage if layer is None else layer.storage
 
@@ -248,7 +248,7 @@ class PrecisionPolicy:
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON values of the fields for display. Moments are left out: they have a character per input channel."""
+        """Return JSON values of the fields for display, without moments, which have a character for each input channel."""
         return {**encoded(replace(self, layers=()), {}), "layers": self.layer_formats}
 
     def to_dict(self) -> dict[str, Any]:

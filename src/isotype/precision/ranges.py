@@ -90,7 +90,7 @@ def is_fill(value: float) -> bool:
 
 
 def first_loss_scale(gradient: float) -> float:
-    """Return the loss scale, a power of two from 1 to 2^24, for which the largest `gradient` is at most 65504 / 16."""
+    """Return the loss scale, a power of two from 1 to 2^24, that keeps the largest gradient at or below 65504 / 16."""
     low, high = _LOSS_SCALES
     if not gradient:
         return high
@@ -210,7 +210,7 @@ class Ranges(Measurement):
 
     @property
     def undefined(self) -> OperatorRange | None:
-        """The first operator with finite operands and a result that is not finite, if loss or gradients are not finite."""
+        """If loss or gradients are not finite: the first operator with finite operands and a non-finite result."""
         values = (*self.loss, *(module.gradient for module in self.modules))
         if all(map(math.isfinite, values)):
             return None
@@ -219,5 +219,5 @@ class Ranges(Measurement):
 
     @property
     def residual(self) -> ModuleRange | None:
-        """The module of the residual stream with the largest output; None if `stream` is empty."""
+        """The module with the largest output in the residual stream; None if `stream` is empty."""
         return max(self.stream_modules, key=lambda module: module.output, default=None)

@@ -90,7 +90,7 @@ def _required(package: str) -> tuple[str, ...]:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """Return a specifier that allows the same versions, but has only the highest `>=` and the lowest `<`."""
+    """Simplify a specifier: keep only the highest `>=` and the lowest `<`. It allows the same versions."""
     bounds = {">=": max, "<": min}
     parts = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():
@@ -209,7 +209,7 @@ def _own_requirements() -> Sequence[str]:
 
 
 def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """Return one pip command that installs each `change` in `incompatible`, and `absent`; None if both are empty."""
+    """Return a pip command that installs all `change`s of the incompatibilities and all absent packages; None if none."""
     demands: dict[str, SpecifierSet] = {}
     for text in (*(incompatibility.change for incompatibility in incompatible), *absent):
         requirement = Requirement(text)

@@ -1,1 +1,1 @@
-"""Measured values of a step: largest magnitudes, and the first non-finite value."""
+"""Measures the values of a training step: the largest magnitudes, and the first non-finite value."""

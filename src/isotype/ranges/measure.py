@@ -87,7 +87,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return each learned table's number of positions; OPT counts from 2, RoBERTa from the padding index + 1."""
+    """Return how many positions each learned table has. OPT counts from 2, RoBERTa from the padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -356,7 +356,7 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """Record the experts that routers choose: `chosen` maps the name of an experts' module to the experts' numbers.
+    """Add the experts that routers choose to `chosen`: name of an experts module -> numbers of its chosen experts.
 
     The forward of such a module gets the chosen experts as an int64 argument `[tokens, experts per token]`.
     """
@@ -397,7 +397,7 @@ def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 
 
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
-    """Return, for each list of blocks, the name of the embedding before it and the names of the blocks."""
+    """Return the names of modules that output the residual stream: each list's blocks, and the embedding before them."""
     order = recorder.order()
     stream: list[str] = []
     start = 0

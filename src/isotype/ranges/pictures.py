@@ -75,7 +75,7 @@ NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=t
 
 
 def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:
-    """Return a row's images by the model's processor, else by its config; None if neither suffices."""
+    """Compute a row's images with the model's processor, or else from its config. Return None if neither suffices."""
     if processor is not None and hasattr(processor, "image_processor"):
         return _by_processor(processor, sizes)
     return by_config(config, sizes)
@@ -117,7 +117,7 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Return a row's images by the config; None if the config lacks the necessary values.
+    """Compute a row's images from the config. Return None if the config lacks the necessary values.
 
     If `sizes` is None, the row has one image of the only size that the vision tower takes.
     """
@@ -147,7 +147,7 @@ Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
-    """Gemma 3, PaliGemma: each image becomes one square of the tower's size."""
+    """Gemma 3 and PaliGemma resize each image to one square of the tower's size."""
     tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     side = vision.image_size
     if not isinstance(tokens, int) or not isinstance(side, int):
@@ -181,14 +181,14 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale an image into a rectangle. Return (minus the pixels of the image, pixels of padding)."""
+    """Scale an image to fit into a rectangle. Return (negative pixel count of the scaled image, pixels of padding)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Qwen-VL: sides are multiples of a merged patch's side, and the pixel count is within the processor's limits."""
+    """Qwen-VL resizes images within the processor's pixel limits; sides are multiples of a merged patch's side."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []

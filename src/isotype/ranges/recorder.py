@@ -103,7 +103,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Skip the operators that a backward recomputes: they were recorded in the forward."""
+        """Do not record operators in the `with` block if a backward recomputes them: the forward has recorded them."""
         before, self._paused = self._paused, in_backward() or self._paused
         try:
             yield
@@ -207,7 +207,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return the magnitude of a result: infinite if the operator overflowed and no operand had fill values."""
+        """Return a result's magnitude, which is infinite if the operator overflowed and no operand had fill values."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))

@@ -113,7 +113,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """A memo for `deepcopy` that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
+    """A `deepcopy` memo that casts the parameters in plain attributes, such as the flat weights of recurrent layers."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the shares of (sampled) nonzero values that float16 rounds to zero: unscaled, and with a loss scale of 65536."""
+    """Return the shares of nonzero (sampled) values that float16 rounds to zero, without and with a loss scale of 65536."""
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
@@ -123,7 +123,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightRange:
-    """The largest magnitude of weights and of their gradients, and the median magnitude of nonzero weights."""
+    """The largest magnitudes of weights and of their gradients, and the median magnitude of nonzero weights."""
 
     largest: float = 0.0
     median: float = 0.0
@@ -132,7 +132,7 @@ class WeightRange:
 
 @dataclass
 class Weights:
-    """The weights of a model in a measurement's dtype and device, created when they are used.
+    """The weights of a model, created when they are used, in the dtype and on the device of a measurement.
 
     Attributes:
         records: record the magnitudes of the weights, and of the gradients of trainable weights.
@@ -190,7 +190,7 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of `stored` once, and cache the largest magnitude for `value`, which has a part of the values."""
+        """Record the magnitudes of `stored` once, and cache the largest one for `value`, a part of the stored values."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (magnitude(stored).value, median(stored))
@@ -224,7 +224,7 @@ class Weights:
 
 
 class OnDemand(dict[str, Any]):
-    """A module's `_parameters`: `[name]` materializes a weight; `items()` and `values()` return placeholders."""
+    """Replaces a module's `_parameters`. `[name]` materializes a weight; `items()` and `values()` give placeholders."""
 
     def __init__(self, weights: Weights, by_name: Mapping[str, Weight | None]) -> None:
         super().__init__(by_name)
@@ -235,11 +235,11 @@ class OnDemand(dict[str, Any]):
         return None if weight is None else self._weights.make(weight)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return `[name]`, or `default`."""
+        """Return the materialized weight, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401 - this implements `get`
 
     def items(self) -> Any:
-        """Return names with placeholders."""
+        """Return (name, placeholder) pairs."""
         return [(name, self._stand_in(weight)) for name, weight in super().items()]
 
     def values(self) -> Any:

@@ -1,1 +1,1 @@
-"""Attention for training on a CPU: kernels whose data fit into the caches. The fastest measured kernel is used."""
+"""Attention for training on a CPU: kernels whose data fit into the caches, and a choice of the fastest by measurement."""

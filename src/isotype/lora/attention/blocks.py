@@ -1,6 +1,6 @@
 """Calls torch's attention kernel for blocks of queries, each with only those keys to which the block attends.
 
-If there is no compiler, blocks make packed rows and windows faster, because torch's kernel reads masked keys, too.
+Without a compiler, blocks make packed rows and windows faster, because torch's kernel alone would read masked keys.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def recomputed(
 ) -> torch.Tensor:
     """Return `compute(q, k, v)`. Only q, k and v are saved for the backward, which computes the result again.
 
-    `beside` is called before the forward and before the backward, with the tensors that the pass reads and writes. The
-    result of `beside` stays alive during the pass, so that a trace counts a kernel's temporary copies.
+    Before the forward and the backward, `beside` is called with the tensors that the pass reads and writes. Its result
+    stays alive during the pass, so that a trace counts a kernel's temporary copies.
     """
     out: torch.Tensor = _Recomputed.apply(q, k, v, compute, beside)  # type: ignore[no-untyped-call]
     return out
 
 
 def float32_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return uninitialized float32 tensors with the shapes of `tensors`; they are as large as a kernel's temporary copies."""
+    """Return uninitialized float32 tensors of the same shapes, which take as much memory as a kernel's temporary copies."""
     return [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in tensors]
 
 
@@ -93,7 +93,7 @@ def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: 
 
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-    """Return the result of one block, `[batch, query heads, rows, value head]`. One matrix holds all heads of a group."""
+    """Return attention for one block, `[batch, query heads, rows, value head]`. One matrix has all query heads of a key head."""
     batch, heads, rows, head = q.shape
     key_heads, keys = k.shape[1], slice(*block.keys)
     mask = None

@@ -130,7 +130,7 @@ def measure(shape: Shape, threads: int) -> Times:
 
 
 def chosen(times: Times) -> str:
-    """Return the name of the kernel to use for calls with these times."""
+    """Return the name of isotype's fastest kernel if it is clearly faster than `sdpa`, else `"sdpa"`."""
     return times.fastest if times.faster > MARGIN else "sdpa"
 
 

@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs: FlashAttention's kernel for concatenated rows of any length, and attention with repeated heads.
+"""Attention on NVIDIA GPUs: FlashAttention for concatenated rows of any length, and attention with repeated heads.
 
 `torch.nn.attention.varlen.varlen_attn` takes 16-bit queries, keys and values `[tokens, heads, head]` of one head size, on
 NVIDIA GPUs of compute capability 8.0 and later. `varlen_attn` supports grouped heads, causal attention, a backward and
@@ -56,7 +56,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """Return the current sequences instead of a mask. If there are no sequences, return transformers' mask for `sdpa`.
+    """Return the current `Sequences` in place of a mask, or transformers' `sdpa` mask if there are none.
 
     Raises NotImplementedError if the model has its own mask function, because sequences cannot represent such a mask.
     """
@@ -74,7 +74,7 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Return why a call needs a mask instead of lengths, as a clause; None if it can use lengths."""
+    """Return why a call needs a mask instead of sequence lengths, as a clause; None if lengths suffice."""
     query, key, value = inputs
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"queries, keys and values are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"

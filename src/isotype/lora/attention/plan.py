@@ -1,4 +1,4 @@
-"""Plans of attention: blocks of queries and the keys to which they attend. Kernels compute no other scores."""
+"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute no other scores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Plan:
 
     Attributes:
         closed_finitely: True if the mask hides all keys from some query by finite numbers instead of -inf. In torch's
-            kernels such a query attends to all keys about equally. Blocks cannot do so.
+            kernels such a query attends to all keys about equally, which blocks cannot compute.
     """
 
     batch: int
@@ -62,7 +62,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """For each block: (number of its queries in all its rows of the batch, number of its keys)."""
+        """For each block: (number of queries over all batch rows that have the block, number of keys)."""
         return [
             ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts
@@ -176,7 +176,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A cached plan of a mask, valid as long as the mask has the same memory, and the same version or values."""
+    """A mask's cached plan, valid as long as the mask has the same memory, and the same version or the same values."""
 
     plan: Plan
     view: tuple[object, ...]
@@ -215,7 +215,7 @@ def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask's first row if the batch dimension is expanded, else the whole mask."""
+    """Return the mask of one batch row if the batch dimension is expanded, else the whole mask."""
     return mask[:1] if mask.stride(0) == 0 else mask
 
 

@@ -66,9 +66,9 @@ class AttentionReport:
         taken: True if the model now uses one of isotype's attention functions.
         reason: why the model keeps its own attention; None if `taken`.
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
-        slow: why attention stores all scores in memory on this device; None if it does not store them.
+        slow: why attention stores all scores in memory on this device; None if it does not.
         times: measured times of each class of shapes.
-        left: for each reason to use torch's kernel, the number of calls with this reason.
+        left: reason to use torch's kernel -> number of calls.
         unkept: why the times could not be stored on disk; None if they could.
         sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
         padded: why a batch keeps its padding on this GPU; None if padding may be removed.
@@ -219,7 +219,7 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch, or None if the model's attention does not use the sequences' lengths."""
+    """Return the sequences of a packed batch, or None if the model's attention does not use sequence lengths."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 

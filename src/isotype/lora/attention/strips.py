@@ -1,4 +1,4 @@
-"""Computes attention by compiled loops (strips.cpp), a few queries at once, so that the scores fit into a core's caches.
+"""Computes attention by compiled loops (strips.cpp) for a few queries at once, whose scores fit into a core's caches.
 
 The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
 """
@@ -31,8 +31,8 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
 
-    Scores, softmax, the gradients of both and all sums are float32. Probabilities and gradients of scores are rounded to
-    `spec.work` before a product, as in torch's kernel, if there are loops for this dtype. If a masked key or value is
+    Scores, softmax, the gradients of both and all sums are float32. If there are loops for `spec.work`, probabilities
+    and gradients of scores are rounded to this dtype before a product, as in torch's kernel. If a masked key or value is
     not finite, the result may be NaN, as in torch's kernel.
 
     Raises:
@@ -52,7 +52,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> 
 
 
 def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
-    """Return (tiles, blocks, scale, whole), as the operators take them.
+    """Return the arguments (tiles, blocks, scale, whole) of the operators.
 
     Each block consists of nine numbers. The last number is the index of the block's tile, or -1 without a tile. `whole`
     is True if every query is in a block.

@@ -49,7 +49,7 @@ def product_backward(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Return what `isotype.lora.loops.elementwise.rotate` returns."""
+    """Return the same result as `isotype.lora.loops.elementwise.rotate`."""
     return _rotate(x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous(), back)
 
 

@@ -1,1 +1,1 @@
-"""C++ loops for CPU operations for which torch has no operator or needs several; compiled if there is a compiler."""
+"""C++ loops for CPU operations that take torch several operators or have none. They need a C++ compiler."""

@@ -20,7 +20,7 @@ _likeness = attrgetter("device", "dtype", "shape")
 
 
 class _Heads(ctypes.Structure):
-    """Address of a tensor `[batch, heads, tokens, dim]`, and its strides. The last stride is always 1 and is left out."""
+    """Address and strides of a tensor `[batch, heads, tokens, dim]`, without the last stride, which is always 1."""
 
     _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_int64) for n in ("batch", "head", "token"))]
 
@@ -87,7 +87,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = F
     """Apply rotary positions to x `[batch, heads, tokens, dim]`. The result has x's memory layout.
 
     The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
-    x's dtype. If `back`, the argument is the gradient of the rotated tensor, and the result is the gradient of x.
+    x's dtype. If `back` is True, the argument is the rotated tensor's gradient, and the result is the gradient of x.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 

@@ -31,7 +31,7 @@ _FEWEST, _MOST = 256, 2048
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Properties of a call. All calls with the same properties share one measurement.
+    """Properties of a call of the head. All calls with the same properties share one measurement.
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
@@ -93,7 +93,7 @@ class HeadChoice:
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Return a timer that reads events of a GPU's stream. CPU time counts only if the GPU waits for the CPU."""
+    """Return a timer that uses events in a GPU's stream. CPU time counts only while the GPU waits for the CPU."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:

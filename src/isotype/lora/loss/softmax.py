@@ -47,7 +47,7 @@ def softmax(
     outputs: Mapping[str, torch.Tensor],
     ahead: bool,
 ) -> torch.Tensor | None:
-    """Write a block's results into `outputs`. If `ahead`, also overwrite the logits with their gradients.
+    """Write a block's results into `outputs`. If `ahead` is True, also overwrite the logits with their gradients.
 
     The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The quotient is -1 at the target and p_j / (1 - p_t) elsewhere,
     so it stays accurate if p_t is near 1. Multiplying by the returned factors undoes this division.
@@ -58,7 +58,7 @@ def softmax(
         outputs: name -> contiguous result `[n]`.
 
     Returns:
-        If `ahead`, the factor of each row of gradients, float32 `[n]`; else None.
+        The factor of each row of gradients, float32 `[n]`; None if `ahead` is False.
     """
     if call.softcap is None and _is_by_loops(logits, exact, targets):
         factor = torch.empty_like(exact) if ahead else None

@@ -115,7 +115,7 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 
 
 def take_packed_rows(trainer: Any) -> bool:
-    """Let a trainer's models accept rows with several documents, along with positions and a padding mask.
+    """Let a trainer's models accept packed rows (several documents) that come with positions and a padding mask.
 
     transformers uses positions to separate documents only if there is no mask. Here the mask is only for a router's loss
     and to count tokens. Returns False without any change if another forward computes the loss.
@@ -216,7 +216,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """If `forward` is TRL's or wraps TRL's, return (True if it is TRL's own, arguments of TRL's head); else None."""
+    """Return (True if `forward` is TRL's, False if it wraps TRL's; arguments of TRL's head), or None for another forward."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
@@ -258,7 +258,7 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
 
 
 def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Unpadded | None:
-    """Return, without its padding, the batch with which a fused head is called. Return None if the padding must stay."""
+    """Remove the padding from the batch with which a fused head is called. Return None if the padding must stay."""
     named = {name: kwargs.get(name) for name in _NAMED}
     if args or not kwargs.get("fused_lm_head") or (named["labels"] is None and named["shift_labels"] is None):
         return None

@@ -104,7 +104,7 @@ def experts_output(
 
     Args:
         x: `[tokens, in]`, any float dtype.
-        index: the numbers of each token's experts, integers `[tokens, k]`. A number from `spec.count` up means no
+        index: the numbers of each token's experts, integers `[tokens, k]`. A number of at least `spec.count` means no
             expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
         factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout. The
@@ -140,7 +140,7 @@ class _Group:
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """For each expert, write leftᵀ right of its rows into `out` `[experts of the layer, in, out]`."""
+        """Write each expert's product leftᵀ right, over the expert's rows, into `out` `[experts of the layer, in, out]`."""
         if out is None:
             return
         if self.offsets is not None:
@@ -151,7 +151,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of the rows' experts, `[n, out]`, or `[1, out]` if there is only one expert."""
+        """Return for each row the vector of its expert, `[n, out]`; `[1, out]` if there is only one expert."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -205,7 +205,7 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
 
 
 def _groups(counts: Sequence[int], together: int) -> Iterator[_Group]:
-    """Yield the groups of `together` experts that have rows, without offsets. `counts` has the rows of each expert."""
+    """Yield groups of up to `together` experts, leaving out experts without rows. `counts` has each expert's row count."""
     ends = [0, *accumulate(counts)]
     for first in range(0, len(counts), together):
         stop = min(first + together, len(counts))
@@ -310,7 +310,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return a product of `rows`, with bias and adapters, `[n, out]`. `hidden` has drop(rows) @ A for each of `lows`."""
+    """Return rows times weights, plus bias and adapters: `[n, out]`. `hidden` has drop(rows) @ A for each adapter in `lows`."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))

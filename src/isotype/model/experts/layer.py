@@ -72,7 +72,7 @@ def is_experts_wrapper(module: nn.Module) -> bool:
 
 
 def _with_wrappers(outer: Any) -> list[Any]:
-    """Return a list: the wrappers of an experts module, from the outermost to the innermost, then the module itself."""
+    """Return the wrappers of an experts module from the outermost to the innermost, and then the module itself."""
     modules = [outer]
     while _wraps(type(modules[-1])):
         modules.append(modules[-1].base_layer)

@@ -65,7 +65,7 @@ def blank_stack(
     transposed: bool = False,
     device: Any = "meta",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return (codes without values, parametrization) of a stacked weight. For the arguments, see `quantize_parts`."""
+    """Return (codes on the meta device, parametrization) of a stacked weight. For the arguments, see `quantize_parts`."""
     form = FORMATS[storage]
     experts, rows, columns = shape
     if storage == MXFP4:
@@ -107,7 +107,7 @@ def quantize_parts(
     transposed: bool = False,
     device: Any = "cpu",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Quantize a stacked weight, one part after another. Return (its codes, their parametrization).
+    """Quantize a stacked weight part by part. Return (its codes, their parametrization).
 
     Args:
         parts: dense weights `[any number, d1, d2]` of successive experts.

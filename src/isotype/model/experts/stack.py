@@ -352,7 +352,7 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 
 @contextmanager
 def seen_dense(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, let a model have dense parameters without memory in place of its quantized stacks.
+    """In the `with` block, replace a model's quantized stacks by dense parameters that take no memory.
 
     For parametrized weights, PEFT (0.21) would nest its wrappers in another order (`_inject_parameters`), which would
     change the names of tensors in an adapter's file.

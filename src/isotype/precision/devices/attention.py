@@ -59,7 +59,7 @@ class AttentionCall:
 
 
 def enabled_attention() -> frozenset[str]:
-    """Return the enabled attention kernels: all, except inside of `torch.nn.attention.sdpa_kernel` and similar switches."""
+    """Return the enabled attention kernels: all, unless `torch.nn.attention.sdpa_kernel` or a similar switch disables some."""
     cuda = torch.backends.cuda
     switches = {
         "cudnn": cuda.cudnn_sdp_enabled,
@@ -94,13 +94,13 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether grouped heads get a fused kernel only if keys and values are repeated for each query head."""
+    """Return whether torch uses a fused kernel for grouped heads only after keys and values are repeated for each query head."""
     without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether a torch release ships a cuDNN that has, on this GPU, the error that `may_return_nan` describes."""
+    """Return whether the cuDNN of a torch release has, on this GPU, the error that `may_return_nan` describes."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 

@@ -2,7 +2,7 @@
 
 The CPU decides which kernels run and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
 matmuls: bfloat16 needs AVX512 or newer, and float16 needs AVX512-FP16 or AMX. Otherwise torch's own kernels run. So the
-dtypes that oneDNN supports select the table of the operators' contracts on a CPU.
+dtypes that oneDNN supports select a CPU's table of operator contracts.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def parse_sysctl(text: str) -> CpuFeatures:
 
 
 def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
-    """Return the features in the result of `torch.cpu.get_capabilities()`, which newer torch has on every system."""
+    """Return the features that `torch.cpu.get_capabilities()` lists; newer torch has this function on every system."""
     flags = frozenset(key for key, value in capabilities.items() if value is True)
     title = str(capabilities.get("cpu_name", "CPU"))
     machine = str(capabilities.get("architecture", platform.machine()))
@@ -186,7 +186,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the contract table that fits a CPU best, how the CPU differs from the measured one; "" if not)."""
+    """Return (name of the best contract table for a CPU, how the CPU differs from the measured CPU or "")."""
     if onednn is None:
         return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

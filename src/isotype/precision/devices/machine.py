@@ -84,7 +84,7 @@ class DoctorReport:
 
     @property
     def torch_build(self) -> str:
-        """The kind of torch build: `"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
+        """A phrase for torch's build: `"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
         names = {"cuda": "CUDA", "rocm": "ROCm"}
         builds = [f"{names[kit]} {version}" for kit, version in self.toolkits.items()]
         return f"{builds[0] if builds else 'CPU'} build"
@@ -139,7 +139,7 @@ def compiler_here() -> str:
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Return whether bitsandbytes works: a child process imports it by `script`, and tries it if the device is present."""
+    """Test bitsandbytes in a child process: `script` imports it, and quantizes if this machine has the device."""
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]

@@ -1,4 +1,4 @@
-"""Measured matmul rates of each dtype on this machine, within a time budget.
+"""Measures the matmul rate of each dtype on this machine, within a time budget.
 
 A dtype without hardware support can be a hundred times slower than another. So the probe enlarges the matrices only if
 the next size surely fits the time budget. After a warm-up, the dtypes take turns, so that a temporary load of the
@@ -52,14 +52,14 @@ class MatmulRate:
 
     @property
     def steady(self) -> bool:
-        """True if the rate can be compared: enough calls took similar times, and the matrices were large enough."""
+        """True if the rate is reliable: enough calls took similar times, and the matrices were large enough."""
         return self.size >= _LEAST_SIDE and self.repeats >= _LEAST_CALLS and self.spread <= _STEADY
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
-    """Return the side of the next matrices: at most twice `side`, or `side` if larger ones may exceed the budget.
+    """Return the side length of the next matrices: at most twice the last `side`, or `side` if more may exceed the budget.
 
-    A call with matrices of `side` took `call_seconds`; the time of a call grows with side^3. The predicted time may be
+    The last call took `call_seconds`, and a call's time grows with the cube of the side length. The predicted time may be
     at most a quarter of the remaining seconds, because matrices that exceed a cache take longer than predicted.
     """
     larger = min(2 * side, size)
@@ -68,7 +68,7 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float) -> in
 
 
 def real_device(device: str | torch.device) -> torch.device:
-    """Return the torch device of `device`; raises PrecisionError if the device is not in this machine."""
+    """Return a device as a `torch.device`. Raises PrecisionError if the device is not in this machine."""
     profile = device_profile(device)
     if not profile.present:
         headline, actual = "only a device that is here can be measured", f"device {str(device)!r}"
@@ -83,7 +83,7 @@ def _operands(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torc
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds; if torch uses one CPU thread, the clock counts only the CPU time of this thread."""
+    """Return a clock in seconds. If torch uses a single CPU thread, the clock counts only CPU time of this thread."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
@@ -135,7 +135,7 @@ class _Probe:
 
     @property
     def done(self) -> bool:
-        """True if the budget is spent and there are enough calls to compare."""
+        """True if the time budget is spent and enough calls were timed."""
         enough = len(self.times) >= _LEAST_CALLS and self.spent + self.times[-1] > self.seconds
         return self.message is not None or enough
 

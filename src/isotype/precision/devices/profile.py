@@ -1,6 +1,6 @@
 """Device profiles: the native dtypes, memory and peak rates of this machine's devices and of devices known by name.
 
-`profiles.json` has the named profiles, from data sheets. The profile of a device in this machine depends only on the text
+`profiles.json` has the named profiles, from data sheets. The profile of a real device depends only on the text
 or properties that its driver returns, so tests can simulate any machine.
 """
 
@@ -243,7 +243,7 @@ def _accelerator(
     flash: frozenset[torch.dtype] = frozenset(),
     capability: tuple[int, int] | None = None,
 ) -> DeviceProfile:
-    """Return the profile of a card: from its data sheet if `profiles.json` has one, else from the driver's properties."""
+    """Return a card's profile from `profiles.json`, or else from the properties that the driver returns."""
     sheets = (key for key, record in _records().items() if title in record["driver_names"])
     sheet = next(map(_of_record, sheets), None)
     if sheet is not None and sheet.kind == kind:
@@ -432,7 +432,7 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """Return a card's name as lower-case words, without the maker, memory as `80g`; () if this is not a card's name."""
+    """Split a card's name into lower-case words without the maker, with the memory as `80g`; () for any other text."""
     if not _SPELLING.fullmatch(name.lower()):
         return ()
     text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")

@@ -1,4 +1,4 @@
-"""The memory of a device that a training step may use, for checks, plans and choices."""
+"""The memory of a device that a training step may use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Room:
         return self.words if self.size is None else f"{format_bytes(self.size)} ({self.words})"
 
     def holds(self, peak: int) -> bool:
-        """Return whether a step with this peak in bytes fits; True if the room is unknown."""
+        """Return whether a step whose memory peak has this many bytes fits; True if the room is unknown."""
         return self.size is None or peak <= self.size
 
 

@@ -51,5 +51,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether the trace knows the fake tensor's value: it does if the tensor is small and depends on no weight."""
+    """Return whether the trace knows a fake tensor's values, as for small tensors that depend on no weight."""
     return hasattr(fake, VALUE)
